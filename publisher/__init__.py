@@ -1,0 +1,1 @@
+"""Engine side: what is said on the wire about KV blocks, and who says it."""

@@ -1,0 +1,163 @@
+"""Block hashes as vLLM computes them, without importing vLLM.
+
+Each hash covers a whole prefix up to a hash-block boundary: ``h_i = H((h_{i-1}, tokens_i, extra_i))`` with
+``h_{-1} = H(seed)``; ``H`` is SHA-256 over pickle protocol 5 (vLLM's default) or over canonical CBOR.
+Facts: vllm/v1/core/kv_cache_utils.py of 0.32 and, for look-ahead, 0.33.
+
+Pickle writes a back reference where the same *object* occurs twice, so equal strings must be distinct
+objects exactly where vLLM's are: LoRA name and path, and the identifiers of two multimodal items. The
+constant tags ("lora", "mm") are shared objects in vLLM and here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cbor2
+import msgspec
+
+from publisher.events import BlockHash
+
+DEFAULT_SEED = "vllm-none-hash"
+"""vLLM's fixed seed since 0.29 where PYTHONHASHSEED is not set in the engine's environment."""
+
+ALGORITHMS = ("sha256", "sha256_cbor")
+"""Algorithms a router can reproduce; the xxhash ones are seeded per process by default."""
+
+
+class HashScheme(msgspec.Struct, frozen=True):
+    """Everything but the prompt that a block hash depends on.
+
+    ``hash_block_size`` and ``lookahead`` are in tokens. ``tagged`` says whether extra keys carry their
+    source (0.31 and later) or are bare values (0.30 and older).
+    """
+
+    algo: str = "sha256"
+    seed: str = DEFAULT_SEED
+    hash_block_size: int = 16
+    lookahead: int = 0
+    tagged: bool = True
+
+
+class MultimodalItem(msgspec.Struct, frozen=True):
+    """One image, audio or video of a prompt: its content identifier and its token range."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+class PromptExtras(msgspec.Struct, frozen=True):
+    """What besides tokens enters a prompt's hashes."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    cache_salt: str | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+
+
+NO_EXTRAS = PromptExtras()
+
+
+def _sha256_pickle(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
+
+
+def _sha256_cbor(value: object) -> bytes:
+    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+_HASHERS: dict[str, Callable[[object], bytes]] = {
+    "sha256": _sha256_pickle,
+    "sha256_cbor": _sha256_cbor,
+}
+
+
+def hash_function(algo: str) -> Callable[[object], bytes]:
+    """The 32-byte hash of an object under ``algo``. Raises ``ValueError`` for an unknown name."""
+    try:
+        return _HASHERS[algo]
+    except KeyError:
+        known = ", ".join(ALGORITHMS)
+        raise ValueError(f"hash algorithm {algo!r} cannot be reproduced; known: {known}") from None
+
+
+def num_hash_blocks(num_tokens: int, scheme: HashScheme) -> int:
+    """How many hashes a prompt of ``num_tokens`` has: a block's look-ahead tokens must exist too."""
+    return max(0, (num_tokens - scheme.lookahead) // scheme.hash_block_size)
+
+
+class HashChain:
+    """The hashes of one growing prompt; extending it hashes new blocks only.
+
+    ``full`` holds the 32-byte hashes (needed to go on), ``hashes`` their 64-bit form, one per hash block.
+    """
+
+    __slots__ = ("_hash", "extras", "full", "hashes", "scheme")
+
+    def __init__(self, scheme: HashScheme, extras: PromptExtras = NO_EXTRAS) -> None:
+        self.scheme = scheme
+        self.extras = extras
+        self.full: list[bytes] = []
+        self.hashes: list[BlockHash] = []
+        self._hash = hash_function(scheme.algo)
+
+    def fork(self, num_blocks: int) -> HashChain:
+        """A new chain that starts with this one's first ``num_blocks`` blocks."""
+        other = HashChain(self.scheme, self.extras)
+        other.full = self.full[:num_blocks]
+        other.hashes = self.hashes[:num_blocks]
+        return other
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Hash every block of ``token_ids`` (the whole prompt) not hashed yet; returns all hashes."""
+        size, ahead = self.scheme.hash_block_size, self.scheme.lookahead
+        done, total = len(self.full), num_hash_blocks(len(token_ids), self.scheme)
+        if done >= total:
+            return self.hashes
+        digest, full, hashes = self._hash, self.full, self.hashes
+        parent = full[-1] if full else digest(self.scheme.seed)
+        plain = self.extras == NO_EXTRAS and not ahead
+        for start in range(done * size, total * size, size):
+            extra = None if plain else self._extra(token_ids, start)
+            parent = digest((parent, tuple(token_ids[start : start + size]), extra))
+            full.append(parent)
+            hashes.append(BlockHash(int.from_bytes(parent[-8:], "big")))
+        return hashes
+
+    def _extra(self, token_ids: Sequence[int], start: int) -> tuple[Any, ...] | None:
+        size, ahead = self.scheme.hash_block_size, self.scheme.lookahead
+        keys = extra_keys(self.extras, start, start + size + ahead, tagged=self.scheme.tagged) or None
+        if not ahead:
+            return keys
+        return (keys, *token_ids[start + size : start + size + ahead])
+
+
+def extra_keys(extras: PromptExtras, start: int, end: int, *, tagged: bool = True) -> tuple[Any, ...]:
+    """Extra keys of the block ``[start, end)``: LoRA, then multimodal items, then salt (first block only)."""
+    keys: list[Any] = []
+    if extras.lora_name is not None:
+        name, path = _distinct(extras.lora_name), _distinct(extras.lora_path or "")
+        keys.append(("lora", name, path) if tagged else name)
+    for item in extras.multimodal:
+        if item.offset < end and start < item.offset + item.length:
+            identifier, offset = _distinct(item.identifier), item.offset - start
+            keys.append(("mm", identifier, offset) if tagged else (identifier, offset))
+    if start == 0 and extras.cache_salt:
+        keys.append(("cache_salt", extras.cache_salt) if tagged else extras.cache_salt)
+    return tuple(keys)
+
+
+def _distinct(text: str) -> str:
+    """An equal string that is another object, so that pickle writes it out in full."""
+    return text.encode().decode() if len(text) > 1 else text
+
+
+def block_hashes(
+    token_ids: Sequence[int], scheme: HashScheme, extras: PromptExtras = NO_EXTRAS
+) -> list[BlockHash]:
+    """All hashes of one prompt, one per hash block."""
+    return HashChain(scheme, extras).extend(token_ids)

@@ -1,0 +1,219 @@
+"""KV cache events as vLLM puts them on the wire, and a decoder for every encoding since 0.20.
+
+A batch is one msgpack array ``[ts, [event, ...], data_parallel_rank, publisher_id?]``. From 0.24 on an
+event is a map tagged ``type``; before that it is an array whose first item is the tag. Decoding tries the
+whole batch at once and, where that fails, event by event: an unknown event type, a missing field or a
+wrong value costs that event only and is reported in ``DecodedBatch.rejected``. Unknown fields are ignored.
+
+Always true: ``decode_batch`` either returns a batch or raises ``EventDecodeError``; it never raises
+anything else, whatever the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NewType
+
+import msgspec
+
+BlockHash = NewType("BlockHash", int)
+"""Unsigned 64-bit form of an engine's block hash: the last 8 bytes, big endian (vLLM's int form)."""
+
+MEDIA = ("GPU", "CPU", "STORAGE")
+GROUPS_MAX = 64
+"""Bound on ``group_idx``; the largest hybrid models known have fewer than 10 groups."""
+
+_U64 = (1 << 64) - 1
+_WireHash = int | bytes
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+_GroupIdx = Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
+
+
+class EventDecodeError(ValueError):
+    """The batch frame itself cannot be read; ``str()`` says why."""
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """Blocks that now hold the KV of ``token_ids``; fewer hashes than blocks when some were masked.
+
+    ``token_ids`` stays encoded (``msgspec.Raw``): residency does not need it, ``tokens()`` decodes it.
+    """
+
+    block_hashes: list[_WireHash]
+    parent_block_hash: _WireHash | None
+    token_ids: msgspec.Raw
+    block_size: _Size
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: _GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: _Size | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+    def tokens(self) -> list[int]:
+        """The decoded token ids. Raises ``EventDecodeError`` if they are not a list of integers."""
+        try:
+            return _TOKENS.decode(self.token_ids)
+        except msgspec.MsgspecError as error:
+            raise EventDecodeError(f"BlockStored.token_ids: {error}") from None
+
+    def num_tokens(self) -> int:
+        """How many token ids the event carries, read from the array header alone."""
+        return _array_length(self.token_ids)
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    """One physical copy of each listed block is gone (see ``remaining_copy_counts`` where present)."""
+
+    block_hashes: list[_WireHash]
+    medium: str | None
+    group_idx: _GroupIdx | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    remaining_copy_counts: list[_Size | None] | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
+    """The GPU pool of this data-parallel rank was emptied."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class DecodedBatch(msgspec.Struct, gc=False):
+    """One batch: its events in order, and why each event that could not be read was left out."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None
+    publisher_id: bytes | None
+    rejected: list[str]
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+    publisher_id: Any = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: Any = None
+    publisher_id: Any = None
+
+
+class _ArrayStored(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+    block_hashes: list[_WireHash]
+    parent_block_hash: _WireHash | None
+    token_ids: msgspec.Raw
+    block_size: _Size
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: _GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: _Size | None = None
+
+
+class _ArrayRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+    block_hashes: list[_WireHash]
+    medium: str | None = None
+    group_idx: _GroupIdx | None = None
+
+
+class _ArrayCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+_TOKENS: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
+_BATCH = msgspec.msgpack.Decoder(_Batch)
+_RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch)
+_MAP_EVENT: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_ARRAY_EVENT: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayCleared] = (
+    msgspec.msgpack.Decoder(_ArrayStored | _ArrayRemoved | _ArrayCleared)
+)
+_ENCODER = msgspec.msgpack.Encoder()
+_REASON_LENGTH_MAX = 200
+
+
+def to_block_hash(wire: _WireHash) -> BlockHash:
+    """The 64-bit form of a hash as it stands on the wire (int, or raw bytes of any length)."""
+    if isinstance(wire, int):
+        return BlockHash(wire & _U64)
+    return BlockHash(int.from_bytes(wire[-8:], "big"))
+
+
+def encode_tokens(token_ids: list[int]) -> msgspec.Raw:
+    """Token ids in the form ``BlockStored.token_ids`` holds them."""
+    return msgspec.Raw(_ENCODER.encode(token_ids))
+
+
+def encode_batch(ts: float, events: list[Event], data_parallel_rank: int | None = 0) -> bytes:
+    """The payload vLLM's publisher would send for these events (map encoding, 0.24 and later)."""
+    return _ENCODER.encode([ts, events, data_parallel_rank])
+
+
+def decode_batch(payload: bytes | memoryview) -> DecodedBatch:
+    """Decode one payload frame. Raises ``EventDecodeError`` when it is not a batch at all."""
+    try:
+        batch = _BATCH.decode(payload)
+        return DecodedBatch(
+            batch.ts, batch.events, batch.data_parallel_rank, _publisher_id(batch.publisher_id), []
+        )
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return _decode_by_event(payload)
+
+
+def _decode_by_event(payload: bytes | memoryview) -> DecodedBatch:
+    try:
+        batch = _RAW_BATCH.decode(payload)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise EventDecodeError(f"batch is not [ts, [event, ...], rank]: {error}") from None
+    events: list[Event] = []
+    rejected: list[str] = []
+    for raw in batch.events:
+        try:
+            events.append(_decode_event(raw))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            rejected.append(str(error)[:_REASON_LENGTH_MAX])
+    rank = batch.data_parallel_rank
+    if rank is not None and not isinstance(rank, int):
+        rejected.append(f"data_parallel_rank is {type(rank).__name__}, expected int")
+        rank = None
+    return DecodedBatch(batch.ts, events, rank, _publisher_id(batch.publisher_id), rejected)
+
+
+def _decode_event(raw: msgspec.Raw) -> Event:
+    first = memoryview(raw)[0]
+    if not (0x90 <= first <= 0x9F or first in (0xDC, 0xDD)):  # not a msgpack array: the map form
+        return _MAP_EVENT.decode(raw)
+    event = _ARRAY_EVENT.decode(raw)
+    if isinstance(event, _ArrayStored):
+        return BlockStored(**msgspec.structs.asdict(event))
+    if isinstance(event, _ArrayRemoved):
+        return BlockRemoved(**msgspec.structs.asdict(event))
+    return AllBlocksCleared()
+
+
+def _publisher_id(value: Any) -> bytes | None:
+    return value if isinstance(value, bytes) else None
+
+
+def _array_length(raw: msgspec.Raw) -> int:
+    """Length of a msgpack array from its header; 0 for anything that is not an array."""
+    view = memoryview(raw)
+    first = view[0] if len(view) else 0
+    if 0x90 <= first <= 0x9F:
+        return first & 0x0F
+    if first == 0xDC:
+        return int.from_bytes(view[1:3], "big")
+    if first == 0xDD:
+        return int.from_bytes(view[1:5], "big")
+    return 0

@@ -1,0 +1,1 @@
+"""One engine's event stream, turned into ordered batches."""

@@ -1,0 +1,1 @@
+"""Residency of every engine, and the hit it predicts."""

@@ -1,0 +1,1 @@
+"""Which engine should answer: cost, load account, choice."""

@@ -1,0 +1,1 @@
+"""From a request body to the block hashes an engine would compute."""

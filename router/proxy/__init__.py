@@ -1,0 +1,1 @@
+"""OpenAI-compatible byte pass-through between clients and engines."""
