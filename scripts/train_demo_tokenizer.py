@@ -24,9 +24,16 @@ MODEL_LENGTH_MAX = 32_768
 
 BOS, EOS, START, PAD = "<|bos|>", "<|im_end|>", "<|im_start|>", "<|pad|>"
 
-NOUNS = """
-assistant system engine router block cache token prefix window group layer model server client request answer question
-batch queue step budget memory page pool copy hash chain tree leaf root index table row column key value
+
+def words(text: str) -> list[str]:
+    """The words of a list written as plain text."""
+    return text.split()
+
+
+NOUNS = words(
+    """
+assistant system tool engine router block cache token prefix window group layer model server client
+request answer question batch queue step budget memory page pool copy hash chain tree leaf root index table row column key value
 message event stream socket port host node rack cluster fleet pod region zone network packet frame
 garden river mountain forest valley island harbor bridge tower castle village city street market square
 window door table chair lamp candle mirror clock book page letter map paper pencil picture story poem
@@ -44,34 +51,43 @@ report summary paragraph sentence word language grammar theory proof example pro
 experiment measure sample average error signal noise energy force mass speed light heat pressure
 company product price customer order invoice payment bank loan market share profit tax budget office
 meeting project plan deadline task team manager contract policy rule law court history culture science
-""".split()
-VERBS = """
+"""
+)
+VERBS = words(
+    """
 holds keeps sends takes gives finds loses opens closes reads writes counts sorts moves carries follows
 leads starts stops waits runs walks jumps falls rises grows shrinks builds breaks repairs paints draws
 sings plays listens hears sees watches looks thinks knows learns teaches explains describes compares
 measures checks tests proves shows hides covers crosses reaches leaves enters joins divides adds removes
 stores loads computes predicts routes serves answers asks calls returns raises handles avoids prevents
 allows needs wants likes loves fears hopes believes remembers forgets chooses decides changes improves
-""".split()
-ADJECTIVES = """
+"""
+)
+ADJECTIVES = words(
+    """
 small large quick slow bright dark heavy light warm cold quiet loud simple complex careful careless early
 late young old new ancient modern common rare strong weak deep shallow wide narrow long short high low
 empty full open closed clean dirty dry wet soft hard sharp round flat straight curved green blue red
 yellow white black brown golden gentle brave clever honest patient curious famous hidden broken perfect
 local global private public exact wrong right certain possible useful useless expensive cheap safe
-""".split()
-ADVERBS = """
+"""
+)
+ADVERBS = words(
+    """
 slowly quickly quietly often never always sometimes again together alone twice here there today tomorrow
 yesterday carefully exactly nearly hardly simply clearly finally suddenly usually already still soon
-""".split()
-GLUE = """
+"""
+)
+GLUE = words(
+    """
 the a an and or but if when while because before after until since with without into from over under
 between behind beside through across against about of to in on at by for as than then that this these
 those each every some any no not only also both either which who what where why how is are was were be
 been has have had do does did can could will would should may might must it its he she they we you I his
 her their our your my me him them us one two three four five six seven eight nine ten first second third
 next last same other another such more most less least very too so yes please thank you hello help
-""".split()
+"""
+)
 SPECIAL_TEXT = (
     "You are a helpful assistant.",
     "def main(argument: str) -> int:\n    return len(argument)\n",
