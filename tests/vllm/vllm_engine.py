@@ -1,0 +1,164 @@
+"""Starts a real vLLM server on the CPU, with KV events on, and always stops it.
+
+One context manager per engine. Ports are free loopback ports; the server runs in a process group of its
+own, which is killed whole at the end, whatever happened. Its output goes to a file whose tail is in the
+error when the server does not come up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+START_DEADLINE_S = 300.0
+"""A server needs about 70 s on two idle cores; several start side by side on slow machines."""
+_STOP_DEADLINE_S = 20.0
+_POLL_INTERVAL_S = 0.5
+_LOG_TAIL_BYTES = 6000
+
+
+class VllmEngine:
+    """``with VllmEngine(...) as engine``: ``engine.base_url`` answers, ``engine.events`` publishes.
+
+    Entering waits until the server is healthy; call ``start`` first on several engines to let them come
+    up side by side. ``num_gpu_blocks`` is the size of the whole KV pool in blocks.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        *,
+        num_gpu_blocks: int,
+        log: Path,
+        served_name: str = "tiny",
+        extra_args: tuple[str, ...] = (),
+    ) -> None:
+        self.log = log
+        http, events, replay = free_ports(3)
+        self.base_url = f"http://127.0.0.1:{http}"
+        self.events = f"tcp://127.0.0.1:{events}"
+        self.replay = f"tcp://127.0.0.1:{replay}"
+        self._command = [
+            python, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", served_name,
+            "--host", "127.0.0.1", "--port", str(http),
+            "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "8",
+            "--no-disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details",
+            "--num-gpu-blocks-override", str(num_gpu_blocks),
+            "--kv-events-config", json.dumps(self._kv_events_config()),
+            *extra_args,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _kv_events_config(self) -> dict[str, object]:
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events.replace("127.0.0.1", "*"),
+            "replay_endpoint": self.replay.replace("127.0.0.1", "*"),
+            "topic": "kv",
+        }
+
+    def start(self) -> None:
+        """Launch the server without waiting for it; a second call does nothing."""
+        if self._process is not None:
+            return
+        environment = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+        environment.pop("PYTHONPATH", None)
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self.log.parent,  # not the checkout: its tests/vllm must not shadow the vllm package
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_healthy(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Block until ``GET /health`` is 200. Raises ``RuntimeError`` with the end of the server's log."""
+        assert self._process is not None, "start() comes first"
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"vLLM ended with status {self._process.returncode}:\n{self.log_tail()}")
+            if _answers(f"{self.base_url}/health"):
+                return
+            time.sleep(_POLL_INTERVAL_S)
+        raise RuntimeError(f"vLLM was not healthy after {deadline_s:.0f} s:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        """End the server and all its children, politely first."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=_STOP_DEADLINE_S)
+        except (subprocess.TimeoutExpired, ProcessLookupError):
+            pass
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+    def log_tail(self) -> str:
+        """The last lines the server wrote."""
+        return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports nobody listens on now; all are held until all are chosen, so they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in sockets]
+    finally:
+        for held in sockets:
+            held.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
