@@ -1,0 +1,198 @@
+"""Publishes event batches over ZMQ the way vLLM does: a PUB socket, and a ROUTER that replays recent ones.
+
+Live message: ``[topic, seq, payload]``, ``seq`` 8 bytes big endian, from 0, plus one per batch. Replay:
+a DEALER or REQ peer sends ``[b"", start_seq]``; every batch still in the ring with ``seq >= start_seq``
+is answered as ``[b"", topic, seq, payload]``, then ``[b"", b"", ff * 8, b""]``. Frames are byte-identical
+to those of vLLM 0.32's ``ZmqEventPublisher``.
+
+For asyncio programs: ``publish`` never blocks (a PUB socket drops for a peer whose queue is full), and
+replay is served by the loop in slices, so that a long answer holds up neither the program nor live batches.
+One thread, the loop's, uses an instance. Deviation from vLLM: the PUB endpoint is always bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+import zmq
+
+from publisher.events import Event, encode_batch
+
+END_SEQ = b"\xff" * 8
+"""Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number."""
+
+_SLICE_MESSAGES = 128
+"""Replay messages sent before the loop gets its turn: about half a millisecond."""
+_ANSWERS_MAX = 64
+"""Replay answers in progress; a further request is dropped and counted, its sender times out and repeats."""
+
+
+class PublisherStats(msgspec.Struct):
+    """Plain counters of one publisher."""
+
+    batches: int = 0
+    replays: int = 0
+    replayed_batches: int = 0
+    bad_replay_requests: int = 0
+    dropped_replay_requests: int = 0
+
+
+def rank_endpoint(endpoint: str, data_parallel_rank: int) -> str:
+    """The endpoint of one data-parallel rank: tcp port + rank, as vLLM does; port ``0`` or ``*`` stays.
+
+    Raises ``ValueError`` for a rank other than 0 on a transport that has no such rule.
+    """
+    if data_parallel_rank == 0:
+        return endpoint
+    if endpoint.startswith("inproc://"):
+        return f"{endpoint}_dp{data_parallel_rank}"
+    host, colon, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or not colon:
+        raise ValueError(f"cannot offset {endpoint!r} for rank {data_parallel_rank}: not tcp or inproc")
+    if port in ("0", "*"):
+        return endpoint
+    return f"{host}:{int(port) + data_parallel_rank}"
+
+
+class ZmqPublisher:
+    """One engine's (and data-parallel rank's) event stream.
+
+    ``endpoint`` and ``replay_endpoint`` may end in ``:*``; the attributes of the same names hold what was
+    bound. Replay needs ``start`` to have been called inside the running loop. ``clock`` gives the batch
+    time stamp (seconds since the epoch). Raises ``zmq.ZMQError`` when an endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.stats = PublisherStats()
+        self.topic = topic
+        self.data_parallel_rank = data_parallel_rank
+        self._topic = topic.encode()
+        self._clock = clock
+        self._next_seq = 0
+        self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._answers: deque[Iterator[list[bytes]]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pump_handle: asyncio.Handle | None = None
+        self._replay: zmq.Socket[bytes] | None = None
+        context = context or zmq.Context.instance()
+        self._pub = context.socket(zmq.PUB)
+        try:
+            self._pub.set_hwm(hwm)
+            self.endpoint = _bind(self._pub, rank_endpoint(endpoint, data_parallel_rank))
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                self._replay = context.socket(zmq.ROUTER)
+                # A ROUTER drops what its peer's queue cannot take; a whole answer has to fit.
+                self._replay.set_hwm(max(1000, buffer_steps + 1))
+                self.replay_endpoint = _bind(self._replay, rank_endpoint(replay_endpoint, data_parallel_rank))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def next_seq(self) -> int:
+        """Seq of the batch that will be published next; the number of batches published so far."""
+        return self._next_seq
+
+    @property
+    def closed(self) -> bool:
+        return self._pub.closed
+
+    def publish(self, events: list[Event], *, ts: float | None = None) -> int:
+        """Send one batch; returns its seq. Never blocks. Raises ``RuntimeError`` after ``close``."""
+        timestamp = self._clock() if ts is None else ts
+        return self.publish_payload(encode_batch(timestamp, events, self.data_parallel_rank))
+
+    def publish_payload(self, payload: bytes) -> int:
+        """Send an already encoded batch; returns its seq."""
+        if self._pub.closed:
+            raise RuntimeError("the publisher is closed")
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        # Kept before it is sent: who has seen a seq live can also have it replayed.
+        self._ring.append((seq, payload))
+        self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        self.stats.batches += 1
+        return seq
+
+    def start(self) -> None:
+        """Serve replay requests from the running event loop until ``close``."""
+        if self._replay is None or self._loop is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._replay.fileno(), self._take_requests, self._replay)
+        self._take_requests(self._replay)
+
+    def close(self) -> None:
+        """Stop at once and close the sockets; a second call does nothing."""
+        if self._pump_handle is not None:
+            self._pump_handle.cancel()
+            self._pump_handle = None
+        self._answers.clear()
+        if self._replay is not None and not self._replay.closed:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._replay.fileno())
+            self._replay.close(linger=0)
+        self._pub.close(linger=0)
+
+    def _take_requests(self, replay: zmq.Socket[bytes]) -> None:
+        """Read every waiting request; the descriptor signals only once, so nothing may be left."""
+        while True:
+            try:
+                frames = replay.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) != 3 or len(frames[2]) > 8:
+                self.stats.bad_replay_requests += 1
+            elif len(self._answers) >= _ANSWERS_MAX:
+                self.stats.dropped_replay_requests += 1
+            else:
+                self._answers.append(self._answer(frames[0], int.from_bytes(frames[2], "big")))
+        if self._answers and self._pump_handle is None and self._loop is not None:
+            self._pump_handle = self._loop.call_soon(self._pump, replay)
+
+    def _pump(self, replay: zmq.Socket[bytes]) -> None:
+        """Send one slice of the oldest answer, then let the loop run."""
+        self._pump_handle = None
+        for _ in range(_SLICE_MESSAGES):
+            message = next(self._answers[0], None)
+            if message is None:
+                self._answers.popleft()
+                self.stats.replays += 1
+                break
+            try:
+                replay.send_multipart(message, zmq.NOBLOCK)
+            except zmq.ZMQError:  # peer gone or its queue full: it will time out and ask again
+                self._answers.popleft()
+                break
+        self._take_requests(replay)  # sending may have consumed the descriptor's signal
+
+    def _answer(self, peer: bytes, start_seq: int) -> Iterator[list[bytes]]:
+        """The messages of one answer, from the ring as it is when the answer begins."""
+        for seq, payload in [entry for entry in self._ring if entry[0] >= start_seq]:
+            self.stats.replayed_batches += 1
+            yield [peer, b"", self._topic, seq.to_bytes(8, "big"), payload]
+        yield [peer, b"", b"", END_SEQ, b""]
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind and return the address in use (a wildcard port resolved)."""
+    socket.bind(endpoint)
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
