@@ -1,0 +1,96 @@
+"""Text-prefix affinity: what a request is placed by when its tokens cannot be known exactly.
+
+The text of a request is laid out canonically (role and content of each message, in order), cut into
+chunks of fixed size, and each chunk's key hashes everything up to its end. Two requests share their
+first n keys exactly when they share the first n chunks, so a next turn shares all of its past ones.
+
+Always true: at least one key, at most ``KEYS_MAX``; the same request gives the same keys in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from router.prompts.request import ChatBody, CompletionBody
+
+CHUNK_BYTES: Final = 512
+"""About 128 tokens: a few blocks, small enough that a short system prompt already counts."""
+KEYS_MAX: Final = 256
+"""128 KiB of text; what two longer texts share beyond does not change where they go."""
+
+_ANY = msgspec.json.Decoder()
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+class TextAffinity(msgspec.Struct, frozen=True):
+    """Chained 64-bit keys of text-prefix chunks, and why there is nothing better."""
+
+    keys: tuple[int, ...]
+    reason: str
+
+
+def affinity_keys(pieces: Iterable[bytes], scope: bytes) -> tuple[int, ...]:
+    """Keys of the concatenated pieces; ``scope`` (model, adapter, salt) separates what shares no cache."""
+    keys: list[int] = []
+    parent = xxhash.xxh3_64_intdigest(scope)
+    rest = b""
+    for piece in pieces:
+        view = memoryview(rest + piece if rest else piece)
+        whole = len(view) - len(view) % CHUNK_BYTES
+        for start in range(0, whole, CHUNK_BYTES):
+            parent = xxhash.xxh3_64_intdigest(view[start : start + CHUNK_BYTES], parent)
+            keys.append(parent)
+            if len(keys) == KEYS_MAX:
+                return tuple(keys)
+        rest = bytes(view[whole:])
+    if rest or not keys:
+        keys.append(xxhash.xxh3_64_intdigest(rest, parent ^ 1))
+    return tuple(keys)
+
+
+def chat_pieces(body: ChatBody) -> Iterator[bytes]:
+    """Tools, then role and content of each message; lazily, so that a huge chat costs its beginning."""
+    if bytes(body.tools) != b"null":
+        yield _canonical(body.tools)
+    for raw in body.messages:
+        message = _decoded(raw)
+        if not isinstance(message, dict):
+            yield _canonical(raw)
+            continue
+        yield f"\x1e{message.get('role')}\x1f".encode(errors="replace")
+        yield from _content(message.get("content"))
+        if message.get("tool_calls"):
+            yield _ENCODER.encode(message["tool_calls"])
+
+
+def completion_pieces(body: CompletionBody) -> Iterator[bytes]:
+    """The first prompt's text, or its token ids as JSON."""
+    prompt = _decoded(body.prompt)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    yield prompt.encode() if isinstance(prompt, str) else _ENCODER.encode(prompt)
+
+
+def _content(content: Any) -> Iterator[bytes]:
+    if isinstance(content, str):
+        yield content.encode()
+        return
+    for part in content if isinstance(content, list) else ():
+        text = part.get("text") if isinstance(part, dict) else part
+        yield text.encode() if isinstance(text, str) else _ENCODER.encode(part)
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    try:
+        return _ANY.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _canonical(raw: msgspec.Raw) -> bytes:
+    value = _decoded(raw)
+    return bytes(raw) if value is None else _ENCODER.encode(value)

@@ -1,0 +1,200 @@
+"""Request messages -> the conversation a chat template sees, as vLLM builds it.
+
+vLLM validates each message, keeps only the keys named here in this order, flattens or wraps content by
+the template's content format ("string": one text, parts joined by newline; "openai": a list of part
+dicts), turns tool-call arguments from JSON text into objects, and doubles ``reasoning`` as
+``reasoning_content``. Source: vllm/renderers/chat_utils.py and hf.py of 0.32.
+
+What is not reproduced raises ``NotLocal``; it is never approximated. Messages that the engine will reject
+may come out in any form: nobody computes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from router.prompts.request import NotLocal
+
+Message = dict[str, Any]
+
+MEDIA_KEYS: Final = frozenset(
+    "input_image image_url image_embeds audio_embeds video_embeds image_pil audio_url input_audio"
+    " video_url file".split()
+)
+_EMBEDS_KEYS: Final = frozenset({"prompt_embeds"})
+_PART_FIELDS: Final = frozenset(
+    "audio_embeds audio_url closed data file image_embeds image_pil image_url input_audio name"
+    " prompt_cache_breakpoint refusal text thinking type uuid video_embeds video_url".split()
+)
+"""Part fields that vLLM knows; any other is handed to the template unchanged in the openai format."""
+_BILLING_HEADER: Final = "x-anthropic-billing-header"
+"""A line some clients put first in system texts and that changes with every request: vLLM drops it."""
+
+
+def parse_message(message: Message, content_format: str) -> Message:
+    """One validated message as the template sees it; ``content_format`` is "string" or "openai"."""
+    role = message["role"]
+    wrap = content_format == "openai"
+    parts = list(_parts(role, message.get("content")))
+    result: Message = {"role": role}
+    if wrap:
+        result["content"] = [_wrapped(part) for part in parts]
+    else:
+        result["content"] = "\n".join(_text(part) for part in parts)
+    if role == "assistant":
+        _assistant_fields(message, result)
+    elif role == "tool":
+        _tool_fields(message, result)
+    for key in ("name", "task"):
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    if role == "developer":
+        # A developer's own tools pass through the engine's validation, which reorders their fields.
+        if message.get("tools") is not None:
+            raise NotLocal("message_shape")
+        result["tools"] = None
+    return result
+
+
+def _parts(role: str, content: str | list[Any] | None) -> Iterator[Any]:
+    """Content parts: a string, or a dict of a text-like type. Raises ``NotLocal`` for all else."""
+    if content is None:
+        return
+    for part in [content] if isinstance(content, str) else content:
+        kept = _without_billing_header(part) if role == "system" else part
+        if kept is None:
+            continue
+        _check_part(kept)
+        yield kept
+
+
+def _check_part(part: Any) -> None:
+    if isinstance(part, str):
+        return
+    if not isinstance(part, dict):
+        raise NotLocal("message_shape")
+    if not MEDIA_KEYS.isdisjoint(part) or part.get("type") in MEDIA_KEYS:
+        raise NotLocal("multimodal")
+    if not _EMBEDS_KEYS.isdisjoint(part) or part.get("type") in _EMBEDS_KEYS:
+        raise NotLocal("embeds")
+    field = _TEXT_FIELDS.get(part.get("type", ""))
+    if field is None or not isinstance(part.get(field), str) or "uuid" in part:
+        raise NotLocal("message_shape")
+
+
+_TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
+"""Part type -> the field that holds its text."""
+
+
+def _text(part: Any) -> str:
+    text: str = part if isinstance(part, str) else part[_TEXT_FIELDS[part["type"]]]
+    return text
+
+
+def _wrapped(part: Any) -> Message:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part["type"] == "tool_reference":
+        return {"type": "tool_reference", "name": part["name"]}
+    extra = {key: value for key, value in part.items() if key not in _PART_FIELDS}
+    return {"type": "text", "text": _text(part), **extra}
+
+
+def _without_billing_header(part: Any) -> Any:
+    """The part without that first line; None where nothing is left of it."""
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    text = part if isinstance(part, str) else part.get("text") if is_text else None
+    if not (isinstance(text, str) and text.startswith(_BILLING_HEADER)):
+        return part
+    rest = text.partition("\n")[2]
+    if not rest:
+        return None
+    return rest if isinstance(part, str) else {**part, "text": rest}
+
+
+def _assistant_fields(message: Message, result: Message) -> None:
+    tool_calls = message.get("tool_calls")
+    if tool_calls:
+        result["tool_calls"] = [_tool_call(call) for call in tool_calls]
+    # The older name is moved to the newer one before anything else looks at it.
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise NotLocal("message_shape")
+        result["reasoning"] = reasoning
+        result["reasoning_content"] = reasoning
+
+
+def _tool_call(call: Any) -> Message:
+    """A tool call with its fields in the order of the engine's schema, arguments parsed."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or call.get("type") != "function"
+        or not isinstance(call.get("id"), str)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments"), str)
+    ):
+        raise NotLocal("message_shape")
+    ordered = {"arguments": _arguments(function["arguments"]), "name": function["name"]}
+    ordered.update(_rest(function, ordered))
+    result = {"id": call["id"], "function": ordered, "type": "function"}
+    result.update(_rest(call, result))
+    return result
+
+
+def _rest(source: Message, known: Iterable[str]) -> Message:
+    taken = set(known)
+    return {key: value for key, value in source.items() if key not in taken}
+
+
+def _arguments(text: str) -> Message:
+    """Arguments as an object; the engine makes an empty one of whatever else they are."""
+    try:
+        parsed = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    except RecursionError:
+        raise NotLocal("message_shape") from None
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _tool_fields(message: Message, result: Message) -> None:
+    if "tool_call_id" in message:
+        result["tool_call_id"] = message["tool_call_id"]
+    content = result["content"]
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        result["content"] = "\n".join(part["text"] for part in content)
+
+
+def without_developer_role(conversation: list[Message]) -> list[Message]:
+    """For templates that do not know the role: developers become systems, all systems become one, first.
+
+    Returns the same list where no message has that role.
+    """
+    if not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    renamed = [_as_system(message) for message in conversation]
+    systems = [message for message in renamed if message["role"] == "system"]
+    if len(systems) == 1 and renamed[0]["role"] == "system":
+        return renamed
+    texts = [text for text in map(_joined, systems) if text]
+    others = [message for message in renamed if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {key: value for key, value in {**message, "role": "system"}.items() if key != "tools"}
+
+
+def _joined(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if "text" in part)

@@ -1,0 +1,174 @@
+"""The fields of a chat or completion request that decide its prompt; all others are skipped.
+
+Messages, prompt and tools stay raw JSON, so that a next turn decodes only its new messages. Optional
+fields are typed ``Any``: a wrong type there is the engine's to reject. Wrong types in what every request
+must have (``messages``, ``prompt``) are refused here with the field's name and what to send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from router.errors import ApiError, bad_request
+from router.prompts.body import decode_leniently, invalid_json
+
+_NULL = msgspec.Raw(b"null")
+
+
+class NotLocal(Exception):
+    """This prompt cannot be computed exactly here; ``reason`` is one of ``stats.REASONS``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ChatBody(msgspec.Struct, gc=False):
+    """What of ``POST /v1/chat/completions`` reaches the prompt (vLLM 0.32 protocol)."""
+
+    messages: list[msgspec.Raw]
+    tools: msgspec.Raw = _NULL
+    tool_choice: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = True
+    continue_final_message: Any = False
+    reasoning_effort: Any = None
+    add_special_tokens: Any = False
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    cache_salt: Any = None
+    mm_processor_kwargs: Any = None
+    kv_transfer_params: Any = None
+    prompt_logprobs: Any = None
+
+
+class CompletionBody(msgspec.Struct, gc=False):
+    """What of ``POST /v1/completions`` reaches the prompt (vLLM 0.32 protocol)."""
+
+    prompt: msgspec.Raw = _NULL
+    suffix: Any = None
+    prompt_embeds: Any = None
+    add_special_tokens: Any = True
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    max_tokens: Any = 16
+    cache_salt: Any = None
+    mm_processor_kwargs: Any = None
+    kv_transfer_params: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = False
+    logprobs: Any = None
+
+
+TextOrTokens = str | list[int] | list[list[int]] | list[str] | None
+
+_CHAT = msgspec.json.Decoder(ChatBody)
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_ANY = msgspec.json.Decoder()
+_INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+def decode_chat(body: bytes) -> ChatBody:
+    """The chat fields of a body. Raises ``ApiError`` 400 for no JSON object or ``messages`` of wrong type."""
+    try:
+        return _CHAT.decode(body)
+    except msgspec.ValidationError:
+        raise _wrong_messages() from None
+    except _INVALID as error:
+        try:
+            return _CHAT.decode(_reencoded(body, error))
+        except msgspec.ValidationError:
+            raise _wrong_messages() from None
+
+
+def decode_completion(body: bytes) -> CompletionBody:
+    """The completion fields of a body. Raises ``ApiError`` 400 for no JSON object."""
+    try:
+        return _COMPLETION.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid_json(error) from None
+    except _INVALID as error:
+        return _COMPLETION.decode(_reencoded(body, error))
+
+
+def decode_message(raw: msgspec.Raw, index: int) -> dict[str, Any]:
+    """Message number ``index``, checked for the types every engine demands. Raises ``ApiError`` 400."""
+    try:
+        message = _ANY.decode(raw)
+    except _INVALID as error:
+        raise invalid_json(error) from None
+    at = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise _wrong_type(at, message, "an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise _wrong_type(f"{at}.role", role, "a string such as 'user' or 'assistant'")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise _wrong_type(f"{at}.content", content, "a string or a list of content parts")
+    tool_calls = message.get("tool_calls")
+    if tool_calls is not None and not isinstance(tool_calls, list):
+        raise _wrong_type(f"{at}.tool_calls", tool_calls, "a list of tool calls")
+    return message
+
+
+def decode_prompt(raw: msgspec.Raw) -> TextOrTokens:
+    """The prompt in one of its four forms, or None where absent. Raises ``ApiError`` 400 otherwise."""
+    try:
+        prompt = _ANY.decode(raw)
+    except _INVALID as error:
+        raise invalid_json(error) from None
+    if prompt is None or isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and (
+        all(type(item) is int for item in prompt)
+        or all(isinstance(item, str) for item in prompt)
+        or all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt)
+    ):
+        return prompt
+    raise _wrong_type("prompt", prompt, "a string, a list of strings, or lists of token ids")
+
+
+def decode_any(raw: msgspec.Raw) -> Any:
+    """Any JSON value that was left raw. Raises ``ApiError`` 400 where the raw bytes are no JSON."""
+    try:
+        return _ANY.decode(raw)
+    except _INVALID as error:
+        raise invalid_json(error) from None
+
+
+def _reencoded(body: bytes, error: Exception) -> bytes:
+    """A body only Python's JSON parser accepts, in a form the fast one reads too."""
+    try:
+        return msgspec.json.encode(decode_leniently(body, error))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise NotLocal("unusual_json") from None
+
+
+def _wrong_messages() -> ApiError:
+    return bad_request(
+        "invalid_type",
+        "messages must be a list of message objects, each with role and content.",
+        param="messages",
+    )
+
+
+def _wrong_type(field: str, value: object, wanted: str) -> ApiError:
+    name = "missing" if value is None else _JSON_NAMES.get(type(value), type(value).__name__)
+    return bad_request("invalid_type", f"{field} is {name}; send {wanted}.", param=field)
+
+
+_JSON_NAMES: dict[type, str] = {
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list of something else",
+    dict: "an object",
+}
