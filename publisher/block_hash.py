@@ -18,6 +18,7 @@ from typing import Any
 
 import cbor2
 import msgspec
+import xxhash
 
 from publisher.events import BlockHash
 
@@ -25,7 +26,10 @@ DEFAULT_SEED = "vllm-none-hash"
 """vLLM's fixed seed since 0.29 where PYTHONHASHSEED is not set in the engine's environment."""
 
 ALGORITHMS = ("sha256", "sha256_cbor")
-"""Algorithms a router can reproduce; the xxhash ones are seeded per process by default."""
+"""Algorithms a router can reproduce; the xxhash ones are seeded per process by default.
+
+One more name is known, ``learned``: our own chain (xxh3-128 over msgpack), for engines whose hashes cannot be
+reproduced and are looked up by token prefix instead."""
 
 
 class HashScheme(msgspec.Struct, frozen=True):
@@ -70,9 +74,14 @@ def _sha256_cbor(value: object) -> bytes:
     return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
 
 
+def _learned(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(value))
+
+
 _HASHERS: dict[str, Callable[[object], bytes]] = {
     "sha256": _sha256_pickle,
     "sha256_cbor": _sha256_cbor,
+    "learned": _learned,
 }
 
 

@@ -1,0 +1,102 @@
+"""The residency index: which engine holds which block of which group, and in which medium.
+
+An index answers one question fast: for the block hashes of a prompt, which engines hold each of them in
+each *plane* (medium, group). It is written by one writer per engine, which hands it counted operations in
+the order the engine published them; readers see presence only (count > 0), never counts.
+
+Always true for every backend (one contract suite checks them all):
+- a block is present in a plane iff it was stored there more often than it was removed since the engine's
+  last ``forget`` (and, for GPU planes, its last ``clear``);
+- ``lookup`` never shows a block of an engine that was forgotten, and never invents one;
+- ``forget`` costs nothing per block the engine held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from publisher.events import BlockHash
+
+Words = npt.NDArray[np.uint64]
+"""Bit sets of engines, 64 to a word."""
+
+WORD_BITS = 64
+
+
+class Plane(NamedTuple):
+    """One place where blocks of an engine can lie."""
+
+    medium: str
+    group_idx: int
+
+
+class Slot(NamedTuple):
+    """Where an engine's bit stands in the rows of a look-up: word number and bit in it."""
+
+    word: int
+    bit: int
+
+
+class Rows(NamedTuple):
+    """Answer of a look-up over N hashes: for each (plane, word) N bit sets of 64 engines each."""
+
+    num_hashes: int
+    columns: dict[tuple[Plane, int], Words]
+
+    def plane(self, plane: Plane, word: int) -> Words:
+        """The N bit sets of one plane; zeros where nobody ever stored anything in it."""
+        column = self.columns.get((plane, word))
+        return np.zeros(self.num_hashes, np.uint64) if column is None else column
+
+
+class IndexStats(NamedTuple):
+    """Sizes and odd events of an index, for metrics and ``check_integrity``."""
+
+    blocks: int
+    """Distinct block hashes held by anybody."""
+    residencies: int
+    """(engine, plane, block hash) triples present."""
+    extra_copies: int
+    """Physical copies beyond the first."""
+    unknown_removals: int
+    """Removals of blocks that were not present: history is missing or the publisher's counts differ."""
+    patterns: int
+    """Distinct bit rows kept."""
+
+
+class Index(Protocol):
+    """Residency of all engines of one scope (one model: equal hashes mean equal prefixes)."""
+
+    def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        """One more copy of each block; a hash may occur twice."""
+
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        """One copy of each block less; a block that is not present is counted and left alone."""
+
+    def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
+        """The exact number of copies, from a publisher that tells it (``remaining_copy_counts``)."""
+
+    def clear(self, engine_id: str, medium: str) -> None:
+        """Everything of this engine in one medium is gone."""
+
+    def forget(self, engine_id: str) -> None:
+        """Everything of this engine is gone, in O(1) of what it held."""
+
+    def slot(self, engine_id: str) -> Slot | None:
+        """Where this engine's bit stands in ``Rows``; None for an engine that never stored anything."""
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
+        """Presence of each hash in every plane."""
+
+    def copies(self, engine_id: str, plane: Plane) -> int:
+        """How many distinct hashes this engine holds in a plane."""
+
+    def stats(self) -> IndexStats:
+        """Sizes and counters."""
+
+    def check_integrity(self) -> list[str]:
+        """Recounts everything; an empty list, or one sentence per contradiction found."""

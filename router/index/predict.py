@@ -1,0 +1,207 @@
+"""Predicted hits of a prompt on every engine: hash once per scheme, look up once, evaluate 64 engines at a time.
+
+``FleetResidency`` is the sink of all feeds and the one place that answers "who holds how much of this".
+Always true: an engine whose scheme or layout is not known yet is answered with mode ``unknown`` and no hit,
+never with a guess. What is known of the model from an engine that left or restarted is taken over until the
+engine's own events speak; that cannot over-predict, since hashes of another scheme match nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from publisher.block_hash import HashScheme
+from publisher.events import MEDIA, BlockHash, DecodedBatch
+from router.index.base import Index, IndexStats, Rows, Slot
+from router.index.detect import Detection
+from router.index.hits import WordHits, evaluate
+from router.index.layout import CacheLayout, ModelFacts
+from router.index.learned import LearnedKeys
+from router.index.memory import MemoryIndex
+from router.index.residency import EngineResidency
+
+Mode = Literal["native", "learned", "unknown"]
+
+
+class HashedPrompt(Protocol):
+    """A prompt whose block hashes can be had under any scheme (``router.prompts.Prompt``)."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]: ...
+
+
+class ClassHit(msgspec.Struct, frozen=True):
+    """Largest boundary valid in one spec class alone, in tokens."""
+
+    spec_class: str
+    hit_tokens: int
+
+
+class EngineHit(msgspec.Struct, frozen=True):
+    """What one engine would take from its cache for a prompt; tokens.
+
+    ``hit_tokens`` counts blocks on the GPU, ``offloaded_tokens`` the hit if blocks of every medium count
+    (never less). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled when detail is asked.
+    """
+
+    engine_id: str
+    mode: Mode
+    hit_tokens: int = 0
+    offloaded_tokens: int = 0
+    trunk_tokens: int = 0
+    by_class: tuple[ClassHit, ...] = ()
+    why_unknown: str = ""
+
+
+class FleetResidency:
+    """Residency of all engines of one model; implements the feeds' sink."""
+
+    def __init__(self, facts: ModelFacts, index: Index | None = None) -> None:
+        self.facts = facts
+        self.index: Index = index if index is not None else MemoryIndex()
+        self._engines: dict[str, EngineResidency] = {}
+        self._layouts: dict[CacheLayout, CacheLayout] = {}
+        self._seats: dict[str, tuple[int, _Seat]] = {}
+        self._remembered: tuple[HashScheme, CacheLayout] | None = None
+
+    def engine(self, engine_id: str) -> EngineResidency:
+        """The writer of one engine, made on first use."""
+        found = self._engines.get(engine_id)
+        if found is None:
+            found = EngineResidency(
+                engine_id, self.index, self.facts, self._known_schemes, self._layouts
+            )
+            self._engines[engine_id] = found
+        return found
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """One batch of one engine, in the order of its sequence numbers."""
+        self.engine(engine_id).apply(batch)
+
+    def forget(self, engine_id: str) -> None:
+        """The engine restarted, or left: nothing of it counts any more."""
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            if engine.detection is Detection.NATIVE and engine.scheme and engine.layout:
+                self._remembered = engine.scheme, engine.layout
+            engine.forget()
+
+    def remove(self, engine_id: str) -> None:
+        """The engine left the fleet for good."""
+        self.forget(engine_id)
+        self._engines.pop(engine_id, None)
+        self._seats.pop(engine_id, None)
+
+    def stats(self) -> IndexStats:
+        return self.index.stats()
+
+    def searching(self) -> list[EngineResidency]:
+        """Engines whose seed search wants more slices."""
+        return [e for e in self._engines.values() if e.detection is Detection.SEARCHING]
+
+    def predict(
+        self, prompt: HashedPrompt, engine_ids: Iterable[str], *, detail: bool = False
+    ) -> dict[str, EngineHit]:
+        """Hits of ``prompt`` on each engine. One look-up per hash scheme, whatever the number of engines."""
+        answers: dict[str, EngineHit] = {}
+        native: dict[HashScheme, list[_Seat]] = {}
+        for engine_id in engine_ids:
+            seat = self._seat(engine_id)
+            if isinstance(seat, EngineHit):
+                answers[engine_id] = seat
+            elif seat.learned is not None:
+                rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
+                answers |= _evaluate(rows, prompt.num_tokens, [seat], "learned", detail=detail)
+            else:
+                native.setdefault(seat.scheme, []).append(seat)
+        for scheme, seats in native.items():
+            rows = self.index.lookup(prompt.hashes(scheme))
+            answers |= _evaluate(rows, prompt.num_tokens, seats, "native", detail=detail)
+        return answers
+
+    def _seat(self, engine_id: str) -> _Seat | EngineHit:
+        """All a prediction needs of one engine, or the answer that nothing can be predicted and why."""
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            return EngineHit(engine_id, "unknown", why_unknown="no events yet")
+        cached = self._seats.get(engine_id)
+        if cached is not None and cached[0] == engine.revision:
+            return cached[1]
+        scheme, layout = engine.scheme, engine.layout
+        if self._remembered is not None and engine.detection is Detection.WAITING:
+            scheme, layout = self._remembered[0], layout or self._remembered[1]
+        if scheme is None or layout is None:
+            return EngineHit(engine_id, "unknown", why_unknown=_why_unknown(engine))
+        if layout.missing_facts:
+            why = f"configure {', '.join(layout.missing_facts)} for this model"
+            return EngineHit(engine_id, "unknown", why_unknown=why)
+        slot = self.index.slot(engine_id)
+        seat = _Seat(engine_id, scheme, layout, slot or _NOWHERE, engine.learned)
+        if slot is not None:
+            self._seats[engine_id] = engine.revision, seat
+        return seat
+
+    def _known_schemes(self) -> list[HashScheme]:
+        """Schemes other engines of this fleet were found to use: the likeliest for a new one."""
+        schemes = [e.scheme for e in self._engines.values() if e.detection is Detection.NATIVE]
+        if self._remembered is not None:
+            schemes.append(self._remembered[0])
+        return list(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
+
+
+class _Seat(NamedTuple):
+    engine_id: str
+    scheme: HashScheme
+    layout: CacheLayout
+    slot: Slot
+    learned: LearnedKeys | None
+
+
+_NOWHERE = Slot(-1, 0)
+"""A word no column has: the rows of an engine that stored nothing yet are empty."""
+
+
+def _evaluate(
+    rows: Rows, num_tokens: int, seats: list[_Seat], mode: Mode, *, detail: bool
+) -> dict[str, EngineHit]:
+    offload = any(plane.medium != "GPU" for plane, _ in rows.columns)
+    on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, detail=detail))
+    anywhere = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, media=MEDIA))
+    answers: dict[str, EngineHit] = {}
+    for engine_id, _, layout, (word, bit), _ in seats:
+        gpu = on_gpu(layout, word)
+        hit = gpu.hit[bit]
+        offloaded = max(hit, anywhere(layout, word).hit[bit]) if offload else hit
+        by_class = _class_hits(layout, gpu, bit) if detail else ()
+        answers[engine_id] = EngineHit(engine_id, mode, hit, offloaded, gpu.trunk[bit], by_class)
+    return answers
+
+
+def _class_hits(layout: CacheLayout, hits: WordHits, bit: int) -> tuple[ClassHit, ...]:
+    return tuple(
+        ClassHit(c.label, tokens[bit]) for c, tokens in zip(layout.classes, hits.by_class, strict=True)
+    )
+
+
+def _per_word(compute: Callable[[CacheLayout, int], WordHits]) -> Callable[[CacheLayout, int], WordHits]:
+    """``compute`` once per (layout object, word): engines laid out alike share the object."""
+    done: dict[tuple[int, int], WordHits] = {}
+
+    def once(layout: CacheLayout, word: int) -> WordHits:
+        key = (id(layout), word)
+        if key not in done:
+            done[key] = compute(layout, word)
+        return done[key]
+
+    return once
+
+
+def _why_unknown(engine: EngineResidency) -> str:
+    if engine.layout is None:
+        return "no stored blocks seen yet"
+    return f"hash scheme not detected yet ({engine.detection})"

@@ -1,0 +1,237 @@
+"""One engine's events turned into residency: the writer's side of the index.
+
+For every event in order: its plane (medium, group) is found, the group learned, the hash scheme detected,
+and the index told of one more or one less copy. Events that make no sense (unknown medium or kind) cost
+themselves only and are counted by reason. Copies are counted, never merged; re-reports of a
+``kv_cache_report_mode=full`` engine are recognised and not counted where the operator says they occur.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from publisher.block_hash import HashScheme, block_hashes
+from publisher.events import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    to_block_hash,
+)
+from router.index.base import Index, Plane
+from router.index.detect import Detection, SchemeDetector, learned_scheme, root_event
+from router.index.hits import evaluate
+from router.index.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
+from router.index.learned import LearnedKeys
+
+_U64 = (1 << 64) - 1
+
+
+class EngineResidency:
+    """What one engine holds, how its cache is laid out, and how its hashes are made."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        index: Index,
+        facts: ModelFacts,
+        known_schemes: Callable[[], Iterable[HashScheme]] = tuple,
+        shared_layouts: dict[CacheLayout, CacheLayout] | None = None,
+    ) -> None:
+        self.engine_id = engine_id
+        self.index = index
+        self.facts = facts
+        self.rejected: Counter[str] = Counter()
+        self.events = 0
+        self.re_reports = 0
+        self._known_schemes = known_schemes
+        self.revision = 0
+        """Grows whenever layout, scheme or mode may have changed."""
+        self._shared_layouts = {} if shared_layouts is None else shared_layouts
+        self._reset()
+
+    def _reset(self) -> None:
+        self._groups = GroupLearner(self.facts)
+        self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
+        self._learned: LearnedKeys | None = LearnedKeys()
+        self._layout: CacheLayout | None = None
+        self._lookahead = 0
+        self.revision += 1
+
+    @property
+    def detection(self) -> Detection:
+        return self._detector.state
+
+    @property
+    def scheme(self) -> HashScheme | None:
+        """The scheme to hash prompts with: the engine's own, or ours in learned mode; None before either."""
+        if self._detector.scheme is not None:
+            return self._detector.scheme
+        if self._detector.state is Detection.LEARNED and self._groups.groups:
+            return learned_scheme(self._unit(), self._lookahead)
+        return None
+
+    @property
+    def learned(self) -> LearnedKeys | None:
+        """The translation to use for look-ups; None in native mode."""
+        return self._learned if self._detector.state is Detection.LEARNED else None
+
+    @property
+    def layout(self) -> CacheLayout | None:
+        """Learned so far; None before the first stored block."""
+        return self._layout
+
+    @property
+    def missing_facts(self) -> tuple[str, ...]:
+        """Configuration without which this model's hits cannot be predicted."""
+        return self._layout.missing_facts if self._layout is not None else ()
+
+    @property
+    def assumed_kinds(self) -> frozenset[int]:
+        """Groups taken for full attention because nothing says what they are."""
+        return frozenset(self._groups.assumed_kinds)
+
+    @property
+    def scheme_mismatches(self) -> int:
+        return self._detector.mismatches
+
+    def forget(self) -> None:
+        """The engine restarted: nothing it said before holds."""
+        self.index.forget(self.engine_id)
+        self._reset()
+
+    def clear(self) -> None:
+        """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
+        self.index.clear(self.engine_id, "GPU")
+
+    def apply(self, batch: DecodedBatch) -> None:
+        """One batch, its events in order."""
+        if batch.rejected:
+            self.rejected["undecodable"] += len(batch.rejected)
+        for event in batch.events:
+            self.events += 1
+            if type(event) is BlockStored:
+                self._stored(event)
+            elif type(event) is BlockRemoved:
+                self._removed(event)
+            elif type(event) is AllBlocksCleared:
+                self.clear()
+        if self._detector.state is Detection.SEARCHING:
+            self.advance_detection()
+
+    def advance_detection(self) -> None:
+        """One bounded slice of a running seed search."""
+        self._detector.advance()
+        self._after_detection()
+
+    def finish_detection(self) -> None:
+        """Run a seed search to its end (for tools without an event loop)."""
+        self._detector.finish()
+        self._after_detection()
+
+    def _stored(self, event: BlockStored) -> None:
+        plane = self._plane(event.medium, event.group_idx)
+        if plane is None:
+            return
+        if plane.medium == "GPU":
+            if not self._learn_group(event):
+                return
+            if self._detector.wants:
+                self._detect(event)
+            if self._learned is not None and self._layout is not None:
+                self._learned.observe(event, self._layout.hash_block_size)
+            if self.facts.report_mode_full and self._is_re_report(event):
+                self.re_reports += 1
+                return
+        if event.block_hashes:
+            self.index.store(self.engine_id, plane, _hashes(event.block_hashes))
+
+    def _removed(self, event: BlockRemoved) -> None:
+        plane = self._plane(event.medium, event.group_idx)
+        if plane is None:
+            return
+        hashes = _hashes(event.block_hashes)
+        counts = event.remaining_copy_counts
+        if counts is None or len(counts) != len(hashes):
+            self.index.remove(self.engine_id, plane, hashes)
+            return
+        for block, left in zip(hashes, counts, strict=True):
+            if left is None:
+                self.index.remove(self.engine_id, plane, (block,))
+            else:
+                self.index.set_copies(self.engine_id, plane, block, left)
+
+    def _plane(self, medium: str | None, group_idx: int | None) -> Plane | None:
+        name = medium or "GPU"
+        if name not in MEDIA:
+            self.rejected["unknown_medium"] += 1
+            return None
+        return Plane(name, group_idx or 0)
+
+    def _learn_group(self, event: BlockStored) -> bool:
+        try:
+            changed = self._groups.observe(event)
+        except ValueError:
+            self.rejected["unknown_kind"] += 1
+            return False
+        ahead = event.lookahead_token_ids
+        if ahead and len(ahead[0]) != self._lookahead:
+            self._lookahead, changed = len(ahead[0]), True
+        if changed:
+            self._relayout()
+        return True
+
+    def _relayout(self) -> None:
+        self.revision += 1
+        scheme = self._detector.scheme
+        unit = scheme.hash_block_size if scheme is not None else None
+        if self._groups.groups:
+            layout = make_layout(self._groups.groups, self.facts, unit, self._lookahead)
+            self._layout = self._shared_layouts.setdefault(layout, layout)
+
+    def _unit(self) -> int:
+        return math.gcd(*(group.block_size for group in self._groups.groups))
+
+    def _detect(self, event: BlockStored) -> None:
+        if event.parent_block_hash is not None:
+            self._detector.observe_child(event)
+        elif self._groups.groups:
+            root = root_event(event, self.facts.lora_paths)
+            if root is not None:
+                self._detector.observe(root, self._unit())
+        self._after_detection()
+
+    def _after_detection(self) -> None:
+        self._relayout()
+        if self._detector.state is Detection.NATIVE:
+            self._learned = None
+
+    def _is_re_report(self, event: BlockStored) -> bool:
+        """A full store from token 0 of blocks that were already a hit: the engine reports, nothing is new.
+
+        A genuine store from token 0 needs a hit of 0; so if the index predicts that the event's tokens, with
+        one more, would hit in full, the blocks are not new.
+        """
+        scheme, layout = self._detector.scheme, self._layout
+        slot = self.index.slot(self.engine_id)
+        if event.parent_block_hash is not None or scheme is None or layout is None or slot is None:
+            return False
+        root = root_event(event, self.facts.lora_paths)
+        if root is None or len(root.tokens) != event.num_tokens():
+            return False
+        rows = self.index.lookup(block_hashes(root.tokens, scheme, root.extras))
+        hits = evaluate(rows, layout, len(root.tokens) + 1, word=slot.word)
+        return hits.hit[slot.bit] == len(root.tokens)
+
+
+def _hashes(wire: list[int | bytes]) -> list[BlockHash]:
+    """Wire hashes in 64-bit form; the common all-int case costs no call per hash."""
+    if all(type(value) is int for value in wire):
+        ints: list[int] = wire  # type: ignore[assignment]  # just checked
+        if not ints or (min(ints) >= 0 and max(ints) <= _U64):
+            return ints  # type: ignore[return-value]  # BlockHash is an int
+    return [to_block_hash(value) for value in wire]
