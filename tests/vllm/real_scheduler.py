@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from vllm.config import (
     CacheConfig,
@@ -47,8 +48,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-
-import msgspec
 
 DEFAULT_SEED = "vllm-none-hash"
 _ENCODER_TOKENS = 1 << 20
@@ -113,7 +112,7 @@ class _Recorder:
 
 
 class RealEngine:
-    """One scheduler with its pool. ``add`` requests, ``step`` until ``busy`` is False, ``probe`` at any time."""
+    """One scheduler with its pool: ``add`` requests, ``step`` while ``busy``, ``probe`` at any time."""
 
     def __init__(self, setup: Setup, model: str) -> None:
         _set_environment(setup)

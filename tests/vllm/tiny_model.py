@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 SLIDING_WINDOW_TOKENS = 64
-MAX_MODEL_LEN_TOKENS = 4096
+MAX_MODEL_LEN_TOKENS = 16384
 _VOCAB_SIZE = 1024
 _SPECIAL_TOKENS = ("<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 

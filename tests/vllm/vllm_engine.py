@@ -7,6 +7,7 @@ error when the server does not come up.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -111,15 +112,12 @@ class VllmEngine:
         if process is None:
             return
         try:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(timeout=_STOP_DEADLINE_S)
-        except (subprocess.TimeoutExpired, ProcessLookupError):
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(timeout=_STOP_DEADLINE_S)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
 
     def log_tail(self) -> str:

@@ -1,0 +1,58 @@
+# Everything a developer runs. Each target makes the virtual environment it needs and does nothing twice.
+#   PYTHON=python3.12   the interpreter to make .venv with (3.11 or later; default: the first that fits)
+#   ARGS="..."          passed on to the program behind the target
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-vllm lint format types check clean
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEV := $(VENV)/.installed-dev
+ROUTER := $(VENV)/.installed-router
+PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+# Only what was said to make counts: a shell may have variables of these names.
+demo_option = $(if $(filter command,$(origin $(1))),--$(2) $($(1)))
+
+help: ## Show what there is to run
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(ROUTER) ## A fleet of simulated engines behind the router, live (SECONDS=30 ENGINES=4 ARGS="--json")
+	@$(BIN)/kvatlas demo $(call demo_option,SECONDS,seconds) $(call demo_option,ENGINES,engines) $(ARGS)
+
+test: $(DEV) ## All tests but those that need a real vLLM
+	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+
+test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
+	@python=$$(scripts/vllm_env.sh) && \
+		KVATLAS_VLLM_PYTHON="$$python" $(BIN)/python -m pytest -m vllm --timeout 1200 $(ARGS)
+
+lint: $(DEV) ## Style and likely mistakes
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(DEV) ## Rewrite what `lint` can mend by itself
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(DEV) ## Static types, strict
+	@$(BIN)/mypy
+
+check: lint types test ## What must pass before a change is pushed
+
+clean: ## Remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+$(BIN)/python:
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV)
+
+$(ROUTER): $(BIN)/python pyproject.toml
+	@echo "installing kvatlas into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[router]'
+	@touch $@
+
+$(DEV): $(BIN)/python pyproject.toml
+	@echo "installing kvatlas and its development tools into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@ $(ROUTER)

@@ -1,0 +1,107 @@
+"""Runs ``kvatlas serve`` in front of given engines as a process of its own, and always stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vllm_engine import free_ports
+
+_START_DEADLINE_S = 60.0
+_STOP_DEADLINE_S = 20.0
+_POLL_INTERVAL_S = 0.01
+_REPOSITORY = Path(__file__).parents[2]
+
+
+class RouterProcess:
+    """``with RouterProcess(...) as router``: ``router.base_url`` serves once every feed is READY."""
+
+    def __init__(self, engine_urls: Sequence[str], tokenizer: Path, *, log: Path) -> None:
+        (port,) = free_ports(1)
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._command = [sys.executable, "-m", "router.cli", "serve", "--expose-decision"]
+        self._command += ["--port", str(port), "--tokenizer", str(tokenizer)]
+        for url in engine_urls:
+            self._command += ["--engine", url]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def engines(self) -> list[dict[str, Any]]:
+        """What ``GET /kvatlas/engines`` says."""
+        with urllib.request.urlopen(f"{self.base_url}/kvatlas/engines", timeout=10) as response:
+            answer: list[dict[str, Any]] = json.load(response)
+        return answer
+
+    def wait_until_seen(self, engine_id: str, seq: int, *, deadline_s: float = 20.0) -> None:
+        """Block until the router has applied batch ``seq`` of this engine."""
+
+        def seen() -> bool:
+            states = {engine["engine_id"]: engine["feed"] for engine in self.engines()}
+            last_seq = states[engine_id]["last_seq"]
+            return last_seq is not None and last_seq >= seq
+
+        self._wait(seen, f"batch {seq} of {engine_id} to be applied", deadline_s)
+
+    def _wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"waited in vain for {what}; the router's log ends:\n{self.log_tail()}")
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _ready(self) -> bool:
+        try:
+            return all(engine["feed"]["state"] == "READY" for engine in self.engines())
+        except OSError:
+            return False  # not listening yet
+
+    def log_tail(self) -> str:
+        """The last lines the router wrote."""
+        return self.log.read_bytes()[-6000:].decode(errors="replace")
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=_REPOSITORY,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self._wait(self._ready, "all feeds to be READY", _START_DEADLINE_S)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def _stop(self) -> int:
+        process, self._process = self._process, None
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(timeout=_STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        status = self._stop()
+        if value is None:
+            assert status == 0, f"the router ended with status {status}:\n{self.log_tail()}"
