@@ -33,7 +33,8 @@ def words(text: str) -> list[str]:
 NOUNS = words(
     """
 assistant system tool engine router block cache token prefix window group layer model server client
-request answer question batch queue step budget memory page pool copy hash chain tree leaf root index table row column key value
+request answer question batch queue step budget memory page pool copy hash chain tree leaf root index
+table row column key value
 message event stream socket port host node rack cluster fleet pod region zone network packet frame
 garden river mountain forest valley island harbor bridge tower castle village city street market square
 window door table chair lamp candle mirror clock book page letter map paper pencil picture story poem

@@ -1,0 +1,17 @@
+"""A simulated vLLM engine: OpenAI HTTP, ``/metrics`` and real ZMQ KV events, without GPU or model.
+
+It keeps a real block pool (``publisher.block_pool``), schedules like vLLM (``simulator.scheduler``), takes
+its time by a formula, and answers with made-up words; what it says about its cache, in
+``usage.prompt_tokens_details.cached_tokens`` and in events, is what a real engine with that pool would say.
+Sampling parameters, stop strings and log-probabilities are accepted and have no effect.
+
+The one face of the package ``publisher.simulator``. Needs the ``router`` extra (uvicorn, tokenizers, jinja2,
+prometheus_client); the rest of ``publisher`` does not.
+"""
+
+from __future__ import annotations
+
+from publisher.simulator.server import SimulatedEngine, run
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, PRESETS, EngineSettings
+
+__all__ = ["DEMO_TOKENIZER_DIR", "PRESETS", "EngineSettings", "SimulatedEngine", "run"]

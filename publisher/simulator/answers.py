@@ -1,0 +1,143 @@
+"""Response bodies of a simulated engine, field for field as vLLM writes them.
+
+Pure functions from an ``Answer`` (who asked, how) and token counts to JSON-ready dicts. Field names and
+which of them are null follow vllm/entrypoints/openai of 0.32 with ``--enable-prompt-tokens-details``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from publisher.simulator.protocol import StreamOptions
+
+Json = dict[str, Any]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What every body of one answer repeats. ``prompt_token_ids`` only where the client asked for ids."""
+
+    request_id: str
+    created: int
+    model: str
+    is_chat: bool
+    num_prompt_tokens: int
+    prompt_token_ids: list[int] | None = None
+
+    def usage(self, num_output_tokens: int, cached_tokens: int | None = None) -> Json:
+        """The ``usage`` object; prompt details appear where ``cached_tokens`` is given."""
+        details = None if cached_tokens is None else _prompt_details(cached_tokens)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "total_tokens": self.num_prompt_tokens + num_output_tokens,
+            "completion_tokens": num_output_tokens,
+            "prompt_tokens_details": details,
+            "completion_tokens_details": None,
+        }
+
+    def full(self, text: str, token_ids: list[int], finish_reason: str, cached_tokens: int) -> Json:
+        """The whole answer at once."""
+        choice = self._full_choice(text, finish_reason)
+        choice["token_ids"] = token_ids if self.prompt_token_ids is not None else None
+        body = {
+            **self._head("chat.completion"),
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": self.usage(len(token_ids), cached_tokens),
+            "kv_transfer_params": None,
+        }
+        if self.is_chat:
+            body |= {"prompt_logprobs": None, "prompt_token_ids": self.prompt_token_ids}
+        else:
+            choice["prompt_token_ids"] = self.prompt_token_ids
+        return body
+
+    def opening(self) -> Json:
+        """A chat stream's first chunk: the role, no text."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**body, "prompt_token_ids": self.prompt_token_ids}
+
+    def chunk(self, text: str, token_id: int | None, finish_reason: str | None, *, first: bool) -> Json:
+        """One token of a stream (None where the engine gave up instead of producing one)."""
+        choice: Json = (
+            {"index": 0, "delta": {"content": text}} if self.is_chat else {"index": 0, "text": text}
+        )
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        if not self.is_chat or finish_reason is not None:
+            choice["stop_reason"] = None
+        with_ids = self.prompt_token_ids is not None and token_id is not None
+        choice["token_ids"] = [token_id] if with_ids else None
+        if not self.is_chat:
+            choice["prompt_token_ids"] = self.prompt_token_ids if first else None
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def closing(self, num_output_tokens: int, cached_tokens: int) -> Json:
+        """The stream's last chunk where usage was asked for: no choice, absent fields left out."""
+        usage = self.usage(num_output_tokens, cached_tokens)
+        usage = {name: value for name, value in usage.items() if value is not None}
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    def _head(self, chat_object: str) -> Json:
+        kind = chat_object if self.is_chat else "text_completion"
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
+
+    def _full_choice(self, text: str, finish_reason: str) -> Json:
+        if not self.is_chat:
+            choice: Json = {"index": 0, "text": text}
+        else:
+            unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+            choice = {"index": 0, "message": {"role": "assistant", "content": text, **unset}}
+        return {**choice, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+
+
+def _prompt_details(cached_tokens: int) -> Json:
+    return {"cached_tokens": cached_tokens}
+
+
+def model_list(model: str, max_model_len: int, created: int) -> Json:
+    """GET /v1/models."""
+    permission = {
+        "id": f"modelperm-{model}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": model}
+    card |= {"parent": None, "max_model_len": max_model_len, "permission": [permission]}
+    return {"object": "list", "data": [card]}
+
+
+def rendered(
+    request_id: str,
+    token_ids: list[int],
+    *,
+    model: str | None,
+    max_tokens: int,
+    stream: bool,
+    stream_options: StreamOptions | None,
+    cache_salt: str | None,
+) -> Json:
+    """One item of POST /v1/.../render: a request ready for token-in token-out generation."""
+    body: Json = {"request_id": request_id, "token_ids": token_ids, "token_offsets": None, "features": None}
+    body |= {"content_parts": None, "sampling_params": {"max_tokens": max_tokens}, "model": model}
+    body |= {"stream": stream, "stream_options": stream_options if stream else None}
+    body |= {"cache_salt": cache_salt, "priority": 0}
+    return {**body, "kv_transfer_params": None, "ec_transfer_params": None}
+
+
+def tokenized(token_ids: list[int], strings: list[str] | None, max_model_len: int) -> Json:
+    """POST /tokenize."""
+    body = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+    return {**body, "token_strs": strings}

@@ -1,0 +1,160 @@
+"""The simulated model: what it is called, how it reads prompts, what it would answer.
+
+Turns decoded request bodies into token ids and limits, checking what vLLM checks (model name, prompt
+length, token range, max_tokens), and makes the scheduler's requests from them. Texts longer than
+``_INLINE_CHARS_MAX`` are tokenized in a thread so that the event loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from publisher.block_hash import PromptExtras
+from publisher.simulator import stats
+from publisher.simulator.protocol import (
+    COMPLETION_TOKENS_DEFAULT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    invalid,
+    prompt_too_long,
+    unknown_model,
+)
+from publisher.simulator.scheduler import SimRequest
+from publisher.simulator.settings import EngineSettings
+from publisher.simulator.text import TextSource
+from publisher.simulator.tokenizer import ChatTokenizer, TemplateError
+
+_INLINE_CHARS_MAX = 4096
+"""About a millisecond of tokenizing; a thread hop costs a tenth of that."""
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """One generation, checked: what to compute and when to stop."""
+
+    token_ids: list[int]
+    max_tokens: int
+    ignore_eos: bool
+    extras: PromptExtras
+
+
+class EngineModel:
+    """Prompt reading and answer writing for one model."""
+
+    def __init__(self, settings: EngineSettings, max_model_len: int) -> None:
+        self.name = settings.model
+        self.max_model_len = max_model_len
+        self._dp_rank = settings.dp_rank
+        self._tokenizer = ChatTokenizer(settings.tokenizer_dir)
+        self._source = TextSource(
+            self._tokenizer, seed=settings.seed, natural_tokens_max=settings.natural_output_tokens_max
+        )
+
+    async def prepare_chat(self, request: ChatRequest) -> Prepared:
+        """Check and tokenize a chat request. Raises ``EngineError``."""
+        self._check_model(request.model)
+        request.check()
+        token_ids = await self._chat_tokens(request)
+        asked = request.max_completion_tokens
+        asked = request.max_tokens if asked is None else asked
+        return self._prepared(request, token_ids, asked)
+
+    async def prepare_completion(self, request: CompletionRequest) -> Prepared:
+        """Check and tokenize a completion request. Raises ``EngineError``."""
+        self._check_model(request.model)
+        request.check()
+        prompt = request.single_prompt()
+        if isinstance(prompt, str):
+            token_ids = await self._encode(prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            token_ids = prompt
+            self._check_vocabulary(token_ids)
+        asked = COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
+        return self._prepared(request, token_ids, asked)
+
+    def sim_request(self, request_id: str, prepared: Prepared) -> SimRequest:
+        """The scheduler's form of a prepared request."""
+        return SimRequest(
+            request_id,
+            prepared.token_ids,
+            self._source.continuation(prepared.token_ids),
+            max_tokens=prepared.max_tokens,
+            eos_id=self._tokenizer.eos_id,
+            extras=prepared.extras,
+            ignore_eos=prepared.ignore_eos,
+        )
+
+    async def tokenize(self, request: TokenizeChatRequest | TokenizeTextRequest) -> list[int]:
+        """POST /tokenize. Raises ``EngineError``."""
+        self._check_model(request.model)
+        if isinstance(request, TokenizeChatRequest):
+            return await self._chat_tokens(request)
+        return await self._encode(request.prompt, add_special_tokens=request.add_special_tokens)
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        """POST /detokenize. Raises ``EngineError``."""
+        self._check_model(request.model)
+        self._check_vocabulary(request.tokens)
+        return self._tokenizer.decode(request.tokens)
+
+    def text(self, token_ids: list[int]) -> str:
+        """Output text, without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """Vocabulary entries of ``token_ids``."""
+        return self._tokenizer.token_strings(token_ids)
+
+    def metrics(self, counted: stats.EngineStats, gauges: stats.Gauges) -> bytes:
+        """Body of GET /metrics."""
+        return stats.render(counted, gauges, model=self.name, dp_rank=self._dp_rank)
+
+    async def _chat_tokens(self, request: ChatRequest) -> list[int]:
+        request.check_template()
+        try:
+            text = self._tokenizer.render(
+                request.messages,
+                tools=request.tools,
+                documents=request.documents,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                template_kwargs=request.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise invalid(str(error)) from None
+        return await self._encode(text, add_special_tokens=request.add_special_tokens)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) <= _INLINE_CHARS_MAX:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def _prepared(
+        self, request: ChatRequest | CompletionRequest, token_ids: list[int], asked: int | None
+    ) -> Prepared:
+        if not token_ids:
+            raise invalid("The decoder prompt cannot be empty", param="prompt")
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise prompt_too_long(len(token_ids), self.max_model_len)
+        if asked is not None and asked < 1:
+            raise invalid(f"max_tokens must be at least 1, got {asked}.", param="max_tokens")
+        return Prepared(
+            token_ids=token_ids,
+            max_tokens=room if asked is None else min(asked, room),
+            ignore_eos=request.ignore_eos,
+            extras=PromptExtras(cache_salt=request.cache_salt),
+        )
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked and asked != self.name:
+            raise unknown_model(asked, self.name)
+
+    def _check_vocabulary(self, token_ids: list[int]) -> None:
+        highest = max(token_ids, default=0)
+        if highest >= self._tokenizer.vocab_size:
+            raise invalid(f"Token id {highest} is out of vocabulary")

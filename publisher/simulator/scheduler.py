@@ -1,0 +1,249 @@
+"""The engine's scheduler: continuous batching, one iteration at a time, on a hybrid block pool.
+
+Each step gives running requests their next tokens (first come first served, within a token budget), then
+admits waiting ones, as vLLM 0.32 does. A prompt longer than what is left of the budget is computed in
+chunks over several steps. Where the pool has no block left, the newest running request gives up its blocks
+and goes back to the front of the queue.
+
+    step duration = prefill_s_per_token * (prompt tokens computed in the step, cached ones cost nothing)
+                  + decode_s_per_token  * (1 if any request decodes in the step else 0)
+
+So decoding is shared by the batch, and a long prefill delays the tokens of everybody in its step.
+
+Pure: no sockets, no sleeping, the clock is given. The caller alternates ``begin_step`` and ``end_step``,
+with the step's duration in between, and may add or abort requests at any time; one thread only.
+Always true: a request is in exactly one of ``waiting``, ``running``, or finished; only running requests
+hold blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import msgspec
+
+from publisher.block_hash import NO_EXTRAS, PromptExtras
+from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.simulator.stats import EngineStats, Gauges
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Sampler(Protocol):
+    """Where a request's output tokens come from."""
+
+    def token(self, index: int, *, ignore_eos: bool) -> int:
+        """The ``index``-th output token; asked for in order, once each."""
+
+
+class SimRequest:
+    """One generation: its prompt, its limits, and how far it got. ``cached_tokens`` None until admitted."""
+
+    __slots__ = (
+        *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "ignore_eos", "max_tokens"),
+        *("output", "prompt", "request_id", "sampler"),
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampler: Sampler,
+        *,
+        max_tokens: int,
+        eos_id: int,
+        extras: PromptExtras = NO_EXTRAS,
+        ignore_eos: bool = False,
+    ) -> None:
+        if not prompt or max_tokens < 1:
+            raise ValueError(f"{request_id}: needs a prompt and max_tokens >= 1, got {max_tokens}")
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampler = sampler
+        self.max_tokens = max_tokens
+        self.eos_id = eos_id
+        self.extras = extras
+        self.ignore_eos = ignore_eos
+        self.output: list[int] = []
+        self.cached_tokens: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.arrival_s = 0.0
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """Seconds of model time; see the module head for the formula."""
+
+    prefill_s_per_token: float
+    decode_s_per_token: float
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one iteration computes, in schedule order, and how long it takes."""
+
+    requests: tuple[SimRequest, ...]
+    duration_s: float
+
+
+class Output(msgspec.Struct, frozen=True):
+    """One new token of one request; ``finish_reason`` is set on its last."""
+
+    request: SimRequest
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+class _Plan:
+    """A step being filled: what is left of the token budget, and what it holds so far."""
+
+    def __init__(self, *, budget: int) -> None:
+        self.budget = budget
+        self.requests: list[SimRequest] = []
+        self.prefill_tokens = 0
+        self.decodes = False
+
+    def take(self, request: SimRequest, num_tokens: int, *, is_prefill: bool) -> None:
+        self.requests.append(request)
+        self.budget -= num_tokens
+        self.prefill_tokens += num_tokens if is_prefill else 0
+        self.decodes |= not is_prefill
+
+
+class Scheduler:
+    """Requests in, steps out."""
+
+    def __init__(
+        self,
+        pool: HybridBlockPool,
+        *,
+        costs: StepCosts,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.stats = EngineStats()
+        self._pool = pool
+        self._costs = costs
+        self._max_num_seqs = max_num_seqs
+        self._budget = max_num_batched_tokens
+        self._clock = clock
+        self._waiting: deque[tuple[SimRequest, PoolRequest]] = deque()
+        self._running: dict[SimRequest, PoolRequest] = {}  # in the order of admission
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._waiting or self._running)
+
+    def gauges(self) -> Gauges:
+        """Queue lengths and pool usage now."""
+        return Gauges(len(self._running), len(self._waiting), self._pool.usage)
+
+    def add(self, request: SimRequest) -> None:
+        """Queue a new request."""
+        request.arrival_s = self._clock()
+        self._waiting.append((request, self._pool.request(request.prompt, request.extras)))
+
+    def abort(self, request: SimRequest) -> None:
+        """Drop a request and free its blocks; no effect on one that is finished."""
+        if request.finish_reason is not None:
+            return
+        if request in self._running:
+            self._finish(request, "abort")
+        else:
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not request)
+            self._close(request, "abort")
+
+    def begin_step(self) -> Step:
+        """Choose and allocate what the next iteration computes; may be empty right after a preemption."""
+        plan = _Plan(budget=self._budget)
+        if self._schedule_running(plan):
+            self._schedule_waiting(plan)
+        costs = self._costs
+        prefill_s = plan.prefill_tokens * costs.prefill_s_per_token
+        decode_s = costs.decode_s_per_token if plan.decodes else 0.0
+        return Step(tuple(plan.requests), prefill_s + decode_s)
+
+    def end_step(self, step: Step) -> list[Output]:
+        """The tokens the iteration produced; requests aborted in the meantime are left out."""
+        self._pool.end_step()
+        outputs = []
+        for request in step.requests:
+            pooled = self._running.get(request)
+            if pooled is None or pooled.num_computed < pooled.num_tokens:
+                continue
+            token_id = request.sampler.token(len(request.output), ignore_eos=request.ignore_eos)
+            if not request.output:
+                self._count_first_token(request)
+            request.output.append(token_id)
+            self._pool.append(pooled, token_id)
+            self.stats.generation_tokens += 1
+            if token_id == request.eos_id and not request.ignore_eos:
+                self._finish(request, "stop")
+            elif len(request.output) >= request.max_tokens:
+                self._finish(request, "length")
+            outputs.append(Output(request, token_id, request.finish_reason))
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block; refused (False) while any request holds blocks."""
+        return self._pool.reset()
+
+    def _schedule_running(self, plan: _Plan) -> bool:
+        """Next tokens of every running request; False when one had to be preempted for them."""
+        preempted = False
+        for request, pooled in list(self._running.items()):
+            if request not in self._running or not plan.budget:
+                break  # preempted for an older one, as all after it; or the budget is spent
+            is_prefill = pooled.num_computed < max(len(request.prompt), pooled.num_tokens - 1)
+            num_tokens = self._pool.next_chunk(pooled, plan.budget)
+            if not num_tokens:
+                continue
+            while not (fits := self._pool.compute(pooled, num_tokens)):
+                preempted = True
+                if self._preempt_newest() is request:
+                    break
+            if not fits:
+                break
+            plan.take(request, num_tokens, is_prefill=is_prefill)
+        return not preempted
+
+    def _schedule_waiting(self, plan: _Plan) -> None:
+        """Admit from the front of the queue until budget, seats or blocks run out."""
+        while self._waiting and plan.budget and len(self._running) < self._max_num_seqs:
+            request, pooled = self._waiting[0]
+            hit = self._pool.start(pooled, plan.budget)
+            if hit is None:
+                break
+            num_tokens = self._pool.next_chunk(pooled, plan.budget)
+            if not self._pool.compute(pooled, num_tokens):
+                self._pool.preempt(pooled)
+                break
+            self._waiting.popleft()
+            self._running[request] = pooled
+            plan.take(request, num_tokens, is_prefill=True)
+            if request.cached_tokens is None:
+                request.cached_tokens = hit
+                self.stats.prefix_cache_queries += len(request.prompt)
+                self.stats.prefix_cache_hits += hit
+
+    def _preempt_newest(self) -> SimRequest:
+        request, pooled = self._running.popitem()
+        self._pool.preempt(pooled)
+        self._waiting.appendleft((request, pooled))
+        self.stats.num_preemptions += 1
+        return request
+
+    def _finish(self, request: SimRequest, reason: FinishReason) -> None:
+        self._pool.finish(self._running.pop(request))
+        self._close(request, reason)
+
+    def _close(self, request: SimRequest, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self.stats.finished[reason] += 1
+
+    def _count_first_token(self, request: SimRequest) -> None:
+        self.stats.observe_first_token(self._clock() - request.arrival_s)
+        self.stats.prompt_tokens += len(request.prompt)
+        self.stats.prompt_tokens_cached += request.cached_tokens or 0

@@ -1,0 +1,148 @@
+"""What a simulated engine is told at start, and the group presets it knows.
+
+One frozen struct holds every default; the command line and the demo read them from here. Durations are in
+seconds, sizes in tokens or blocks as named. ``resolve_groups`` turns a preset name into group specs that
+have the layout of a real model family, small enough for a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from publisher.block_hash import DEFAULT_SEED, HashScheme
+from publisher.groups import Family, GroupSpec
+
+DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
+MODEL_LENGTH_MAX = 32_768
+"""Longest context of the demo model, as its tokenizer_config says."""
+_ALIGNED_STATES = 4
+"""Running state, the one before it, the hit's, and its private copy."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a simulated engine depends on; port 0 means any free port.
+
+    ``groups`` is a preset name (``PRESETS``) or explicit specs, ``block_size`` applies to presets only.
+    ``max_model_len`` None takes what fits the pool, up to the tokenizer's limit. ``publish_events`` off
+    makes an engine that says nothing about its cache. One server serves one data-parallel rank.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    model: str = "kvatlas-demo"
+    groups: str | tuple[GroupSpec, ...] = "gemma3-like"
+    block_size: int = 16
+    num_blocks: int = 8192
+    hash_algo: str = "sha256"
+    hash_seed: str = DEFAULT_SEED
+    retention_interval: int | None = 0
+    int_hashes: bool = True
+    prefill_s_per_token: float = 5e-5
+    decode_s_per_token: float = 0.01
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    publish_events: bool = True
+    events_port: int = 0
+    replay_port: int = 0
+    dp_rank: int = 0
+    seed: int = 0
+    natural_output_tokens_max: int = 256
+    tokenizer_dir: str = str(DEMO_TOKENIZER_DIR)
+
+
+def _gemma3_like(block_size: int) -> tuple[GroupSpec, ...]:
+    """Five sliding layers for each full one; vLLM lists the full group last."""
+    windows = [GroupSpec(i, "sliding_window", block_size, sliding_window=512) for i in range(5)]
+    return (*windows, GroupSpec(5, "full_attention", block_size))
+
+
+def _gptoss_like(block_size: int) -> tuple[GroupSpec, ...]:
+    """As many full layers as sliding ones, and a short window."""
+    window = GroupSpec(1, "sliding_window", block_size, sliding_window=128)
+    return (GroupSpec(0, "full_attention", block_size), window)
+
+
+def _full(block_size: int) -> tuple[GroupSpec, ...]:
+    return (GroupSpec(0, "full_attention", block_size),)
+
+
+def _mamba_hybrid(block_size: int) -> tuple[GroupSpec, ...]:
+    """Three linear-attention layers for each full one, states kept at block boundaries."""
+    states = [GroupSpec(i, "mamba", block_size, mamba_cache_mode="align") for i in range(1, 4)]
+    return (GroupSpec(0, "full_attention", block_size), *states)
+
+
+PRESETS = {
+    "gemma3-like": _gemma3_like,
+    "gptoss-like": _gptoss_like,
+    "full": _full,
+    "mamba-hybrid": _mamba_hybrid,
+}
+
+
+def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
+    """The group specs of these settings. Raises ``ValueError`` for an unknown preset or no group."""
+    if isinstance(settings.groups, str):
+        try:
+            return PRESETS[settings.groups](settings.block_size)
+        except KeyError:
+            known = ", ".join(PRESETS)
+            raise ValueError(f"unknown group preset {settings.groups!r}; known: {known}") from None
+    if not settings.groups:
+        raise ValueError("an engine needs at least one KV cache group")
+    return settings.groups
+
+
+def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> HashScheme:
+    """The engine's hash scheme: hashes exist at the greatest common divisor of the block sizes."""
+    size = math.gcd(*(group.block_size for group in groups))
+    return HashScheme(algo=settings.hash_algo, seed=settings.hash_seed, hash_block_size=size)
+
+
+def blocks_needed(groups: tuple[GroupSpec, ...], num_tokens: int, chunk_tokens: int) -> int:
+    """Most blocks one request of ``num_tokens`` ever holds at once, over all groups.
+
+    A window or chunked group drops what it has passed, so it holds its span plus one chunk being computed,
+    plus one block for an unaligned start; an aligned Mamba group holds a few states, whatever the length.
+    """
+    total = 0
+    for group in groups:
+        size = group.block_size
+        dense = math.ceil(num_tokens / size)
+        if group.family is Family.WINDOW and group.sliding_window:
+            dense = min(dense, math.ceil((group.sliding_window - 1 + chunk_tokens) / size) + 1)
+        elif group.family is Family.CHUNKED and group.attention_chunk_size:
+            dense = min(dense, math.ceil((group.attention_chunk_size + chunk_tokens) / size) + 1)
+        elif group.mamba_cache_mode == "align":
+            dense = min(dense, _ALIGNED_STATES)
+        total += dense
+    return total
+
+
+def model_length(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> int:
+    """Longest context one request may have, in tokens.
+
+    Raises ``ValueError`` where ``max_model_len`` does not fit the pool, as vLLM refuses to start then.
+    """
+    usable = settings.num_blocks - 1  # block 0 is the null block
+    chunk = settings.max_num_batched_tokens
+    wanted = settings.max_model_len or MODEL_LENGTH_MAX
+    if blocks_needed(groups, wanted, chunk) <= usable:
+        return wanted
+    low, high = 0, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_needed(groups, middle, chunk) <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    if settings.max_model_len is not None or low < 2:
+        raise ValueError(
+            f"max_model_len = {wanted} tokens needs {blocks_needed(groups, wanted, chunk)} blocks, "
+            f"num_blocks = {settings.num_blocks} leaves {usable}: at most {low} tokens fit"
+        )
+    return low

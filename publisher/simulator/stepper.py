@@ -1,0 +1,134 @@
+"""Runs the scheduler in real time on the event loop, and carries its outputs to those who wait for them.
+
+One task alternates: begin a step, wait as long as the step takes, end it, publish the pool's events of the
+step as one batch, hand out the tokens. Steps that follow each other without a pause are timed from the end
+of the one before, so that late wake-ups of the event loop do not add up.
+
+Always true: the scheduler and the pool are touched on the event loop's thread only; a generation's queue
+gets its outputs in order and ends with one that has a finish reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import structlog
+
+from publisher.block_pool import HybridBlockPool
+from publisher.events import Event
+from publisher.simulator.scheduler import FinishReason, Output, Scheduler, SimRequest, Step
+
+_LATE_MAX_S = 0.1
+"""How far step timing may fall behind before the lost time is written off (a suspended laptop)."""
+
+log = structlog.get_logger()
+
+
+class Token:
+    """What a waiting client gets: a token, or None with the reason for which there will be none."""
+
+    __slots__ = ("finish_reason", "token_id")
+
+    def __init__(self, token_id: int | None, finish_reason: FinishReason | None) -> None:
+        self.token_id = token_id
+        self.finish_reason = finish_reason
+
+
+class Generation:
+    """One request on its way through the engine, as its client sees it."""
+
+    def __init__(self, request: SimRequest) -> None:
+        self.request = request
+        self._tokens: asyncio.Queue[Token] = asyncio.Queue()  # bounded by the request's max_tokens
+
+    def put(self, token: Token) -> None:
+        """Hand over the next token."""
+        self._tokens.put_nowait(token)
+
+    async def tokens(self) -> AsyncIterator[Token]:
+        """Tokens as they are produced, up to and including the one with a finish reason."""
+        while True:
+            token = await self._tokens.get()
+            yield token
+            if token.finish_reason is not None:
+                return
+
+
+class Stepper:
+    """Drives one scheduler. ``publish`` gets the events of each step that has any."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: HybridBlockPool,
+        *,
+        publish: Callable[[list[Event]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.scheduler = scheduler
+        self.failed = False
+        self._pool = pool
+        self._publish = publish
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._generations: dict[SimRequest, Generation] = {}
+
+    def submit(self, request: SimRequest) -> Generation:
+        """Queue a request; its tokens come through the returned generation."""
+        generation = Generation(request)
+        self._generations[request] = generation
+        self.scheduler.add(request)
+        self._wake.set()
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """Stop a generation and free its blocks; no effect once it is finished."""
+        if self._generations.pop(generation.request, None) is not None:
+            self.scheduler.abort(generation.request)
+            generation.put(Token(None, "abort"))
+
+    def abort_all(self) -> None:
+        """Stop every generation."""
+        for generation in list(self._generations.values()):
+            self.abort(generation)
+
+    async def run(self) -> None:
+        """Step for ever; returns only by cancellation, or after a failure that is logged and kept."""
+        try:
+            await self._run()
+        except Exception:
+            log.exception("engine_failed")
+            self.failed = True
+            self._fail_all()
+
+    async def _run(self) -> None:
+        end_s = self._clock()
+        while True:
+            if not self.scheduler.has_work:
+                self._wake.clear()
+                await self._wake.wait()
+                end_s = self._clock()
+            step = self.scheduler.begin_step()
+            end_s = max(end_s, self._clock() - _LATE_MAX_S) + step.duration_s
+            await asyncio.sleep(max(0.0, end_s - self._clock()))
+            self._finish_step(step)
+
+    def _finish_step(self, step: Step) -> None:
+        outputs = self.scheduler.end_step(step)
+        events = self._pool.take_events()
+        if events:
+            self._publish(events)
+        for output in outputs:
+            self._deliver(output)
+
+    def _deliver(self, output: Output) -> None:
+        generation = self._generations[output.request]
+        if output.finish_reason is not None:
+            del self._generations[output.request]
+        generation.put(Token(output.token_id, output.finish_reason))
+
+    def _fail_all(self) -> None:
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation.put(Token(None, "error"))

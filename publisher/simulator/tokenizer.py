@@ -1,0 +1,183 @@
+"""Text to token ids as the engine does it: jinja2 chat templates and the ``tokenizers`` library.
+
+Written apart from the router's prompt reader on purpose, so that tests can hold the two against each
+other. Facts: transformers' ``apply_chat_template`` environment, and vLLM's way to flatten messages for it:
+text parts joined by newlines, tool-call arguments parsed, tools in their validated form.
+
+One instance per engine; every method is thread safe and has no side effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TemplateError(ValueError):
+    """The conversation cannot be rendered; ``str()`` says why."""
+
+
+class ChatTokenizer:
+    """Tokenizer and chat template of one model directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        folder = Path(directory)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        self._special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+        self._template = _environment().from_string(config["chat_template"])
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.eos_id = self._id_of(self._special["eos_token"])
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def _id_of(self, token: str) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"tokenizer.json does not know the special token {token!r}")
+        return int(token_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``; ``encode_batch`` because ``encode`` holds the GIL."""
+        return list(self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ``token_ids``."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary entries themselves, as ``return_token_strs`` asks for them."""
+        return [str(self._tokenizer.id_to_token(token_id)) for token_id in token_ids]
+
+    def vocabulary(self) -> dict[str, int]:
+        """Vocabulary entry to id."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=False))
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises ``TemplateError``."""
+        conversation = [_flatten(message) for message in messages]
+        values: dict[str, Any] = {
+            **self._special,
+            "add_generation_prompt": add_generation_prompt,
+            **(template_kwargs or {}),
+            "messages": conversation,
+            "tools": None if tools is None else [_validated_tool(tool) for tool in tools],
+            "documents": documents,
+        }
+        try:
+            text = self._template.render(**values)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TemplateError(f"the chat template cannot render this conversation: {error}") from None
+        return _cut_after_final(text, conversation) if continue_final_message else text
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter as transformers defines it: no HTML escapes, keys in their own order."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _token_text(token: str | dict[str, Any]) -> str:
+    """A special token as tokenizer_config.json writes it: plain, or an object with its content."""
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _flatten(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise TemplateError("every message needs a string 'role'")
+    flat = {**message, "content": _text(message.get("content"))}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        flat["tool_calls"] = [_parsed_call(call) for call in calls]
+    else:
+        flat.pop("tool_calls", None)
+    return flat
+
+
+def _text(content: Any) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise TemplateError("message content must be a string or a list of parts")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise TemplateError("this model reads text parts only")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _parsed_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise TemplateError("assistant tool_calls entries must be objects with a 'function'")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _validated_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as vLLM's request model writes it back: known fields in fixed order, unset ones null."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise TemplateError("every tool needs a 'function' with a 'name'")
+    fields = {name: function.get(name) for name in ("name", "description", "parameters")}
+    for name in ("strict", "defer_loading"):
+        if function.get(name) is not None:
+            fields[name] = function[name]
+    return {"type": "function", "function": fields}
+
+
+def _cut_after_final(text: str, conversation: list[dict[str, Any]]) -> str:
+    """Leave the last message open, as transformers does for ``continue_final_message``."""
+    final = conversation[-1]["content"] or ""
+    start = text.rfind(final.strip())
+    if not final.strip() or start < 0:
+        raise TemplateError("continue_final_message needs a final message that the template keeps")
+    whole = final.lstrip()
+    kept = whole if text.startswith(whole, start) else whole.rstrip()
+    return text[: start + len(kept)]
