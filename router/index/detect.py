@@ -154,12 +154,11 @@ class SchemeDetector:
         self.scheme: HashScheme | None = None
         self.mismatches = 0
 
-    @property
-    def wants(self) -> bool:
-        """Whether the next event would be looked at (cheap; asked for every event)."""
+    def wants(self, *, root: bool) -> bool:
+        """Whether the next event, starting at token 0 or not, would be looked at (asked for every event)."""
         if self.state is Detection.NATIVE:
-            self._since_check += 1
-            return self._since_check >= _CHECK_EVERY
+            self._since_check += root
+            return root and self._since_check >= _CHECK_EVERY
         return self.state is Detection.WAITING
 
     def observe(self, root: RootEvent, unit: int) -> None:

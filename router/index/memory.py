@@ -137,7 +137,7 @@ class MemoryIndex:
             residencies=sum(lane.count for lane in lanes),
             extra_copies=sum(sum(lane.extra.values()) for lane in lanes),
             unknown_removals=self._unknown_removals,
-            patterns=len(self._patterns),
+            patterns=self._patterns.count,
         )
 
     def check_integrity(self) -> list[str]:
@@ -159,17 +159,21 @@ class MemoryIndex:
         return problems
 
     def _lane(self, engine_id: str, plane: Plane) -> _Lane:
+        try:
+            return self._lanes[engine_id][plane]
+        except KeyError:
+            return self._new_lane(engine_id, plane)
+
+    def _new_lane(self, engine_id: str, plane: Plane) -> _Lane:
         lanes = self._lanes.get(engine_id)
         if lanes is None:
             lanes = self._lanes[engine_id] = {}
             self._slots[engine_id] = self._free_slots.pop() if self._free_slots else len(self._slots)
-        lane = lanes.get(plane)
-        if lane is None:
-            word, bit = slot_position(self._slots[engine_id])
-            column = self._columns.get((plane, word))
-            if column is None:
-                column = self._columns[plane, word] = self._patterns.add_column()
-            lane = lanes[plane] = _Lane(self._patterns.steps(column, bit))
+        word, bit = slot_position(self._slots[engine_id])
+        column = self._columns.get((plane, word))
+        if column is None:
+            column = self._columns[plane, word] = self._patterns.add_column()
+        lane = lanes[plane] = _Lane(self._patterns.steps(column, bit))
         return lane
 
     def _drop_lanes(self, engine_id: str, planes: list[Plane]) -> None:
@@ -185,7 +189,7 @@ class MemoryIndex:
     def _housekeep(self) -> None:
         if self._sweep:
             self._sweep_slice()
-        elif len(self._patterns) > self._rows_max:
+        elif self._patterns.count > self._rows_max:
             self._drop_unused_rows()
 
     def _sweep_slice(self) -> None:
@@ -202,4 +206,4 @@ class MemoryIndex:
             for lane in lanes.values():
                 lane.set.clear()
                 lane.clear.clear()
-        self._rows_max = max(_ROWS_MAX, 2 * len(self._patterns))
+        self._rows_max = max(_ROWS_MAX, 2 * self._patterns.count)

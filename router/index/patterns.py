@@ -48,17 +48,15 @@ class Patterns:
 
     def __init__(self) -> None:
         self._matrix: Words = np.zeros((64, 1), np.uint64)
-        self._count = 1
+        self.count = 1
+        """Rows kept, row 0 included."""
         self._numbers: dict[bytes, int] = {self._matrix[0].tobytes(): 0}
         self._columns = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     @property
     def matrix(self) -> Words:
         """All rows, shape (rows, columns); a view that the next change may replace."""
-        return self._matrix[: self._count]
+        return self._matrix[: self.count]
 
     def row(self, number: int) -> Words:
         """One row's words."""
@@ -90,7 +88,7 @@ class Patterns:
 
     def drop(self, column: int, bit: int) -> None:
         """Clear one lane in every row at once: no block is touched, whatever it held."""
-        self._matrix[: self._count, column] &= ~np.uint64(1 << bit)
+        self._matrix[: self.count, column] &= ~np.uint64(1 << bit)
         self._numbers = {self._matrix[0].tobytes(): 0}
 
     def empty_rows(self) -> frozenset[int]:
@@ -101,21 +99,21 @@ class Patterns:
         """Forget all rows but ``used`` and row 0; returns old number -> new number (equal rows merge)."""
         old = self._matrix
         self._matrix = np.zeros((max(64, 2 * len(used)), old.shape[1]), np.uint64)
-        self._count = 1
+        self.count = 1
         self._numbers = {self._matrix[0].tobytes(): 0}
         return {number: self.number_of(old[number]) for number in used} | {0: 0}
 
     def _append(self, words: Words) -> int:
-        if self._count == self._matrix.shape[0]:
-            taller = np.zeros((2 * self._count, self._matrix.shape[1]), np.uint64)
-            taller[: self._count] = self._matrix
+        if self.count == self._matrix.shape[0]:
+            taller = np.zeros((2 * self.count, self._matrix.shape[1]), np.uint64)
+            taller[: self.count] = self._matrix
             self._matrix = taller
-        self._matrix[self._count] = words
-        self._count += 1
-        return self._count - 1
+        self._matrix[self.count] = words
+        self.count += 1
+        return self.count - 1
 
     def _rebuild_numbers(self) -> None:
-        self._numbers = {self._matrix[n].tobytes(): n for n in range(self._count - 1, -1, -1)}
+        self._numbers = {self._matrix[n].tobytes(): n for n in range(self.count - 1, -1, -1)}
 
 
 def slot_position(slot: int) -> tuple[int, int]:

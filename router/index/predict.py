@@ -73,9 +73,7 @@ class FleetResidency:
         """The writer of one engine, made on first use."""
         found = self._engines.get(engine_id)
         if found is None:
-            found = EngineResidency(
-                engine_id, self.index, self.facts, self._known_schemes, self._layouts
-            )
+            found = EngineResidency(engine_id, self.index, self.facts, self._known_schemes, self._layouts)
             self._engines[engine_id] = found
         return found
 

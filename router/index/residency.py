@@ -28,8 +28,6 @@ from router.index.hits import evaluate
 from router.index.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
 from router.index.learned import LearnedKeys
 
-_U64 = (1 << 64) - 1
-
 
 class EngineResidency:
     """What one engine holds, how its cache is laid out, and how its hashes are made."""
@@ -57,9 +55,11 @@ class EngineResidency:
     def _reset(self) -> None:
         self._groups = GroupLearner(self.facts)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
+        self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
         self._learned: LearnedKeys | None = LearnedKeys()
         self._layout: CacheLayout | None = None
         self._lookahead = 0
+        self._settled: dict[tuple[str | None, int | None, int], Plane] = {}
         self.revision += 1
 
     @property
@@ -134,13 +134,13 @@ class EngineResidency:
         self._after_detection()
 
     def _stored(self, event: BlockStored) -> None:
-        plane = self._plane(event.medium, event.group_idx)
-        if plane is None:
-            return
-        if plane.medium == "GPU":
-            if not self._learn_group(event):
+        plane = self._settled.get((event.medium, event.group_idx, event.block_size))
+        if plane is None or event.lookahead_token_ids is not None:
+            plane = self._learn(event)
+            if plane is None:
                 return
-            if self._detector.wants:
+        if plane.medium == "GPU":
+            if self._detector.wants(root=event.parent_block_hash is None):
                 self._detect(event)
             if self._learned is not None and self._layout is not None:
                 self._learned.observe(event, self._layout.hash_block_size)
@@ -149,6 +149,14 @@ class EngineResidency:
                 return
         if event.block_hashes:
             self.index.store(self.engine_id, plane, _hashes(event.block_hashes))
+
+    def _learn(self, event: BlockStored) -> Plane | None:
+        """The plane of a stored event, its group learned; None where it makes no sense."""
+        plane = self._plane(event.medium, event.group_idx)
+        if plane is None or (plane.medium == "GPU" and not self._learn_group(event)):
+            return None
+        self._settled[event.medium, event.group_idx, event.block_size] = plane
+        return plane
 
     def _removed(self, event: BlockRemoved) -> None:
         plane = self._plane(event.medium, event.group_idx)
@@ -206,9 +214,15 @@ class EngineResidency:
         self._after_detection()
 
     def _after_detection(self) -> None:
+        now = self._detector.state, self._detector.scheme
+        if now == self._detected:
+            return
+        self._detected = now
         self._relayout()
         if self._detector.state is Detection.NATIVE:
             self._learned = None
+        elif self._learned is None:
+            self._learned = LearnedKeys()
 
     def _is_re_report(self, event: BlockStored) -> bool:
         """A full store from token 0 of blocks that were already a hit: the engine reports, nothing is new.
@@ -230,8 +244,10 @@ class EngineResidency:
 
 def _hashes(wire: list[int | bytes]) -> list[BlockHash]:
     """Wire hashes in 64-bit form; the common all-int case costs no call per hash."""
-    if all(type(value) is int for value in wire):
-        ints: list[int] = wire  # type: ignore[assignment]  # just checked
-        if not ints or (min(ints) >= 0 and max(ints) <= _U64):
-            return ints  # type: ignore[return-value]  # BlockHash is an int
+    if len(wire) == 1 and type(wire[0]) is int and wire[0] >= 0:
+        return wire  # type: ignore[return-value]  # an int in range is a BlockHash
+    if set(map(type, wire)) == {int}:
+        ints: list[BlockHash] = wire  # type: ignore[assignment]  # just checked
+        if min(ints) >= 0:  # the decoder admits nothing above 64 bits
+            return ints
     return [to_block_hash(value) for value in wire]
