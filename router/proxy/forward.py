@@ -1,0 +1,291 @@
+"""One request to one engine after another, until an answer can be given: attempts, retries, relaying.
+
+The answer's head is held until its first body bytes are there, so that an engine that dies during its prefill
+can still be replaced without the client noticing; from the first byte given to the client on there is no
+retry. A placement ends exactly once, with ``finished`` or ``failed``, also when this is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from router.errors import ApiError, engine_timeout, engine_unreachable, no_ready_engine, stream_broken
+from router.proxy.base import InboundRequest, Placement, Planner, Usage
+from router.proxy.breaker import BreakerBoard
+from router.proxy.connection import UpstreamConnection, UpstreamError
+from router.proxy.disconnect import Send
+from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head, retry_after_s
+from router.proxy.paths import COMPLETION_PATHS
+from router.proxy.settings import ProxySettings
+from router.proxy.sse import SseRelay, read_usage
+from router.proxy.stats import ProxyStats
+from router.proxy.upstream import REPEATABLE, UpstreamClient
+
+_TOO_MANY = 429
+_REFUSALS = frozenset({_TOO_MANY, 500, 502, 503, 504})
+"""Statuses after which another engine is asked: this one is busy, broken or going down."""
+
+
+class Outbound(msgspec.Struct, gc=False):
+    """A client's request as it goes out: the same for every engine but for host and placement headers."""
+
+    request: InboundRequest
+    head: RequestHead
+    target: bytes
+    """Path and query exactly as the client spelled them."""
+
+
+class Refusal(msgspec.Struct, gc=False):
+    """An engine's error answer, kept whole: passed on if nobody else answers."""
+
+    status: int
+    fields: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Visit:
+    """One placement until its end; makes sure that it is told of it once."""
+
+    __slots__ = ("_board", "_ended", "_stats", "placement")
+
+    def __init__(self, placement: Placement, board: BreakerBoard, stats: ProxyStats) -> None:
+        self.placement = placement
+        self._board = board
+        self._stats = stats
+        self._ended = False
+        board.begin(placement.engine_id)
+
+    def answered(self) -> None:
+        """The engine gave a head that is no error of its own."""
+        self._board.record(self.placement.engine_id, True)
+
+    def broke(self, error: UpstreamError) -> None:
+        """The connection failed."""
+        if error.reason == "overflow":
+            self._fail("refused")
+        else:
+            self._board.record(self.placement.engine_id, False)
+            self._fail(error.reason)
+
+    def refused(self, status: int, wait_s: float) -> None:
+        """The engine answered with an error of its own; it asked to be left alone for ``wait_s``."""
+        engine_id = self.placement.engine_id
+        self._board.record(engine_id, status == _TOO_MANY, connection=False)
+        if wait_s > 0:
+            self._board.block_for(engine_id, wait_s)
+        self._fail("status")
+
+    def finish(self, usage: Usage | None) -> None:
+        """The answer ended, or the client went away."""
+        if not self._ended:
+            self._ended = True
+            self.placement.finished(usage)
+
+    def _fail(self, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._stats.count_failure(reason)
+            self.placement.failed(reason)
+
+
+class Forwarder:
+    """Places and sends requests. One per proxy; holds no state of a request."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        client: UpstreamClient,
+        board: BreakerBoard,
+        *,
+        settings: ProxySettings,
+        stats: ProxyStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._planner = planner
+        self._client = client
+        self._board = board
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+
+    async def forward(self, out: Outbound, send: Send) -> None:
+        """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.
+
+        Returning without having completed the answer means that the connection must be cut.
+        """
+        retry_end = self._clock() + self._settings.retry_time_s_max
+        exclude: frozenset[str] = frozenset()
+        outcome: Refusal | UpstreamError | None = None
+        for attempt in range(self._settings.attempts_max):
+            if attempt and self._clock() >= retry_end:
+                break
+            try:
+                placement = await self._planner.place(out.request, exclude=exclude)
+            except ApiError:
+                if outcome is None:
+                    raise
+                break
+            if attempt:
+                self._stats.retries += 1
+            outcome = await self._attempt(placement, out, send)
+            if outcome is None:
+                return
+            exclude |= {placement.engine_id}
+            sent = not isinstance(outcome, UpstreamError) or outcome.sent
+            if sent and out.request.method not in REPEATABLE:
+                break
+        await self._give_up(outcome, send)
+
+    async def _give_up(self, outcome: Refusal | UpstreamError | None, send: Send) -> None:
+        if isinstance(outcome, Refusal):
+            await send({"type": "http.response.start", "status": outcome.status, "headers": outcome.fields})
+            await send({"type": "http.response.body", "body": outcome.body})
+            return
+        reason = outcome.reason if outcome is not None else "overflow"
+        if reason == "timeout":
+            raise engine_timeout("The engine did not answer in time.")
+        if reason == "overflow":
+            raise no_ready_engine("The engines have no free connection; try again shortly.")
+        raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
+
+    async def _attempt(
+        self, placement: Placement, out: Outbound, send: Send
+    ) -> Refusal | UpstreamError | None:
+        """None: the request has been answered (or the answer broke off); else why it has not."""
+        visit = Visit(placement, self._board, self._stats)
+        connection: UpstreamConnection | None = None
+        try:
+            connection = await self._ask(placement, out)
+            head = read_answer_headers(connection.headers, out.head.request_id, placement.client_headers)
+            if connection.status in _REFUSALS:
+                body = await self._read_refusal(connection)
+                visit.refused(
+                    connection.status, retry_after_s(head.retry_after, self._settings.retry_after_s_max)
+                )
+                return Refusal(connection.status, head.fields, body)
+            visit.answered()
+            first = await connection.read()
+            if head.sse:
+                await self._relay_events(connection, visit, head, first, send)
+            else:
+                await self._relay(connection, visit, head, first, send, path=out.request.path)
+        except UpstreamError as error:
+            visit.broke(error)
+            return error
+        else:
+            return None
+        finally:
+            if connection is not None:
+                self._client.done(connection)
+            visit.finish(None)
+
+    async def _ask(self, placement: Placement, out: Outbound) -> UpstreamConnection:
+        request = out.request
+        origin = self._client.origin(placement.base_url)
+        has_body = request.body or out.head.content_length is not None or request.method == "POST"
+        head = request_head(
+            request.method,
+            origin.path_prefix + out.target,
+            origin.host_header,
+            out.head.fields,
+            own=placement.engine_headers,
+            length=len(request.body) if has_body else None,
+        )
+        settings = self._settings
+        timeout_s = settings.stream_head_timeout_s if request.stream else settings.first_byte_timeout_s
+        return await self._client.exchange(origin, request.method, head, request.body, timeout_s)
+
+    async def _read_refusal(self, connection: UpstreamConnection) -> bytes:
+        """The body of an error answer. One that is too long to keep counts as no answer."""
+        body = b""
+        while data := await connection.read():
+            body += data
+            if len(body) > self._settings.kept_answer_bytes_max:
+                raise UpstreamError("reset")
+        return body
+
+    async def _relay(
+        self,
+        connection: UpstreamConnection,
+        visit: Visit,
+        head: AnswerHead,
+        data: bytes,
+        send: Send,
+        *,
+        path: str,
+    ) -> None:
+        success = 200 <= connection.status < 300
+        if success and data:
+            visit.placement.first_byte()
+        await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
+        wants_usage = success and not head.encoded and path in COMPLETION_PATHS
+        seen: list[bytes] = []
+        seen_bytes = 0
+        while True:
+            if wants_usage:
+                seen.append(data)
+                seen_bytes += len(data)
+                wants_usage = seen_bytes <= self._settings.usage_bytes_max
+            more = not connection.finished
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            if not more:
+                break
+            try:
+                data = await connection.read()
+            except UpstreamError as error:
+                self._stats.streams_broken += 1
+                visit.broke(error)
+                return
+        visit.finish(self._usage_of(seen) if wants_usage else None)
+
+    def _usage_of(self, seen: list[bytes]) -> Usage | None:
+        try:
+            return read_usage(b"".join(seen))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._stats.usage_unread += 1
+            return None
+
+    async def _relay_events(
+        self, connection: UpstreamConnection, visit: Visit, head: AnswerHead, data: bytes, send: Send
+    ) -> None:
+        relay = SseRelay()
+        begun = not 200 <= connection.status < 300  # an error's events are no tokens
+        started = False
+        while True:
+            out = relay.feed(data) if data else relay.end()
+            more = not connection.finished
+            if not more:
+                out += relay.end()
+            if not begun and relay.begun:
+                begun = True
+                visit.placement.first_byte()
+            if not started and (out or not more):
+                started = True
+                await send(
+                    {"type": "http.response.start", "status": connection.status, "headers": head.fields}
+                )
+            if out or not more:
+                await send({"type": "http.response.body", "body": out, "more_body": more})
+            if not more:
+                break
+            try:
+                data = await connection.read()
+            except UpstreamError as error:
+                if not started:
+                    raise
+                if not relay.done:
+                    await self._break_stream(relay, visit, error, send)
+                    return
+                await send({"type": "http.response.body", "body": relay.end(), "more_body": False})
+                break
+        self._stats.usage_unread += relay.unread_usages
+        visit.finish(relay.usage)
+
+    async def _break_stream(self, relay: SseRelay, visit: Visit, error: UpstreamError, send: Send) -> None:
+        self._stats.streams_broken += 1
+        visit.broke(error)
+        said = "stopped sending" if error.reason == "timeout" else "broke off"
+        event = stream_broken(f"The engine {said} before its answer was complete.").body()
+        await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})

@@ -1,0 +1,39 @@
+"""Which paths are passed on to an engine, which are refused, and which are nobody's.
+
+Engines compare the decoded path; so does this, after folding what an engine or a proxy on the way might
+fold (doubled, trailing and dotted segments), so that no spelling slips past the refusal.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from enum import Enum
+
+_PASSED = frozenset({"/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify"})
+_PASSED_PREFIXES = ("/v1/", "/v2/")
+COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Verdict(Enum):
+    """What to do with a path."""
+
+    FORWARD = "forward"
+    REFUSE = "refuse"
+    UNKNOWN = "unknown"
+
+
+def judge(path: str, refused: frozenset[str]) -> Verdict:
+    """``path`` as ASGI gives it: percent-decoded, without query."""
+    if path in COMPLETION_PATHS:
+        return Verdict.FORWARD
+    folded = _fold(path)
+    if folded in refused:
+        return Verdict.REFUSE
+    if path in _PASSED or (path.startswith(_PASSED_PREFIXES) and folded.startswith(_PASSED_PREFIXES)):
+        return Verdict.FORWARD
+    return Verdict.UNKNOWN
+
+
+def _fold(path: str) -> str:
+    folded = posixpath.normpath("/" + path.lstrip("/"))
+    return "/" if folded == "." else folded.lower()
