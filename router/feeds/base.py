@@ -1,0 +1,126 @@
+"""What a feed is to the rest of the router: its states, counters and settings, the sink it drives, and
+the seam through which missing batches are fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from publisher.events import DecodedBatch
+from router.feeds.wire import PAYLOAD_BYTES_MAX, Frame
+
+
+class FeedState(StrEnum):
+    """How far the engine's residency is known."""
+
+    COLD = "cold"
+    """Nothing heard yet."""
+    REPLAYING = "replaying"
+    """The history is being fetched from the engine's replay socket; what is known grows in order."""
+    READY = "ready"
+    """Every batch since the engine's start (or its last cache clear) has been applied."""
+    DEGRADED = "degraded"
+    """In use, but something is unknown: ``FeedStats.reason`` says what, ``missing_batches`` how much."""
+    STALE = "stale"
+    """Silent where it should not be: what is known may be out of date."""
+
+
+class FeedStats(msgspec.Struct):
+    """Plain counters and gauges of one feed; all counts since the feed was made."""
+
+    state: FeedState = FeedState.COLD
+    reason: str = ""
+    last_seq: int | None = None
+    """Seq of the batch applied last."""
+    missing_batches: int = 0
+    """Gauge: batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
+    held_batches: int = 0
+    """Gauge: live batches waiting for a gap before them to be repaired."""
+    batches: int = 0
+    events: int = 0
+    rejected_events: int = 0
+    last_rejection: str = ""
+    duplicate_batches: int = 0
+    late_batches: int = 0
+    """Came after the feed had gone on without them; left out, order would be broken."""
+    gaps: int = 0
+    lost_batches: int = 0
+    """Given up for lost: not to be had from replay, or not decodable."""
+    replays: int = 0
+    replay_failures: int = 0
+    restarts: int = 0
+    resyncs: int = 0
+    """Full re-syncs: everything forgotten and replayed from the engine's first batch."""
+    disconnects: int = 0
+    buffer_overflows: int = 0
+    sink_errors: int = 0
+    malformed_frames: dict[str, int] = msgspec.field(default_factory=dict)
+    """By reason, see ``router.feeds.wire``; messages of the live and the replay socket alike."""
+    last_batch_monotonic: float | None = None
+    """When the last live batch came, on the feed's clock."""
+    lag_s: float | None = None
+    """Age of the last live batch when it came, by the two machines' wall clocks."""
+
+    def malformed(self, reason: str) -> None:
+        """Count one malformed message."""
+        self.malformed_frames[reason] = self.malformed_frames.get(reason, 0) + 1
+
+
+class FeedSettings(msgspec.Struct, frozen=True):
+    """Bounds and times of a feed; the defaults suit an engine of some 100 batches per second."""
+
+    hold_batches_max: int = 4096
+    """Batches held back behind a gap; half of vLLM's default replay buffer."""
+    hold_bytes_max: int = 32 << 20
+    hold_s_max: float = 10.0
+    """Longest time without progress of a repair before live batches are applied across the gap."""
+    recent_batches_max: int = 1024
+    """Digests kept of applied batches, to tell a repeated batch from a restart."""
+    replay_attempts_max: int = 3
+    """Replay requests without progress before a repair is given up."""
+    replay_timeout_s: float = 5.0
+    """Silence after which a replay request has failed."""
+    replay_backoff_s: float = 0.2
+    """Wait before the first repeated request; doubles each time."""
+    resync_backoff_s: float = 5.0
+    """Wait after a given-up repair before replay is trusted again; doubles with each failure in a row."""
+    resync_backoff_s_max: float = 300.0
+    heartbeats: bool = False
+    """The publisher is known to send empty batches when idle, so silence means trouble."""
+    stale_after_s: float = 5.0
+    """Silence that makes a feed STALE, where silence means anything (see ``Feed.expect_traffic``)."""
+    tick_s: float = 0.25
+    slice_s: float = 0.002
+    """Longest the feed works before the event loop gets its turn; a single batch is never split."""
+    receive_queue_max: int = 20_000
+    """ZMQ receive high-water mark, messages; live ones beyond it are dropped by ZMQ and show as a gap."""
+    payload_bytes_max: int = PAYLOAD_BYTES_MAX
+
+
+class FeedSink(Protocol):
+    """Where a feed's batches go. Called from the event loop, never concurrently for one engine."""
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Take one batch; batches come in seq order, each at most once."""
+
+    def forget(self, engine_id: str) -> None:
+        """Drop everything of that engine: it restarted, is being re-synced, or its feed was removed."""
+
+
+class ResyncError(Exception):
+    """Missing batches could not be fetched; ``str()`` says why."""
+
+
+class Resync(Protocol):
+    """A way to fetch what a feed missed. Replay is the one in use; snapshots fit behind the same face."""
+
+    def fetch(self, from_seq: int) -> AsyncGenerator[Frame, None]:
+        """Batches from ``from_seq`` on, as far as the engine still has them, in the order they arrive.
+
+        Ends when the engine says that it has sent all. Raises ``ResyncError`` when it falls silent or
+        cannot be reached.
+        """

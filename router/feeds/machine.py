@@ -1,0 +1,406 @@
+"""One engine's event stream as a pure state machine: numbered batches in, actions out.
+
+Batches are applied in order and never twice (``Position``). What arrives ahead of a gap is held (bounded)
+while a replay repairs it. A repair that makes no progress for ``hold_s_max``, or whose batches the
+publisher no longer has, is given up: the feed goes on with what it holds, and is DEGRADED with the count of
+missing batches until a restart, a cache clear or a full re-sync (forget, then replay from seq 0).
+
+Which process is speaking is told by content: a repair also asks for the batch applied last (the anchor) and
+compares digests, and a seq that goes back is a repetition if its digest is known and a restart otherwise. A
+publisher id, where there is one, decides alone. After a disconnect nothing is applied until the anchor has
+been confirmed, as far as there is a replay socket.
+
+No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
+"""
+
+from __future__ import annotations
+
+from router.feeds.actions import Action, RequestReplay, StateChanged
+from router.feeds.base import FeedSettings, FeedState, FeedStats
+from router.feeds.position import NOWHERE, Position
+from router.feeds.repair import Repair, RepairKind
+from router.feeds.wire import Frame
+
+_NEVER = float("-inf")
+
+
+class FeedMachine:
+    """See the module's docstring. ``stats`` is updated in place."""
+
+    def __init__(self, settings: FeedSettings, stats: FeedStats, *, has_replay: bool) -> None:
+        self._settings = settings
+        self._stats = stats
+        self._has_replay = has_replay
+        self._out: list[Action] = []
+        self._position = Position(settings, stats, self._out)
+        self._repair: Repair | None = None
+        self._request_id = 0
+        self._rolled = False  # the publisher no longer has seq 0: a full re-sync cannot succeed
+        self._retry_at: float | None = None  # when to try a full re-sync (or a check) again
+        self._backoff_s = settings.resync_backoff_s
+        self._replay_distrusted_until = _NEVER
+        self._connected = False
+        self._connection_seen = False  # by the socket's monitor, not just implied by a message
+        self._ever_connected = False
+        self._unverified = False  # reconnected, and could not find out whether to the same process
+        self._stale = False
+        self._traffic_expected = False
+        self._heard_at = 0.0
+
+    # Inputs.
+
+    def connected(self, now: float) -> list[Action]:
+        """The live socket has a connection (again)."""
+        if not self._connection_seen:
+            self._connection_seen = True
+            self._repair = None  # begun on the word of a leftover message, maybe of the connection before
+            self._position.drop_held()
+            self._connect(now)
+        return self._finish()
+
+    def disconnected(self, now: float) -> list[Action]:
+        """The live socket lost its connection: whoever answers next may be another process."""
+        if self._connected:
+            self._connected = self._connection_seen = False
+            self._stats.disconnects += 1
+            self._repair = None
+            self._position.drop_held()  # replay has them still; mixed with a new process's they would do harm
+        return self._finish()
+
+    def live(self, now: float, frame: Frame) -> list[Action]:
+        """A batch from the live socket."""
+        self._heard_at = now
+        self._stale = False
+        if not self._connected:
+            self._connect(now)
+        position = self._position
+        if position.is_foreign(frame):
+            self._restart(now, frame)
+        elif frame.batch is None and frame.seq != position.next_seq:
+            pass  # may be noise; if it was a batch, its seq will turn out to be missing
+        elif position.next_seq == NOWHERE:
+            position.begin_at(frame)
+        elif frame.seq >= position.next_seq:
+            self._ahead(now, frame)
+        elif position.is_repetition(frame):
+            self._stats.duplicate_batches += 1
+        elif position.is_late(frame):
+            self._stats.late_batches += 1
+        else:
+            self._restart(now, frame)
+        return self._finish()
+
+    def replayed(self, now: float, request_id: int, frame: Frame) -> list[Action]:
+        """A batch of the answer to ``request_id``."""
+        repair = self._repair
+        if repair is None or repair.request_id != request_id:
+            return []
+        repair.saw(frame.seq)
+        if self._position.is_foreign(frame):
+            self._restart(now, None)
+        elif repair.kind is not RepairKind.RESYNC:
+            self._take_replayed(now, repair, frame)
+        elif frame.seq == 0:
+            self._commit_resync(now, repair, frame)
+        return self._finish()
+
+    def replay_ended(self, now: float, request_id: int) -> list[Action]:
+        """The answer to ``request_id`` is complete, as far as the publisher says."""
+        repair = self._repair
+        if repair is None or repair.request_id != request_id:
+            return []
+        self._stats.replays += 1
+        if repair.kind is RepairKind.RESYNC:
+            self._repair = None
+            self._rolled = True  # the answer had no seq 0
+        else:
+            self._answer_complete(now, repair)
+        return self._finish()
+
+    def replay_failed(self, now: float, request_id: int) -> list[Action]:
+        """No answer to ``request_id``, or it broke off."""
+        repair = self._repair
+        if repair is None or repair.request_id != request_id:
+            return []
+        self._stats.replay_failures += 1
+        if repair.kind is RepairKind.RESYNC:
+            self._give_up(now, repair)
+        else:
+            self._ask_again(now, repair)
+        return self._finish()
+
+    def expect_traffic(self, now: float, expected: bool) -> list[Action]:
+        """Whether the engine is known (from its HTTP side) to be working, so that silence is a fault."""
+        if expected and not self._traffic_expected:
+            self._heard_at = now
+        self._traffic_expected = expected
+        return self._finish()
+
+    def batch_failed(self) -> list[Action]:
+        """The sink refused a batch that it was handed: its content is missing there."""
+        self._position.lose(1, "sink_error")
+        return self._finish()
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed; due a few times per second."""
+        repair = self._repair
+        if repair is not None and now >= repair.deadline:
+            self._give_up(now, repair)
+        elif repair is None and self._connected and self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            self._try_again(now)
+        self._check_silence(now)
+        return self._finish()
+
+    def wants(self, request_id: int) -> bool:
+        """Whether the answer to this request still matters."""
+        return self._repair is not None and self._repair.request_id == request_id
+
+    # Connection and silence.
+
+    def _connect(self, now: float) -> None:
+        reconnected = self._ever_connected
+        self._connected = self._ever_connected = True
+        self._heard_at = now
+        if not self._has_replay:
+            self._unverified = reconnected and self._position.next_seq != NOWHERE
+        elif self._position.next_seq > 0:
+            self._start(now, RepairKind.CHECK)
+        else:
+            self._position.next_seq = 0
+            self._start(now, RepairKind.HISTORY)
+
+    def _check_silence(self, now: float) -> None:
+        if self._stale or not self._connected or now - self._heard_at < self._settings.stale_after_s:
+            return
+        if self._settings.heartbeats or self._traffic_expected:
+            self._stale = True
+            if self._has_replay and self._repair is None and self._position.next_seq > 0:
+                self._start(now, RepairKind.CHECK)
+
+    # Live batches.
+
+    def _ahead(self, now: float, frame: Frame) -> None:
+        position, repair = self._position, self._repair
+        if repair is not None and repair.holds:
+            position.hold(frame)
+            if repair.kind is not RepairKind.CHECK:
+                position.drain()
+                if position.is_whole:
+                    self._done(now)
+        elif self._unverified and self._has_replay:
+            position.hold(frame)
+            self._start(now, RepairKind.CHECK)
+        elif frame.seq == position.next_seq:
+            if self._unverified:
+                self._unverified = False
+                position.doubt("unverified")
+            position.apply(frame)
+        else:
+            self._open_gap(now, frame)
+
+    def _open_gap(self, now: float, frame: Frame) -> None:
+        self._stats.gaps += 1
+        if self._has_replay and now >= self._replay_distrusted_until:
+            self._position.hold(frame)
+            self._start(now, RepairKind.GAP)
+        elif self._unverified:
+            # No replay, a reconnect, then a gap: it may be a new process, and crediting a dead one is worse
+            # than not crediting a live one.
+            self._restart(now, frame)
+        else:
+            self._position.skip_to(frame.seq, "gap")
+            self._position.apply(frame)
+
+    # Replayed batches.
+
+    def _take_replayed(self, now: float, repair: Repair, frame: Frame) -> None:
+        position = self._position
+        if frame.seq < position.next_seq:
+            known = position.recent.digest(frame.seq)
+            if known is not None and known != frame.digest:
+                self._restart(now, None)
+            elif known is not None and not repair.anchored:
+                self._anchored(now, repair)
+            return
+        repair.deadline = now + self._settings.hold_s_max
+        if frame.seq == position.next_seq and repair.anchored:
+            position.apply(frame)
+            position.drain()
+        elif not position.hold(frame):
+            self._roll_past(now, repair)
+
+    def _anchored(self, now: float, repair: Repair) -> None:
+        repair.anchored = True
+        repair.deadline = now + self._settings.hold_s_max
+        self._unverified = False
+        if repair.kind is RepairKind.CHECK:
+            repair.kind = RepairKind.GAP
+        self._position.drain()
+
+    def _answer_complete(self, now: float, repair: Repair) -> None:
+        position = self._position
+        if not repair.anchored and repair.kind is RepairKind.CHECK:
+            # The engine's oldest batch is newer than our last, or its newest older: not shown to be the
+            # process that we followed. Begin anew, with all that it still has.
+            self._restart(now, None)
+            return
+        if repair.lowest_seq is not None and repair.lowest_seq > repair.from_seq:
+            self._roll_past(now, repair)
+        position.drain()
+        if position.is_whole:
+            self._done(now)
+        else:
+            self._ask_again(now, repair)
+
+    def _roll_past(self, now: float, repair: Repair) -> None:
+        """The publisher's buffer begins after what we need: go on from the first batch there is."""
+        position = self._position
+        if repair.kind is RepairKind.CHECK:
+            self._restart(now, None)
+            return
+        repair.anchored = True
+        lowest = position.held.lowest()
+        if lowest is not None and lowest > position.next_seq:
+            self._rolled = True
+            position.skip_to(lowest, "history_rolled")
+        position.drain()
+
+    def _commit_resync(self, now: float, repair: Repair, frame: Frame) -> None:
+        """Seq 0 is to be had: drop what is known and build it anew from there."""
+        self._forget()
+        self._stats.resyncs += 1
+        self._position.next_seq = 0
+        repair.kind, repair.anchored, repair.lowest_seq = RepairKind.HISTORY, True, 0
+        self._take_replayed(now, repair, frame)
+
+    # Repairs.
+
+    def _start(self, now: float, kind: RepairKind) -> None:
+        if self._repair is not None and self._repair.kind is RepairKind.RESYNC:
+            self._retry_at = now + self._backoff_s
+        self._repair = Repair(kind, now + self._settings.hold_s_max)
+        self._request(self._repair, 0.0)
+
+    def _request(self, repair: Repair, delay_s: float) -> None:
+        self._request_id += 1
+        from_seq = 0 if repair.kind is RepairKind.RESYNC else max(self._position.next_seq - 1, 0)
+        repair.asked(self._request_id, from_seq, self._position.applied)
+        repair.anchored = self._position.next_seq <= 0
+        self._out.append(RequestReplay(self._request_id, from_seq, delay_s))
+
+    def _ask_again(self, now: float, repair: Repair) -> None:
+        """At once after progress (the answer had a hole or broke off), else a bounded number of times."""
+        if self._position.applied > repair.applied_before:
+            repair.attempts = 0
+            repair.deadline = now + self._settings.hold_s_max
+            self._request(repair, 0.0)
+            return
+        repair.attempts += 1
+        if repair.attempts >= self._settings.replay_attempts_max:
+            self._give_up(now, repair)
+        else:
+            self._request(repair, self._settings.replay_backoff_s * 2 ** (repair.attempts - 1))
+
+    def _done(self, now: float) -> None:
+        self._repair = None
+        self._stale = self._unverified = False
+        self._heard_at = now
+        self._trust_replay()
+
+    def _give_up(self, now: float, repair: Repair) -> None:
+        """Go on with what is held, in order, and remember what is missing."""
+        self._repair = None
+        position = self._position
+        if repair.kind is RepairKind.CHECK:
+            # Live batches that cannot be shown to be of the process followed are taken for a new one's.
+            self._unverified = not position.held
+            if position.held:
+                self._forget()
+                self._stats.restarts += 1
+                position.next_seq = 0
+        if repair.holds:
+            position.skip_all("replay_failed")
+            if position.next_seq == 0:
+                position.next_seq = NOWHERE  # nothing heard at all: the next live batch tells where we are
+        self._replay_distrusted_until = now + self._backoff_s
+        self._retry_at = None if self._rolled else self._replay_distrusted_until
+        self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
+
+    def _try_again(self, now: float) -> None:
+        """Some time after a given-up repair: is a complete picture to be had by now?"""
+        if self._position.next_seq == NOWHERE:
+            self._position.next_seq = 0
+            self._start(now, RepairKind.HISTORY)
+        elif self._position.unknown:
+            self._start(now, RepairKind.RESYNC)
+        elif self._unverified:
+            self._start(now, RepairKind.CHECK)
+
+    # Restarts.
+
+    def _restart(self, now: float, frame: Frame | None) -> None:
+        """A new process speaks: nothing of the old one is true any more. ``frame`` is a live one of it."""
+        self._stats.restarts += 1
+        self._repair = None
+        self._forget()
+        position = self._position
+        position.drop_held()
+        if frame is not None:
+            position.publisher_id = frame.publisher_id
+            if frame.batch is None:
+                frame = None
+        if not self._has_replay:
+            if frame is not None:
+                position.begin_at(frame)
+            return
+        position.next_seq = 0
+        if frame is not None:
+            position.hold(frame)
+            position.drain()
+        if position.next_seq == 0:
+            self._start(now, RepairKind.HISTORY)
+
+    def _forget(self) -> None:
+        self._position.forget()
+        self._rolled = self._unverified = False
+        self._retry_at = None
+        self._trust_replay()
+
+    def _trust_replay(self) -> None:
+        self._replay_distrusted_until = _NEVER
+        self._backoff_s = self._settings.resync_backoff_s
+
+    # State.
+
+    def _finish(self) -> list[Action]:
+        """Hand out the actions gathered, the change of state last."""
+        stats = self._stats
+        stats.missing_batches = self._position.missing
+        stats.held_batches = len(self._position.held)
+        state, reason = self._state()
+        if state is not stats.state or reason != stats.reason:
+            stats.state, stats.reason = state, reason
+            self._out.append(StateChanged(state, reason))
+        out = self._out[:]
+        self._out.clear()
+        return out
+
+    def _state(self) -> tuple[FeedState, str]:
+        repair, position = self._repair, self._position
+        if not self._ever_connected:
+            return FeedState.COLD, ""
+        if self._stale:
+            return FeedState.STALE, "silent"
+        if not self._connected:
+            return FeedState.DEGRADED, "disconnected"
+        if repair is not None and repair.kind is not RepairKind.RESYNC:
+            replaying = repair.kind is RepairKind.HISTORY
+            return FeedState.REPLAYING if replaying else FeedState.DEGRADED, repair.kind.value
+        if position.unknown:
+            return FeedState.DEGRADED, position.unknown
+        if self._unverified:
+            return FeedState.DEGRADED, "unverified"
+        if position.next_seq == NOWHERE:
+            return (FeedState.DEGRADED, "history_unknown") if self._has_replay else (FeedState.COLD, "")
+        return FeedState.READY, ""

@@ -1,0 +1,156 @@
+"""Where a feed stands in its engine's stream: what was applied, what is held, what is missing.
+
+``next_seq`` is the seq to be applied next. A batch is applied only when it is at that place, so batches are
+applied in order and never twice; going past a gap is an explicit ``skip_to``, which counts what is missing.
+"""
+
+from __future__ import annotations
+
+from publisher.events import AllBlocksCleared, DecodedBatch
+from router.feeds.actions import Action, Apply, Forget
+from router.feeds.base import FeedSettings, FeedStats
+from router.feeds.window import HeldBatches, RecentBatches
+from router.feeds.wire import Frame
+
+NOWHERE = -1
+"""``next_seq`` before anything is known of the stream."""
+
+
+class Position:
+    """See the module's docstring. Actions are appended to ``out``, counts go to ``stats``."""
+
+    def __init__(self, settings: FeedSettings, stats: FeedStats, out: list[Action]) -> None:
+        self.next_seq = NOWHERE
+        self.top_seq = -1
+        """Highest seq heard of from this process, applied or not."""
+        self.missing = 0
+        """Batches whose content is unknown now."""
+        self.unknown = ""
+        """Why the residency is not wholly known; empty when it is."""
+        self.held = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
+        self.recent = RecentBatches(settings.recent_batches_max)
+        self.publisher_id: bytes | None = None
+        self.applied = 0
+        """Batches applied since the feed was made; tells whether a repair makes progress."""
+        self._stats = stats
+        self._out = out
+        self._last_ts = float("-inf")
+        self._offload_seen = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything heard of has been applied or skipped."""
+        return not self.held and self.next_seq > self.top_seq
+
+    def is_foreign(self, frame: Frame) -> bool:
+        """Whether the frame names a publisher other than the one followed."""
+        theirs, ours = frame.publisher_id, self.publisher_id
+        return theirs is not None and ours is not None and theirs != ours
+
+    def is_repetition(self, frame: Frame) -> bool:
+        """Whether a frame from behind the position is known to come from the same process again."""
+        same_process = frame.publisher_id is not None and frame.publisher_id == self.publisher_id
+        return same_process or self.recent.digest(frame.seq) == frame.digest
+
+    def is_late(self, frame: Frame) -> bool:
+        """Whether it was given up for lost a short while ago; a new process has a later time stamp."""
+        if frame.batch is None or self.recent.digest(frame.seq) is not None:
+            return False
+        return self.next_seq - frame.seq <= len(self.recent) and frame.batch.ts <= self._last_ts
+
+    def hold(self, frame: Frame) -> bool:
+        """Keep a frame from ahead; False if there is no room (``top_seq`` remembers that it exists)."""
+        self.top_seq = max(self.top_seq, frame.seq)
+        if self.held.put(frame):
+            return True
+        self._stats.buffer_overflows += 1
+        return False
+
+    def apply(self, frame: Frame) -> None:
+        """Apply the frame at ``next_seq``. One without a batch only spends its seq."""
+        self.next_seq = frame.seq + 1
+        self.top_seq = max(self.top_seq, frame.seq)
+        self.applied += 1
+        self.held.pop(frame.seq)
+        self.recent.put(frame)
+        self.publisher_id = frame.publisher_id or self.publisher_id
+        self._stats.last_seq = frame.seq
+        if frame.batch is None:
+            self.lose(1, frame.fault or "undecodable")
+            return
+        self._last_ts = frame.batch.ts
+        self._out.append(Apply(frame.batch))
+        self._note(frame.batch)
+
+    def drain(self) -> None:
+        """Apply what is held, up to the next gap."""
+        while (frame := self.held.pop(self.next_seq)) is not None:
+            self.apply(frame)
+
+    def begin_at(self, frame: Frame) -> None:
+        """Take the first frame ever heard for the position; what came before it is unknown."""
+        self.next_seq = frame.seq
+        self.lose(frame.seq, "history_unknown", counted=False)
+        self.apply(frame)
+
+    def skip_to(self, seq: int, reason: str) -> None:
+        """Give up the batches before ``seq``."""
+        gone = seq - self.next_seq
+        if gone > 0:
+            self.lose(gone, reason, counted=self.next_seq > 0)
+            self.next_seq = seq
+
+    def skip_all(self, reason: str) -> None:
+        """Apply all that is held, in order, giving up everything between."""
+        while (lowest := self.held.lowest()) is not None:
+            self.skip_to(lowest, reason)
+            self.drain()
+        if self.next_seq <= self.top_seq:
+            self.skip_to(self.top_seq + 1, reason)
+
+    def lose(self, batches: int, reason: str, *, counted: bool = True) -> None:
+        """Batches whose content will not be known; history from before our time is not ``counted``."""
+        if batches > 0:
+            self.missing += batches
+            self.unknown = reason
+            self._stats.lost_batches += batches if counted else 0
+
+    def doubt(self, reason: str) -> None:
+        """What is known may not be of this process, though nothing is known to be missing."""
+        self.unknown = self.unknown or reason
+
+    def found_whole(self) -> None:
+        """Nothing is missing or in doubt any more."""
+        self.missing = 0
+        self.unknown = ""
+
+    def forget(self) -> None:
+        """Drop everything known of the engine, in the sink too; what is held stays."""
+        self._out.append(Forget())
+        self.recent.clear()
+        self.found_whole()
+        self.next_seq = NOWHERE
+        self.publisher_id = None
+        self._last_ts = float("-inf")
+        self._offload_seen = False
+
+    def drop_held(self) -> None:
+        """Drop what is held. That it existed is remembered, unless nothing ties it to what was applied."""
+        self.held.clear()
+        if self.next_seq <= 0:
+            self.top_seq = -1
+
+    def _note(self, batch: DecodedBatch) -> None:
+        stats = self._stats
+        stats.batches += 1
+        stats.events += len(batch.events)
+        if batch.rejected:
+            stats.rejected_events += len(batch.rejected)
+            stats.last_rejection = batch.rejected[-1]
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                # It empties the GPU only: once offload tiers have been seen, it does not make up for losses.
+                if not self._offload_seen:
+                    self.found_whole()
+            elif event.medium != "GPU" and event.medium is not None:
+                self._offload_seen = True
