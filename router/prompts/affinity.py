@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from router.prompts.request import ChatBody, CompletionBody
+from router.prompts.request import ChatBody, CompletionBody, decode_message, decode_prompt
 
 CHUNK_BYTES: Final = 512
 """About 128 tokens: a few blocks, small enough that a short system prompt already counts."""
@@ -53,14 +53,14 @@ def affinity_keys(pieces: Iterable[bytes], scope: bytes) -> tuple[int, ...]:
 
 
 def chat_pieces(body: ChatBody) -> Iterator[bytes]:
-    """Tools, then role and content of each message; lazily, so that a huge chat costs its beginning."""
+    """Tools, then role and content of each message; lazily, so that a huge chat costs its beginning.
+
+    Raises ``ApiError`` 400 for a message of a wrong type.
+    """
     if bytes(body.tools) != b"null":
         yield _canonical(body.tools)
-    for raw in body.messages:
-        message = _decoded(raw)
-        if not isinstance(message, dict):
-            yield _canonical(raw)
-            continue
+    for index, raw in enumerate(body.messages):
+        message = decode_message(raw, index)
         yield f"\x1e{message.get('role')}\x1f".encode(errors="replace")
         yield from _content(message.get("content"))
         if message.get("tool_calls"):
@@ -68,8 +68,8 @@ def chat_pieces(body: ChatBody) -> Iterator[bytes]:
 
 
 def completion_pieces(body: CompletionBody) -> Iterator[bytes]:
-    """The first prompt's text, or its token ids as JSON."""
-    prompt = _decoded(body.prompt)
+    """The first prompt's text, or its token ids as JSON. Raises ``ApiError`` 400 for a wrong type."""
+    prompt = decode_prompt(body.prompt)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     yield prompt.encode() if isinstance(prompt, str) else _ENCODER.encode(prompt)

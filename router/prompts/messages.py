@@ -5,8 +5,8 @@ the template's content format ("string": one text, parts joined by newline; "ope
 dicts), turns tool-call arguments from JSON text into objects, and doubles ``reasoning`` as
 ``reasoning_content``. Source: vllm/renderers/chat_utils.py and hf.py of 0.32.
 
-What is not reproduced raises ``NotLocal``; it is never approximated. Messages that the engine will reject
-may come out in any form: nobody computes them.
+What is not reproduced raises ``NotLocalError``; it is never approximated. Messages that the engine will
+reject may come out in any form: nobody computes them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from router.prompts.request import NotLocal
+from router.prompts.request import NotLocalError
 
 Message = dict[str, Any]
 
-MEDIA_KEYS: Final = frozenset(
-    "input_image image_url image_embeds audio_embeds video_embeds image_pil audio_url input_audio"
-    " video_url file".split()
-)
+MEDIA_KEYS: Final = frozenset({
+    "input_image", "image_url", "image_embeds", "image_pil", "file",
+    "audio_embeds", "audio_url", "input_audio", "video_embeds", "video_url",
+})  # fmt: skip
 _EMBEDS_KEYS: Final = frozenset({"prompt_embeds"})
-_PART_FIELDS: Final = frozenset(
-    "audio_embeds audio_url closed data file image_embeds image_pil image_url input_audio name"
-    " prompt_cache_breakpoint refusal text thinking type uuid video_embeds video_url".split()
-)
+_PART_FIELDS: Final = frozenset({
+    "type", "text", "uuid", "name", "data", "refusal", "thinking", "closed", "prompt_cache_breakpoint",
+    "image_url", "image_pil", "image_embeds", "file",
+    "audio_url", "audio_embeds", "input_audio", "video_url", "video_embeds",
+})  # fmt: skip
 """Part fields that vLLM knows; any other is handed to the template unchanged in the openai format."""
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
 """A line some clients put first in system texts and that changes with every request: vLLM drops it."""
@@ -53,13 +54,13 @@ def parse_message(message: Message, content_format: str) -> Message:
     if role == "developer":
         # A developer's own tools pass through the engine's validation, which reorders their fields.
         if message.get("tools") is not None:
-            raise NotLocal("message_shape")
+            raise NotLocalError("message_shape")
         result["tools"] = None
     return result
 
 
 def _parts(role: str, content: str | list[Any] | None) -> Iterator[Any]:
-    """Content parts: a string, or a dict of a text-like type. Raises ``NotLocal`` for all else."""
+    """Content parts: a string, or a dict of a text-like type. Raises ``NotLocalError`` for all else."""
     if content is None:
         return
     for part in [content] if isinstance(content, str) else content:
@@ -74,14 +75,14 @@ def _check_part(part: Any) -> None:
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
-        raise NotLocal("message_shape")
+        raise NotLocalError("message_shape")
     if not MEDIA_KEYS.isdisjoint(part) or part.get("type") in MEDIA_KEYS:
-        raise NotLocal("multimodal")
+        raise NotLocalError("multimodal")
     if not _EMBEDS_KEYS.isdisjoint(part) or part.get("type") in _EMBEDS_KEYS:
-        raise NotLocal("embeds")
+        raise NotLocalError("embeds")
     field = _TEXT_FIELDS.get(part.get("type", ""))
     if field is None or not isinstance(part.get(field), str) or "uuid" in part:
-        raise NotLocal("message_shape")
+        raise NotLocalError("message_shape")
 
 
 _TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
@@ -124,7 +125,7 @@ def _assistant_fields(message: Message, result: Message) -> None:
         reasoning = message.get("reasoning_content")
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise NotLocal("message_shape")
+            raise NotLocalError("message_shape")
         result["reasoning"] = reasoning
         result["reasoning_content"] = reasoning
 
@@ -139,7 +140,7 @@ def _tool_call(call: Any) -> Message:
         or not isinstance(function.get("name"), str)
         or not isinstance(function.get("arguments"), str)
     ):
-        raise NotLocal("message_shape")
+        raise NotLocalError("message_shape")
     ordered = {"arguments": _arguments(function["arguments"]), "name": function["name"]}
     ordered.update(_rest(function, ordered))
     result = {"id": call["id"], "function": ordered, "type": "function"}
@@ -159,7 +160,7 @@ def _arguments(text: str) -> Message:
     except ValueError:
         return {}
     except RecursionError:
-        raise NotLocal("message_shape") from None
+        raise NotLocalError("message_shape") from None
     return parsed if isinstance(parsed, dict) else {}
 
 

@@ -17,7 +17,7 @@ from router.prompts.body import decode_leniently, invalid_json
 _NULL = msgspec.Raw(b"null")
 
 
-class NotLocal(Exception):
+class NotLocalError(Exception):
     """This prompt cannot be computed exactly here; ``reason`` is one of ``stats.REASONS``."""
 
     def __init__(self, reason: str) -> None:
@@ -46,6 +46,11 @@ class ChatBody(msgspec.Struct, gc=False):
     mm_processor_kwargs: Any = None
     kv_transfer_params: Any = None
     prompt_logprobs: Any = None
+    echo: Any = False
+
+    def skips_cache(self) -> bool:
+        """Prompt log-probabilities are computed, also for ``echo``: the engine reads no cache then."""
+        return self.prompt_logprobs is not None or self.echo is True
 
 
 class CompletionBody(msgspec.Struct, gc=False):
@@ -64,6 +69,10 @@ class CompletionBody(msgspec.Struct, gc=False):
     prompt_logprobs: Any = None
     echo: Any = False
     logprobs: Any = None
+
+    def skips_cache(self) -> bool:
+        """Prompt log-probabilities are computed: the engine reads no cache then."""
+        return self.prompt_logprobs is not None or (self.echo is True and self.logprobs is not None)
 
 
 TextOrTokens = str | list[int] | list[list[int]] | list[str] | None
@@ -135,6 +144,18 @@ def decode_prompt(raw: msgspec.Raw) -> TextOrTokens:
     raise _wrong_type("prompt", prompt, "a string, a list of strings, or lists of token ids")
 
 
+def first_prompt(prompt: TextOrTokens) -> tuple[str | list[int], int]:
+    """The first of the prompts, and how many there are. Raises ``NotLocalError`` where there is none."""
+    if not prompt:
+        raise NotLocalError("empty")
+    if isinstance(prompt, str):
+        return prompt, 1
+    first = prompt[0]
+    if not isinstance(first, int):
+        return first, len(prompt)
+    return [token for token in prompt if isinstance(token, int)], 1
+
+
 def decode_any(raw: msgspec.Raw) -> Any:
     """Any JSON value that was left raw. Raises ``ApiError`` 400 where the raw bytes are no JSON."""
     try:
@@ -148,7 +169,7 @@ def _reencoded(body: bytes, error: Exception) -> bytes:
     try:
         return msgspec.json.encode(decode_leniently(body, error))
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise NotLocal("unusual_json") from None
+        raise NotLocalError("unusual_json") from None
 
 
 def _wrong_messages() -> ApiError:

@@ -1,0 +1,157 @@
+"""Prompts seen before, found again by their beginning, so that only what is new is computed.
+
+An entry is one prompt: its text, ids, cut points and hash chains. It is indexed under a chain of keys, one
+per prefix (per message of a chat, per chunk of tokens otherwise); a key points to the newest prompt with
+that prefix. Keys only propose: the caller compares the content before it reuses anything. An entry whose
+last key is taken over by a longer prompt is dropped at once, since the longer one contains it.
+
+Always true: the estimated size of all entries is at most ``bytes_max`` (or there is one entry); every
+index key points to a live entry. Event-loop thread only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import xxhash
+
+from publisher.block_hash import HashChain, HashScheme, PromptExtras
+from router.prompts.messages import Message
+from router.prompts.stats import PromptStats
+from router.prompts.tokenizer import Ids
+
+_CHAIN_BYTES_PER_TOKEN: Final = 8
+"""A block of 16 tokens has a 32-byte hash object (65 B), its integer (32 B) and two list slots."""
+_ENTRY_BYTES: Final = 1000
+_KEY_BYTES: Final = 100
+CHUNK_TOKENS: Final = 256
+"""Prompts without messages are indexed by such chunks."""
+
+
+class Entry(msgspec.Struct, eq=False, gc=True):
+    """One prompt. ``starts[i]`` (characters) is where segment i begins, ``counts[i]`` the tokens before it.
+
+    ``scope`` is everything besides messages that the text and hashes depend on.
+    """
+
+    keys: list[int]
+    scope: bytes
+    ids: Ids
+    extras: PromptExtras
+    raws: list[bytes] = []
+    conversation: list[Message] = []
+    shapes: frozenset[object] = frozenset()
+    text: str = ""
+    starts: list[int] = []
+    counts: list[int] = []
+    chains: dict[HashScheme, HashChain] = msgspec.field(default_factory=dict)
+    size_bytes: int = 0
+
+    def inherit(self, other: Entry, num_tokens: int) -> None:
+        """Take over the hashes of the first ``num_tokens`` tokens, which both prompts share."""
+        if other.extras != self.extras:
+            return
+        for scheme, chain in other.chains.items():
+            blocks = max(0, num_tokens - scheme.lookahead) // scheme.hash_block_size
+            self.chains.setdefault(scheme, chain.fork(min(blocks, len(chain.full))))
+
+
+class PrefixCache:
+    """All entries, least recently used first."""
+
+    def __init__(self, stats: PromptStats, bytes_max: int) -> None:
+        self._stats = stats
+        self._bytes_max = bytes_max
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._index: dict[int, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, keys: list[int]) -> tuple[Entry, int] | None:
+        """The entry proposed for the longest indexed prefix, and how many of ``keys`` that is."""
+        for length in range(len(keys), 0, -1):
+            entry = self._index.get(keys[length - 1])
+            if entry is not None:
+                self._entries.move_to_end(id(entry))
+                return entry, length
+        return None
+
+    def put(self, entry: Entry) -> None:
+        """Add a prompt; makes room by dropping what it contains, then the least recently used."""
+        if not entry.keys:
+            return
+        entry.size_bytes = _size(entry)
+        for key in entry.keys:
+            old = self._index.get(key)
+            self._index[key] = entry
+            if old is not None and old is not entry and old.keys[-1] == key:
+                self._drop(old)
+        self._entries[id(entry)] = entry
+        self._stats.prefix_bytes += entry.size_bytes
+        while self._stats.prefix_bytes > self._bytes_max and len(self._entries) > 1:
+            self._drop(next(iter(self._entries.values())))
+            self._stats.prefix_evictions += 1
+
+    def _drop(self, entry: Entry) -> None:
+        if self._entries.pop(id(entry), None) is None:
+            return
+        self._stats.prefix_bytes -= entry.size_bytes
+        for key in entry.keys:
+            if self._index.get(key) is entry:
+                del self._index[key]
+
+    def check_integrity(self) -> None:
+        """For tests: index and sizes agree with the entries."""
+        live = {id(entry) for entry in self._entries.values()}
+        assert all(id(entry) in live for entry in self._index.values())  # noqa: S101
+        assert self._stats.prefix_bytes == sum(e.size_bytes for e in self._entries.values())  # noqa: S101
+
+
+def message_keys(scope: bytes, raws: Sequence[bytes]) -> list[int]:
+    """One key per message, covering the scope and all messages up to it."""
+    key = xxhash.xxh3_64_intdigest(scope)
+    keys = []
+    for raw in raws:
+        key = xxhash.xxh3_64_intdigest(raw, key)
+        keys.append(key)
+    return keys
+
+
+def token_keys(scope: bytes, ids: Ids) -> list[int]:
+    """One key per whole chunk of ``CHUNK_TOKENS`` ids, and one for the rest of a shorter or uneven prompt."""
+    key = xxhash.xxh3_64_intdigest(scope, 1)
+    data, step = ids.tobytes(), CHUNK_TOKENS * ids.itemsize
+    keys = []
+    for start in range(0, len(data), step):
+        key = xxhash.xxh3_64_intdigest(data[start : start + step], key)
+        keys.append(key)
+    return keys
+
+
+def common_tokens(left: Ids, right: Ids) -> int:
+    """How many leading ids are equal: a few memory compares, never a loop over ids."""
+    size = left.itemsize
+    limit = min(len(left), len(right))
+    a, b = left[:limit].tobytes(), right[:limit].tobytes()
+    if a == b:
+        return limit
+    low, high = 0, limit  # equal up to low, different before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low * size : middle * size] == b[low * size : middle * size]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _size(entry: Entry) -> int:
+    texts = sys.getsizeof(entry.text) + 2 * sum(map(len, entry.raws))
+    per_token = 4 + _CHAIN_BYTES_PER_TOKEN
+    num_keys = len(entry.keys) + len(entry.starts)
+    return _ENTRY_BYTES + texts + per_token * len(entry.ids) + _KEY_BYTES * num_keys

@@ -1,0 +1,176 @@
+"""Ask an engine for the tokens of a prompt: what is left where they cannot be computed here.
+
+vLLM has two endpoints. ``{path}/render`` (0.27 and later, only with ``--enable-scale-out``: 403 without)
+runs the request's whole preprocessing and returns ``token_ids`` and, for multimodal prompts, the item
+hashes and their places. ``/tokenize`` is always there and takes text chats and single prompts, but ignores
+some fields; it is asked only where those are absent.
+
+Always true: at most ``engine_calls_max`` calls at once; each ends within ``engine_timeout_s``; an endpoint
+that is absent or failing is left alone for a while. No sockets here: ``post`` is injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from publisher.block_hash import MultimodalItem
+from router.prompts.config import PromptSettings
+from router.prompts.request import ChatBody, CompletionBody
+from router.prompts.stats import PromptStats
+from router.prompts.tokenizer import Ids
+from router.prompts.truncation import ids_of
+
+Post = Callable[[str, bytes, float], Awaitable[tuple[int, bytes]]]
+"""``post(url, json_body, timeout_s) -> (status, body)``; may raise ``OSError`` or ``TimeoutError``."""
+
+RENDER_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_ABSENT: Final = frozenset({403, 404, 405, 501})
+_RESTS_MAX: Final = 1024
+"""Endpoints remembered as resting; when full, all are asked again."""
+
+
+class EngineTokens(msgspec.Struct, frozen=True):
+    """What an engine computed: ids of the first prompt, multimodal items by place, number of prompts."""
+
+    ids: Ids
+    multimodal: tuple[MultimodalItem, ...] = ()
+    num_prompts: int = 1
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Range]]
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    features: _Features | None = None
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+_RENDERED: Final = msgspec.json.Decoder(_Rendered | list[_Rendered])
+_TOKENIZED: Final = msgspec.json.Decoder(_Tokenized)
+
+
+class EngineSide:
+    """Calls render and tokenize endpoints; ``clock`` is in monotonic seconds."""
+
+    def __init__(
+        self, post: Post, settings: PromptSettings, stats: PromptStats, clock: Callable[[], float]
+    ) -> None:
+        self._post = post
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+        self._resting: dict[str, float] = {}
+        self._calls = 0
+
+    async def tokens(
+        self, base_url: str, path: str, body: bytes, parsed: ChatBody | CompletionBody | None
+    ) -> EngineTokens | None:
+        """The request's tokens, or None where the engine does not say. ``parsed`` None: render only."""
+        if path in RENDER_PATHS:
+            answer = await self._ask(base_url + path + "/render", without_tensors(body))
+            if answer is not None:
+                return _read(_rendered, answer, self._stats)
+        if parsed is not None and tokenize_is_exact(parsed):
+            answer = await self._ask(base_url + "/tokenize", body)
+            if answer is not None:
+                return _read(_tokenized, answer, self._stats)
+        return None
+
+    async def _ask(self, url: str, body: bytes) -> bytes | None:
+        """The body of a 200, else None; remembers endpoints not to ask again soon."""
+        rests_until = self._resting.get(url)
+        now = self._clock()
+        if (rests_until is not None and now < rests_until) or self._calls >= self._settings.engine_calls_max:
+            self._stats.engine_skipped += 1
+            return None
+        self._calls += 1
+        self._stats.engine_calls += 1
+        timeout = self._settings.engine_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                status, answer = await self._post(url, body, timeout)
+        except (OSError, TimeoutError):
+            status, answer = 0, b""
+        finally:
+            self._calls -= 1
+        if status == 200:
+            self._resting.pop(url, None)
+            return answer
+        self._stats.engine_failures += 1
+        if status in _ABSENT:
+            self._rest(url, self._settings.engine_absent_s)
+        elif status == 0 or status >= 500:
+            self._rest(url, self._settings.engine_failed_s)
+        return None
+
+    def _rest(self, url: str, seconds: float) -> None:
+        if len(self._resting) >= _RESTS_MAX:
+            self._resting.clear()
+        self._resting[url] = self._clock() + seconds
+
+
+def without_tensors(body: bytes) -> bytes:
+    """The body, asking a render endpoint for item hashes only; older ones ignore the field.
+
+    Put first, so that a field of that name in the request itself wins.
+    """
+    start = body.find(b"{") + 1
+    empty = body[start:].lstrip().startswith(b"}")
+    return body[:start] + b'"mm_payload":"none"' + (b"" if empty else b",") + body[start:]
+
+
+def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
+    """Whether ``/tokenize`` sees all that decides this prompt; it does not know the fields named here."""
+    if body.truncate_prompt_tokens is not None or body.kv_transfer_params is not None:
+        return False
+    if isinstance(body, CompletionBody):
+        is_text = bytes(body.prompt).lstrip().startswith(b'"')
+        return is_text and body.suffix is None and body.prompt_embeds is None
+    extra: tuple[Any, ...] = (body.documents, body.reasoning_effort)
+    return all(value is None for value in extra) and body.tool_choice != "none"
+
+
+def _read(decode: Callable[[bytes], EngineTokens], answer: bytes, stats: PromptStats) -> EngineTokens | None:
+    try:
+        return decode(answer)
+    except (msgspec.MsgspecError, ValueError, IndexError, KeyError):
+        stats.engine_failures += 1
+        return None
+
+
+def _rendered(answer: bytes) -> EngineTokens:
+    found = _RENDERED.decode(answer)
+    first = found[0] if isinstance(found, list) else found
+    count = len(found) if isinstance(found, list) else 1
+    return EngineTokens(ids_of(first.token_ids), _items(first.features), count)
+
+
+def _tokenized(answer: bytes) -> EngineTokens:
+    return EngineTokens(ids_of(_TOKENIZED.decode(answer).tokens))
+
+
+def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
+    """Items of all modalities by their place in the prompt, as the engine's hashes take them."""
+    if features is None:
+        return ()
+    items = [
+        MultimodalItem(identifier, place.offset, place.length)
+        for modality, hashes in features.mm_hashes.items()
+        for identifier, place in zip(hashes, features.mm_placeholders[modality], strict=True)
+    ]
+    return tuple(sorted(items, key=lambda item: item.offset))

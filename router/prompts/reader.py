@@ -1,0 +1,258 @@
+"""From a request to what it is placed by: exact tokens and block hashes, or text affinity.
+
+The order is fixed: computed here, where a tokenizer is configured and the prompt is of a kind that can be
+reproduced exactly; else by an engine's own endpoint, within a time budget; else by affinity of the text.
+Nothing is ever guessed: each step either is exact or gives way, and is counted with the reason.
+
+Event-loop thread only; long work goes to worker threads. No engine is called where step one succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from publisher.block_hash import HashScheme, PromptExtras
+from publisher.events import BlockHash
+from router.errors import ApiError
+from router.prompts.affinity import TextAffinity, affinity_keys, chat_pieces, completion_pieces
+from router.prompts.cache import PrefixCache
+from router.prompts.config import ModelPrompts, PromptSettings
+from router.prompts.engine_side import EngineSide, Post
+from router.prompts.local import LocalModel, cached_ids
+from router.prompts.model_dir import ModelDirError, load_model_dir
+from router.prompts.prompt import Prompt
+from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion
+from router.prompts.stats import PromptStats
+from router.prompts.workers import Workers
+from router.proxy.base import InboundRequest
+
+__all__ = [
+    "ANY_MODEL",
+    "ModelDirError",
+    "ModelPrompts",
+    "Prompt",
+    "PromptReader",
+    "PromptSettings",
+    "TextAffinity",
+]
+
+ANY_MODEL = "*"
+"""Key of ``models`` for every base model not named."""
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+_HOPELESS = frozenset(
+    {"model_unknown", "lora_path_unknown", "busy", "too_large", "embeds", "empty", "endpoint"}
+)
+"""Reasons that asking an engine cannot help, or would only burden it."""
+_ENCODER = msgspec.json.Encoder()
+
+Parsed = ChatBody | CompletionBody | None
+EngineUrl = Callable[[str | None], str | None]
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """The model a request is for: its configuration's name, and the adapter."""
+
+    name: str
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class PromptReader:
+    """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines, ``engine_url``
+    names one that serves a model (None: there is none), ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per
+    tokenizer. Raises ``ModelDirError`` for a directory that cannot be used.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelPrompts],
+        settings: PromptSettings,
+        post: Post,
+        *,
+        engine_url: EngineUrl = lambda _model: None,
+        is_adapter: Callable[[str], bool] = lambda _model: False,
+        clock: Callable[[], float] = time.monotonic,
+        stats: PromptStats | None = None,
+    ) -> None:
+        self.stats = stats or PromptStats()
+        self._settings = settings
+        self._engine_url = engine_url
+        self._is_adapter = is_adapter
+        self._engine_side = EngineSide(post, settings, self.stats, clock)
+        self._workers = Workers(
+            self.stats, threads=settings.worker_threads, queue_len_max=settings.worker_queue_len_max
+        )
+        self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
+        self._models = dict(models)
+        self._local = {
+            name: self._load(config) for name, config in models.items() if config.tokenizer_dir is not None
+        }
+
+    def _load(self, config: ModelPrompts) -> LocalModel:
+        try:
+            return LocalModel(
+                config,
+                load_model_dir(config.tokenizer_dir or ""),
+                stats=self.stats,
+                cache=self._cache,
+                workers=self._workers,
+                settings=self._settings,
+            )
+        except ModelDirError:
+            raise
+        except ValueError as error:
+            raise ModelDirError(f"{config.tokenizer_dir}: {error}") from None
+
+    async def set_models(self, models: Mapping[str, ModelPrompts]) -> None:
+        """Replace all models; what did not change keeps its caches, the rest is loaded in a thread."""
+        local: dict[str, LocalModel] = {}
+        for name, config in models.items():
+            if config.tokenizer_dir is None:
+                continue
+            if name in self._local and self._models.get(name) == config:
+                local[name] = self._local[name]
+            else:
+                local[name] = await asyncio.to_thread(self._load, config)
+        self._models, self._local = dict(models), local
+
+    def close(self) -> None:
+        """Stop the worker threads."""
+        self._workers.close()
+
+    def local_model(self, name: str) -> LocalModel | None:
+        """The loaded tokenizer and templates of a configured model, for ``doctor`` and tests."""
+        return self._local.get(name)
+
+    async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
+        """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
+        path = request.path.rstrip("/")
+        try:
+            parsed = self._parse(path, request.body)
+            try:
+                prompt = await self._read_local(request, path, parsed)
+            except NotLocalError as miss:
+                self.stats.not_local[miss.reason] += 1
+                return await self._read_elsewhere(request, path, parsed, miss.reason)
+        except ApiError:
+            self.stats.refused += 1
+            raise
+        self.stats.local += 1
+        return prompt
+
+    async def hashes(self, prompt: Prompt, scheme: HashScheme) -> list[BlockHash]:
+        """``prompt.hashes(scheme)``, in a worker thread where many blocks are new."""
+        if prompt.num_new_blocks(scheme) > self._settings.inline_blocks_max:
+            try:
+                prompt.adopt(await self._workers.run(lambda: prompt.hashed_copy(scheme)))
+            except NotLocalError:  # the queue is full: better late than wrong
+                await asyncio.sleep(0)
+        return prompt.hashes(scheme)
+
+    def _parse(self, path: str, body: bytes) -> Parsed:
+        try:
+            if path == CHAT:
+                return decode_chat(body)
+            if path == COMPLETION:
+                return decode_completion(body)
+        except NotLocalError:  # JSON that only some parsers accept
+            return None
+        return None
+
+    async def _read_local(self, request: InboundRequest, path: str, parsed: Parsed) -> Prompt:
+        if parsed is None:
+            raise NotLocalError("unusual_json" if path in {CHAT, COMPLETION} else "endpoint")
+        target = self._target(request.model)
+        extras = _extras(target, parsed)
+        local = self._local.get(target.name)
+        if local is None:
+            raise NotLocalError("no_tokenizer")
+        if len(request.body) > self._settings.prompt_bytes_max:
+            raise NotLocalError("too_large")
+        scope = _scope(target, extras)
+        count = 1
+        if isinstance(parsed, ChatBody):
+            entry = await local.chat(parsed, extras, scope, len(request.body))
+        else:
+            entry, count = await local.completion(parsed, extras, scope)
+            self.stats.multi_prompt += count > 1
+        return Prompt(entry, self.stats, source="local", num_prompts=count, skips_cache=parsed.skips_cache())
+
+    async def _read_elsewhere(
+        self, request: InboundRequest, path: str, parsed: Parsed, reason: str
+    ) -> Prompt | TextAffinity:
+        prompt = None if reason in _HOPELESS - {"endpoint"} else await self._ask_engine(request, path, parsed)
+        if prompt is not None:
+            self.stats.engine += 1
+            return prompt
+        keys = affinity_keys(_pieces(request, parsed), _affinity_scope(request, parsed))
+        self.stats.affinity[reason] += 1
+        return TextAffinity(keys, reason)
+
+    async def _ask_engine(self, request: InboundRequest, path: str, parsed: Parsed) -> Prompt | None:
+        try:
+            target = self._target(request.model)
+            extras = _extras(target, parsed)
+        except NotLocalError:
+            return None
+        base_url = self._engine_url(request.model)
+        if base_url is None or len(request.body) > self._settings.prompt_bytes_max:
+            return None
+        found = await self._engine_side.tokens(base_url, path, request.body, parsed)
+        # With an adapter the engine may put its name into item identifiers: depends on its flags.
+        if found is None or not found.ids or (found.multimodal and target.lora_name is not None):
+            return None
+        extras = msgspec.structs.replace(extras, multimodal=found.multimodal)
+        entry = cached_ids(self._cache, self.stats, found.ids, extras, _scope(target, extras))
+        self.stats.multi_prompt += found.num_prompts > 1
+        return Prompt(
+            entry,
+            self.stats,
+            source="engine",
+            num_prompts=found.num_prompts,
+            skips_cache=parsed is not None and parsed.skips_cache(),
+        )
+
+    def _target(self, model: str | None) -> _Target:
+        """Which configuration a model name means. Raises ``NotLocalError`` where none does."""
+        if model is None:
+            bases = [name for name in self._models if name != ANY_MODEL] or list(self._models)
+            if len(bases) != 1:
+                raise NotLocalError("model_unknown")
+            return _Target(bases[0])
+        if model in self._models and model != ANY_MODEL:
+            return _Target(model)
+        for name, config in self._models.items():
+            if model in config.lora_paths:
+                return _Target(name, model, config.lora_paths[model])
+        if ANY_MODEL in self._models and not self._is_adapter(model):
+            return _Target(ANY_MODEL)
+        raise NotLocalError("lora_path_unknown" if self._models else "model_unknown")
+
+
+def _extras(target: _Target, parsed: Parsed) -> PromptExtras:
+    salt = parsed.cache_salt if parsed is not None else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise NotLocalError("field")
+    return PromptExtras(target.lora_name, target.lora_path, salt)
+
+
+def _scope(target: _Target, extras: PromptExtras) -> bytes:
+    """What separates prompts of equal text: the model, and what hashes cover besides tokens."""
+    return _ENCODER.encode([target.name, extras])
+
+
+def _affinity_scope(request: InboundRequest, parsed: Parsed) -> bytes:
+    salt = parsed.cache_salt if parsed is not None and isinstance(parsed.cache_salt, str) else None
+    return _ENCODER.encode([request.model, salt])
+
+
+def _pieces(request: InboundRequest, parsed: Parsed) -> Iterator[bytes]:
+    if isinstance(parsed, ChatBody):
+        return chat_pieces(parsed)
+    if isinstance(parsed, CompletionBody):
+        return completion_pieces(parsed)
+    return iter((request.body,))
