@@ -14,6 +14,8 @@ from publisher.simulator.protocol import StreamOptions
 
 Json = dict[str, Any]
 
+FINGERPRINT = "kvatlas-simulated-engine"
+
 
 class Answer(msgspec.Struct, frozen=True):
     """What every body of one answer repeats. ``prompt_token_ids`` only where the client asked for ids."""
@@ -27,31 +29,35 @@ class Answer(msgspec.Struct, frozen=True):
 
     def usage(self, num_output_tokens: int, cached_tokens: int | None = None) -> Json:
         """The ``usage`` object; prompt details appear where ``cached_tokens`` is given."""
-        details = None if cached_tokens is None else _prompt_details(cached_tokens)
-        return {
+        usage: Json = {
             "prompt_tokens": self.num_prompt_tokens,
             "total_tokens": self.num_prompt_tokens + num_output_tokens,
             "completion_tokens": num_output_tokens,
-            "prompt_tokens_details": details,
-            "completion_tokens_details": None,
         }
+        if cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        return usage
 
     def full(self, text: str, token_ids: list[int], finish_reason: str, cached_tokens: int) -> Json:
         """The whole answer at once."""
         choice = self._full_choice(text, finish_reason)
         choice["token_ids"] = token_ids if self.prompt_token_ids is not None else None
+        usage = self.usage(len(token_ids), cached_tokens)
+        unset = {"created_cache_tokens": 0 if self.is_chat else None, "multimodal_tokens": None}
+        usage["prompt_tokens_details"] |= unset
         body = {
             **self._head("chat.completion"),
             "choices": [choice],
             "service_tier": None,
-            "system_fingerprint": None,
-            "usage": self.usage(len(token_ids), cached_tokens),
-            "kv_transfer_params": None,
+            "system_fingerprint": FINGERPRINT,
+            "usage": {**usage, "completion_tokens_details": None},
+            **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics")),
         }
+        (body if self.is_chat else choice).update(
+            prompt_logprobs=None, prompt_token_ids=self.prompt_token_ids
+        )
         if self.is_chat:
-            body |= {"prompt_logprobs": None, "prompt_token_ids": self.prompt_token_ids}
-        else:
-            choice["prompt_token_ids"] = self.prompt_token_ids
+            body["prompt_text"] = None
         return body
 
     def opening(self) -> Json:
@@ -59,10 +65,15 @@ class Answer(msgspec.Struct, frozen=True):
         delta = {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         body = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return {**body, "prompt_token_ids": self.prompt_token_ids}
+        return {**body, "prompt_token_ids": self.prompt_token_ids, "prompt_text": None}
 
-    def chunk(self, text: str, token_id: int | None, finish_reason: str | None, *, first: bool) -> Json:
-        """One token of a stream (None where the engine gave up instead of producing one)."""
+    def chunk(
+        self, text: str, token_id: int | None, finish_reason: str | None, *, first: bool, last: bool
+    ) -> Json:
+        """One token of a stream (None where the engine gave up instead of producing one).
+
+        ``last``: no usage chunk will follow.
+        """
         choice: Json = (
             {"index": 0, "delta": {"content": text}} if self.is_chat else {"index": 0, "text": text}
         )
@@ -73,13 +84,16 @@ class Answer(msgspec.Struct, frozen=True):
         choice["token_ids"] = [token_id] if with_ids else None
         if not self.is_chat:
             choice["prompt_token_ids"] = self.prompt_token_ids if first else None
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**body, "system_fingerprint": FINGERPRINT} if last else body
 
     def closing(self, num_output_tokens: int, cached_tokens: int) -> Json:
         """The stream's last chunk where usage was asked for: no choice, absent fields left out."""
         usage = self.usage(num_output_tokens, cached_tokens)
-        usage = {name: value for name, value in usage.items() if value is not None}
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+        if self.is_chat:
+            usage["prompt_tokens_details"]["created_cache_tokens"] = 0
+        head = self._head("chat.completion.chunk")
+        return {**head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}
 
     def _head(self, chat_object: str) -> Json:
         kind = chat_object if self.is_chat else "text_completion"
@@ -91,11 +105,8 @@ class Answer(msgspec.Struct, frozen=True):
         else:
             unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
             choice = {"index": 0, "message": {"role": "assistant", "content": text, **unset}}
-        return {**choice, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
-
-
-def _prompt_details(cached_tokens: int) -> Json:
-    return {"cached_tokens": cached_tokens}
+        choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+        return {**choice, "routed_experts": None}
 
 
 def model_list(model: str, max_model_len: int, created: int) -> Json:

@@ -27,6 +27,7 @@ from publisher.simulator.protocol import (
     EngineError,
     TokenizeChatRequest,
     TokenizeTextRequest,
+    UnroutedError,
     decode,
     malformed,
 )
@@ -146,9 +147,9 @@ class EngineApp:
     def _handler(self, scope: Scope) -> _Handler:
         method, handler = self._routes.get(scope["path"], ("", None))
         if handler is None:
-            raise EngineError(HTTPStatus.NOT_FOUND, "Not Found")
+            raise UnroutedError(HTTPStatus.NOT_FOUND)
         if scope["method"] != method:
-            raise EngineError(HTTPStatus.METHOD_NOT_ALLOWED, "Method Not Allowed")
+            raise UnroutedError(HTTPStatus.METHOD_NOT_ALLOWED)
         return handler
 
     async def _chat(self, call: Call) -> None:
@@ -201,7 +202,8 @@ class EngineApp:
             if answer.is_chat and not count:
                 await call.write(_event(_with_usage(answer.opening(), asked, answer, 0)), more=True)
             text = "" if token.token_id is None else self._model.text([token.token_id])
-            chunk = answer.chunk(text, token.token_id, token.finish_reason, first=not count)
+            last = token.finish_reason is not None and not asked.include_usage
+            chunk = answer.chunk(text, token.token_id, token.finish_reason, first=not count, last=last)
             count += token.token_id is not None
             await call.write(_event(_with_usage(chunk, asked, answer, count)), more=True)
         if asked.include_usage:
@@ -239,7 +241,8 @@ class EngineApp:
         await call.reply_json(listed)
 
     async def _health(self, call: Call) -> None:
-        await call.reply(b"", status=503 if self._stepper.failed else 200)
+        await call.start(503 if self._stepper.failed else 200, (b"content-length", b"0"))
+        await call.write(b"", more=False)
 
     async def _version(self, call: Call) -> None:
         await call.reply_json({"version": VERSION})

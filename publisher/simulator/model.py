@@ -96,9 +96,8 @@ class EngineModel:
         return await self._encode(request.prompt, add_special_tokens=request.add_special_tokens)
 
     def detokenize(self, request: DetokenizeRequest) -> str:
-        """POST /detokenize. Raises ``EngineError``."""
+        """POST /detokenize; ids outside the vocabulary have no text. Raises ``EngineError``."""
         self._check_model(request.model)
-        self._check_vocabulary(request.tokens)
         return self._tokenizer.decode(request.tokens)
 
     def text(self, token_ids: list[int]) -> str:
@@ -137,15 +136,17 @@ class EngineModel:
         self, request: ChatRequest | CompletionRequest, token_ids: list[int], asked: int | None
     ) -> Prepared:
         if not token_ids:
-            raise invalid("The decoder prompt cannot be empty", param="prompt")
+            raise invalid("The decoder prompt cannot be empty")
         room = self.max_model_len - len(token_ids)
-        if room < 1:
+        if room < 0:
             raise prompt_too_long(len(token_ids), self.max_model_len)
-        if asked is not None and asked < 1:
-            raise invalid(f"max_tokens must be at least 1, got {asked}.", param="max_tokens")
+        max_tokens = room if asked is None else min(asked, room)
+        if max_tokens < 1:
+            text = f"max_tokens must be at least 1, got {max_tokens}."
+            raise invalid(text, param="max_tokens", value=max_tokens)
         return Prepared(
             token_ids=token_ids,
-            max_tokens=room if asked is None else min(asked, room),
+            max_tokens=max_tokens,
             ignore_eos=request.ignore_eos,
             extras=PromptExtras(cache_salt=request.cache_salt),
         )

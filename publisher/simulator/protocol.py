@@ -8,6 +8,7 @@ Facts: vllm/entrypoints/openai and vllm/entrypoints/serve of 0.32.
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +17,11 @@ import msgspec
 COMPLETION_TOKENS_DEFAULT = 16
 """``max_tokens`` of /v1/completions where the client names none (OpenAI's default, also vLLM's)."""
 CACHE_SALT_LENGTH_MAX = 1024
+
+_ERROR_PATH = re.compile(r"at `\$([^`]*)`$")
+_PATH_PART = re.compile(r"[^.\[\]]+")
+_MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
+"""How msgspec says where a value is wrong."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -36,14 +42,30 @@ class EngineError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-def invalid(message: str, *, param: str | None = None) -> EngineError:
+class UnroutedError(EngineError):
+    """No such path, or not with this method: answered by vLLM's web framework, in its own shape."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status, status.phrase)
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"detail": self.message})
+
+
+def invalid(message: str, *, param: str | None = None, value: object = None) -> EngineError:
     """400: the request is well formed and asks for what cannot be."""
+    if param is not None:
+        message += f" (parameter={param}" + ("" if value is None else f", value={value}") + ")"
     return EngineError(HTTPStatus.BAD_REQUEST, message, kind="BadRequestError", param=param)
 
 
 def malformed(message: str) -> EngineError:
-    """400: the body is not what the endpoint reads."""
-    return EngineError(HTTPStatus.BAD_REQUEST, f"1 validation error:\n  {message}")
+    """400: the body is not what the endpoint reads. ``param`` is where, as far as the message says."""
+    where = _ERROR_PATH.search(message)
+    missing = _MISSING_FIELD.search(message)
+    parts = [*_PATH_PART.findall(where.group(1) if where else ""), *(missing.groups() if missing else ())]
+    param = ".".join(("body", *parts)) if parts else None
+    return EngineError(HTTPStatus.BAD_REQUEST, f"1 validation error:\n  {message}", param=param)
 
 
 def unknown_model(model: str, served: str) -> EngineError:
@@ -59,7 +81,7 @@ def prompt_too_long(num_tokens: int, max_model_len: int) -> EngineError:
         f"{num_tokens} input tokens, which exceeds this limit even without any output tokens. "
         f"Please reduce the length of the input prompt."
     )
-    return invalid(message, param="input_tokens")
+    return invalid(message, param="input_tokens", value=num_tokens)
 
 
 class StreamOptions(msgspec.Struct):
@@ -118,7 +140,9 @@ class ChatRequest(_Generation, kw_only=True):
     def check_template(self) -> None:
         """Raises ``EngineError`` for what cannot be rendered, whatever the template."""
         if not self.messages:
-            raise invalid("messages must not be empty", param="messages")
+            raise invalid(
+                "Cannot apply chat template to an empty conversation. Provide at least one message."
+            )
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         if self.chat_template is not None:
@@ -128,17 +152,25 @@ class ChatRequest(_Generation, kw_only=True):
 class CompletionRequest(_Generation, kw_only=True):
     """Body of POST /v1/completions and its /render: text or token ids, one prompt."""
 
-    prompt: str | list[_TokenId] | list[str] | list[list[_TokenId]]
+    prompt: str | list[_TokenId | str | list[_TokenId]]
     add_special_tokens: bool = True
 
     def single_prompt(self) -> str | list[int]:
-        """The one prompt. Raises ``EngineError`` for a batch of several."""
+        """The one prompt. Raises ``EngineError`` for a batch of several, or a mixture."""
         prompt = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise invalid("the simulated engine takes one prompt per request", param="prompt")
-            return prompt[0]
-        return prompt  # type: ignore[return-value]  # a str or a list of ints here
+        if prompt == "":
+            raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        if not prompt:
+            raise invalid("You must pass at least one prompt")
+        if isinstance(prompt, str):
+            return prompt
+        token_ids = [item for item in prompt if isinstance(item, int)]
+        if len(token_ids) == len(prompt):
+            return token_ids
+        first = prompt[0]
+        if len(prompt) > 1 or isinstance(first, int):
+            raise invalid("the simulated engine takes one prompt per request", param="prompt")
+        return first
 
 
 class TokenizeChatRequest(ChatRequest, kw_only=True):

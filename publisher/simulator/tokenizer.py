@@ -157,7 +157,9 @@ def _parsed_call(call: Any) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError:
             arguments = {}
-    return {**call, "function": {**function, "arguments": arguments}}
+    # vLLM's request model puts the fields of a call in this order, which a template may print.
+    parsed = {"arguments": arguments, "name": function.get("name")}
+    return {"id": call.get("id"), "function": parsed, "type": call.get("type", "function")}
 
 
 def _validated_tool(tool: dict[str, Any]) -> dict[str, Any]:

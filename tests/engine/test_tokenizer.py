@@ -67,7 +67,7 @@ def test_tools_and_tool_calls_reach_the_template_in_validated_form() -> None:
     )
     tool = '{"type": "function", "function": {"name": "add", "description": null, "parameters": {"b": 1}}}'
     assert f"tools\n{tool}\n" in text
-    assert 'call: {"name": "add", "arguments": {"a": 1}}<|im_end|>' in text
+    assert 'call: {"arguments": {"a": 1}, "name": "add"}<|im_end|>' in text
     assert "tool\n<2><|im_end|>" in text
 
 
