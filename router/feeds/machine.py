@@ -53,7 +53,7 @@ class FeedMachine:
         """The live socket has a connection (again)."""
         if not self._connection_seen:
             self._connection_seen = True
-            self._repair = None  # begun on the word of a leftover message, maybe of the connection before
+            self._abandon(now)  # begun on the word of a leftover message, maybe of the connection before
             self._position.drop_held()
             self._connect(now)
         return self._finish()
@@ -63,7 +63,7 @@ class FeedMachine:
         if self._connected:
             self._connected = self._connection_seen = False
             self._stats.disconnects += 1
-            self._repair = None
+            self._abandon(now)
             self._position.drop_held()  # replay has them still; mixed with a new process's they would do harm
         return self._finish()
 
@@ -110,9 +110,9 @@ class FeedMachine:
         if repair is None or repair.request_id != request_id:
             return []
         self._stats.replays += 1
-        if repair.kind is RepairKind.RESYNC:
-            self._repair = None
-            self._rolled = True  # the answer had no seq 0
+        if repair.kind is RepairKind.RESYNC:  # the answer had no seq 0
+            self._rolled = repair.lowest_seq is not None
+            self._give_up(now, repair)
         else:
             self._answer_complete(now, repair)
         return self._finish()
@@ -277,10 +277,15 @@ class FeedMachine:
     # Repairs.
 
     def _start(self, now: float, kind: RepairKind) -> None:
-        if self._repair is not None and self._repair.kind is RepairKind.RESYNC:
-            self._retry_at = now + self._backoff_s
+        self._abandon(now)
         self._repair = Repair(kind, now + self._settings.hold_s_max)
         self._request(self._repair, 0.0)
+
+    def _abandon(self, now: float) -> None:
+        """Something more urgent than the repair in progress; a full re-sync is put off, others are void."""
+        if self._repair is not None and self._repair.kind is RepairKind.RESYNC:
+            self._retry_at = now + self._backoff_s
+        self._repair = None
 
     def _request(self, repair: Repair, delay_s: float) -> None:
         self._request_id += 1
