@@ -97,7 +97,7 @@ class UpstreamConnection(asyncio.Protocol):
         while not self._head_done:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            await self._next()
 
     async def read(self) -> bytes:
         """The body bytes that have arrived, at least one; ``b""`` at the end of the answer."""
@@ -107,7 +107,7 @@ class UpstreamConnection(asyncio.Protocol):
                 return b""
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            await self._next()
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._buffered = 0
@@ -154,17 +154,17 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
         self._wake()
 
-    async def _wait(self) -> None:
+    def _next(self) -> asyncio.Future[None]:
+        """Done at the next thing that happens here."""
         waiter = self._waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            self._waiter = None
+        return waiter
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _resume(self) -> None:
         self._paused = False

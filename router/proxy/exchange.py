@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +118,13 @@ class Exchange:
             connection.abort()
             raise
         except Exception as error:  # noqa: BLE001  # whatever the application raises: log, answer, go on
-            _log.error("request failed", path=self._scope["path"], exc_info=error)
+            # As text: a traceback rendered with its locals would log prompts and credentials.
+            trace = "".join(traceback.format_exception(error))
+            _log.error("request failed", path=self._scope["path"], traceback=trace)
             await self._fail()
         if not self._done and not self._gone:
             connection.abort()
+        del self._scope["extensions"]  # it refers back to this: no cycle for the collector to find
 
     async def _fail(self) -> None:
         if self.started or self._gone:
@@ -166,7 +170,8 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """ASGI ``send``. Waits while the client is too slow; silent once it has gone."""
         connection = self._connection
-        await connection.writable()
+        if connection.write_paused is not None:
+            await asyncio.shield(connection.write_paused)
         if self._gone:
             return
         if not self.started:

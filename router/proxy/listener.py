@@ -52,7 +52,7 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         self._head_bytes = 0
         self._read_paused = False
-        self._writable: asyncio.Future[None] | None = None  # there while the client is too slow
+        self.write_paused: asyncio.Future[None] | None = None  # done when the client has caught up
         self._lingered_bytes = -1  # >= 0: only throwing away what still comes
         self.closing_soon = False
         self.deadline = NEVER
@@ -112,25 +112,20 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(ApiError(431, "headers_too_large", message))
 
     def pause_writing(self) -> None:
-        self._writable = self.loop.create_future()
+        self.write_paused = self.loop.create_future()
         self._rearm()
 
     def resume_writing(self) -> None:
-        if self._writable is not None:
-            if not self._writable.done():
-                self._writable.set_result(None)
-            self._writable = None
+        if self.write_paused is not None:
+            if not self.write_paused.done():
+                self.write_paused.set_result(None)
+            self.write_paused = None
             self._rearm()
-
-    async def writable(self) -> None:
-        """Wait while the client takes its answer more slowly than it comes."""
-        if self._writable is not None:
-            await asyncio.shield(self._writable)
 
     def expire(self) -> None:
         """The deadline passed; what it was for follows from the state."""
         self.deadline = NEVER
-        if self._writable is not None:
+        if self.write_paused is not None:
             self.stats.stalled_clients += 1
             self.transport.abort()
         elif self._lingered_bytes >= 0 or self.transport.is_closing():
@@ -204,7 +199,7 @@ class ClientConnection(asyncio.Protocol):
         if exchange is None:
             return
         waiting = exchange.body_received(data)
-        if exchange is self._current and self._writable is None:
+        if exchange is self._current and self.write_paused is None:
             self.deadline = self.clock() + self.settings.body_timeout_s
         if waiting > self.settings.body_ahead_bytes_max:
             self.pause_reading()
@@ -214,7 +209,7 @@ class ClientConnection(asyncio.Protocol):
         if exchange is None:
             return
         exchange.body_ended()
-        if exchange is self._current and self._writable is None:
+        if exchange is self._current and self.write_paused is None:
             self.deadline = NEVER
 
     def _scope(self) -> dict[str, Any]:
@@ -285,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
     def _rearm(self) -> None:
         """The deadline that belongs to the state."""
         settings = self.settings
-        if self._writable is not None:
+        if self.write_paused is not None:
             wait_s = settings.stall_timeout_s
         elif self._read_paused:
             wait_s = NEVER  # the application is waited for

@@ -88,15 +88,24 @@ class UpstreamClient:
         connection = self._reusable(origin) if method in REPEATABLE else None
         if connection is not None:
             try:
-                await self._ask(connection, method, head, body, head_timeout_s)
+                connection.start(method, head, body, head_timeout_s)
+                await connection.head()
             except UpstreamError as error:
                 if error.reason != "reset" or connection.answered:
                     raise
                 self._stats.stale_reconnects += 1
+            except BaseException:
+                connection.abort()
+                raise
             else:
                 return connection
         connection = await self._connect(origin)
-        await self._ask(connection, method, head, body, head_timeout_s)
+        try:
+            connection.start(method, head, body, head_timeout_s)
+            await connection.head()
+        except BaseException:
+            connection.abort()
+            raise
         return connection
 
     def _reusable(self, origin: Origin) -> UpstreamConnection | None:
@@ -105,16 +114,6 @@ class UpstreamClient:
             if connection.usable:
                 return connection
         return None
-
-    async def _ask(
-        self, connection: UpstreamConnection, method: str, head: bytes, body: bytes, timeout_s: float
-    ) -> None:
-        try:
-            connection.start(method, head, body, timeout_s)
-            await connection.head()
-        except BaseException:
-            connection.abort()
-            raise
 
     def done(self, connection: UpstreamConnection) -> None:
         """The exchange is over, whole or not: keep the connection if it can be used again."""
