@@ -132,12 +132,54 @@ class _ArrayCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=
     pass
 
 
+class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """``BlockStored`` with the 14 fields of 0.32: the number of fields decides the form of the map's header,
+    whether they are sent or not, so one more would make the bytes differ from vLLM's."""
+
+    block_hashes: list[_WireHash]
+    parent_block_hash: _WireHash | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+    @classmethod
+    def of(cls, event: BlockStored) -> _Stored032 | BlockStored:
+        """The event in this form; one with look-ahead tokens (0.33) stays as it is."""
+        if event.lookahead_token_ids is not None:
+            return event
+        return cls(
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+            event.lora_id,
+            event.medium,
+            event.lora_name,
+            event.extra_keys,
+            event.group_idx,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
+            event.locality,
+            event.ownership,
+            event.session_id,
+        )
+
+
 _TOKENS: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
 _BATCH = msgspec.msgpack.Decoder(_Batch)
 _RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch)
 _MAP_EVENT: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-_ARRAY_EVENT: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayCleared] = (
-    msgspec.msgpack.Decoder(_ArrayStored | _ArrayRemoved | _ArrayCleared)
+_ARRAY_EVENT: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayCleared] = msgspec.msgpack.Decoder(
+    _ArrayStored | _ArrayRemoved | _ArrayCleared
 )
 _ENCODER = msgspec.msgpack.Encoder()
 _REASON_LENGTH_MAX = 200
@@ -157,7 +199,8 @@ def encode_tokens(token_ids: list[int]) -> msgspec.Raw:
 
 def encode_batch(ts: float, events: list[Event], data_parallel_rank: int | None = 0) -> bytes:
     """The payload vLLM's publisher would send for these events (map encoding, 0.24 and later)."""
-    return _ENCODER.encode([ts, events, data_parallel_rank])
+    wire = [_Stored032.of(event) if isinstance(event, BlockStored) else event for event in events]
+    return _ENCODER.encode([ts, wire, data_parallel_rank])
 
 
 def decode_batch(payload: bytes | memoryview) -> DecodedBatch:
@@ -209,7 +252,7 @@ def _publisher_id(value: Any) -> bytes | None:
 def _array_length(raw: msgspec.Raw) -> int:
     """Length of a msgpack array from its header; 0 for anything that is not an array."""
     view = memoryview(raw)
-    first = view[0] if len(view) else 0
+    first = view[0] if view else 0
     if 0x90 <= first <= 0x9F:
         return first & 0x0F
     if first == 0xDC:

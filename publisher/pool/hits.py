@@ -1,0 +1,252 @@
+"""The hit an engine would take now, found the way the engine finds it: one finder per lookup class, repeated
+until no class shortens the prefix.
+
+A finder gets the hashes of a prompt and a limit and returns the longest prefix its groups can serve, with
+the copies that serve it, block by block (0 where a block need not be there). Nothing here changes the pool.
+Deliberately not the algorithm of the router's index, so that the two can be held against each other.
+Facts: the ``find_longest_cache_hit`` methods of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from publisher.groups import Family, GroupSpec
+from publisher.pool.layout import LookupClass, PoolLayout
+from publisher.pool.store import NULL, Copies, WireHash
+
+Maps = list[dict[WireHash, Copies]]
+Column = list[Copies]
+
+
+class Hit(NamedTuple):
+    """``length`` tokens; ``boundary`` the longest prefix any class could serve if longer, else 0;
+    ``columns`` the copies of every group, by group index."""
+
+    length: int
+    boundary: int
+    columns: list[Column]
+
+
+class Found(NamedTuple):
+    """What one class can serve: tokens, and a column per group of the class."""
+
+    length: int
+    columns: list[Column]
+
+
+class ClassFinder:
+    """Shared by the finders of all kinds; sizes in tokens, ``scale`` in hash blocks per block."""
+
+    def __init__(self, maps: Maps, cls: LookupClass, layout: PoolLayout) -> None:
+        spec: GroupSpec = cls.spec
+        self.group_idxs = cls.group_idxs
+        self.maps = [maps[group_idx] for group_idx in cls.group_idxs]
+        self.drops_last = cls.drops_last
+        self.block_size = spec.block_size
+        self.hash_size = layout.hash_block_size
+        self.alignment = layout.alignment
+        self.scale = spec.block_size // layout.hash_block_size
+        self.fine = layout.alignment < spec.block_size
+        self.margin = self.hash_size if layout.partial_hits and self.scale > 1 else spec.block_size
+
+    @property
+    def is_full(self) -> bool:
+        return False
+
+    def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
+        raise NotImplementedError
+
+    def view(self, hashes: Sequence[WireHash], limit: int) -> Sequence[WireHash]:
+        """The hashes of the whole blocks up to ``limit``: those at the end of each block."""
+        count = limit // self.block_size * self.scale
+        return hashes[:count] if self.scale == 1 else hashes[self.scale - 1 : count : self.scale]
+
+    def present(self, block_hash: WireHash) -> bool:
+        """Whether every group of the class holds it."""
+        return all(block_hash in mapping for mapping in self.maps)
+
+    def columns(self, hashes: Sequence[WireHash], start: int) -> list[Column]:
+        """Columns whose blocks from ``start`` on hold ``hashes``, null before."""
+        pad: Column = [NULL] * start
+        return [pad + [mapping[block_hash] for block_hash in hashes] for mapping in self.maps]
+
+    def run_length(self, hashes: Sequence[WireHash]) -> int:
+        """How many leading hashes every group of the class holds."""
+        if len(self.maps) == 1:
+            mapping = self.maps[0]
+            for position, block_hash in enumerate(hashes):
+                if block_hash not in mapping:
+                    return position
+        else:
+            for position, block_hash in enumerate(hashes):
+                if not self.present(block_hash):
+                    return position
+        return len(hashes)
+
+
+class FullFinder(ClassFinder):
+    """The unbroken run from the start; with sub-block hits, on into the next block's last held boundary."""
+
+    @property
+    def is_full(self) -> bool:
+        return True
+
+    def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
+        view = self.view(hashes, limit)
+        count = self.run_length(view)
+        columns = self.columns(view[:count], 0)
+        length = count * self.block_size
+        if self.fine:
+            end = min((count + 1) * self.scale - 1, limit // self.hash_size, len(hashes))
+            for position in range(end - 1, count * self.scale - 1, -1):
+                if self.present(hashes[position]):
+                    for column, mapping in zip(columns, self.maps, strict=True):
+                        column.append(mapping[hashes[position]])
+                    length = (position + 1) * self.hash_size
+                    break
+        if drop and length:
+            length -= min(self.alignment, self.block_size)
+        length -= length % self.alignment
+        blocks = -(-length // self.block_size)
+        for column in columns:
+            del column[blocks:]
+        return Found(length, columns)
+
+
+class WindowFinder(ClassFinder):
+    """From the right: as many blocks as the window reaches back over, or a run that reaches the start."""
+
+    def __init__(self, maps: Maps, cls: LookupClass, layout: PoolLayout) -> None:
+        super().__init__(maps, cls, layout)
+        self.need = window_blocks(cls.spec)
+
+    def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
+        view = self.view(hashes, limit)
+        start, run, whole = self._last_run(view, drop=drop)
+        end = start + run if whole else self._aligned(run)
+        if drop and end:
+            end = self._aligned(end - 1)
+        return Found(end * self.block_size, self.columns(view[start:end], min(start, end)))
+
+    def _last_run(self, view: Sequence[WireHash], *, drop: bool) -> tuple[int, int, bool]:
+        """First block and length of the rightmost run that serves a hit, and whether it fills the window."""
+        size, alignment, need = self.block_size, self.alignment, self.need + drop
+        only = self.maps[0] if len(self.maps) == 1 else None
+        run = 0
+        for position in range(len(view) - 1, -1, -1):
+            block_hash = view[position]
+            if block_hash in only if only is not None else self.present(block_hash):
+                if not run and size != alignment and (position + 1 - drop) * size % alignment:
+                    continue
+                run += 1
+                if run >= need:
+                    return position, run, True
+            else:
+                run = 0
+        return 0, run, False
+
+    def _aligned(self, blocks: int) -> int:
+        per = max(self.alignment // self.block_size, 1)
+        return blocks - blocks % per
+
+
+class ChunkedFinder(ClassFinder):
+    """Everything before the current chunk needs no look-up; from there an unbroken run."""
+
+    def __init__(self, maps: Maps, cls: LookupClass, layout: PoolLayout) -> None:
+        super().__init__(maps, cls, layout)
+        self.chunk = cls.spec.attention_chunk_size or cls.spec.block_size
+
+    def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
+        del drop  # the layout refuses EAGLE here, as the engine does
+        start = limit // self.chunk * self.chunk // self.block_size
+        view = self.view(hashes, limit)[start:]
+        count = self.run_length(view)
+        return Found((start + count) * self.block_size, self.columns(view[:count], start))
+
+
+class MambaFinder(ClassFinder):
+    """The last aligned boundary whose state is held; nothing before it matters."""
+
+    def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
+        del drop  # draft models have no Mamba layers
+        size = self.hash_size if self.fine else self.block_size
+        view = hashes[: limit // size] if self.fine else self.view(hashes, limit)
+        per = 1 if self.fine else max(self.alignment // size, 1)
+        for position in range(len(view) // per * per - 1, -1, -per):
+            if self.present(view[position]):
+                length = (position + 1) * size
+                block = -(-length // self.block_size) - 1
+                return Found(length, self.columns([view[position]], block))
+        return Found(0, [[] for _ in self.maps])
+
+
+_FINDERS: dict[Family, type[ClassFinder]] = {
+    Family.FULL: FullFinder,
+    Family.WINDOW: WindowFinder,
+    Family.CHUNKED: ChunkedFinder,
+    Family.MAMBA: MambaFinder,
+}
+
+
+def window_blocks(spec: GroupSpec) -> int:
+    """Blocks a sliding window of ``w`` tokens reaches back over at a boundary: those of ``w - 1`` tokens."""
+    return -(-((spec.sliding_window or 1) - 1) // spec.block_size)
+
+
+class HitFinder:
+    """Reconciles the classes of one layout over the hash maps of one pool."""
+
+    def __init__(self, layout: PoolLayout, maps: Maps) -> None:
+        self._layout = layout
+        self._finders = [_FINDERS[cls.spec.family](maps, cls, layout) for cls in layout.classes]
+        self._one_pass = len(self._finders) == 2 and self._finders[0].is_full
+
+    def find(self, hashes: Sequence[WireHash], limit: int) -> Hit:
+        """The longest prefix of at most ``limit`` tokens that every class serves."""
+        if self._layout.single:
+            finder = self._finders[0]
+            found = finder.find(hashes, limit, drop=finder.drops_last)
+            return Hit(found.length, 0, found.columns)
+        length, longest, found_by = self._fixed_point(hashes, limit)
+        columns: list[Column] = [[] for _ in self._layout.groups]
+        for position, finder in enumerate(self._finders):
+            keep = -(-length // finder.block_size) if finder.is_full else None
+            for group_idx, column in zip(finder.group_idxs, found_by[position].columns, strict=True):
+                columns[group_idx] = column[:keep]
+        return Hit(length, longest if longest > length else 0, columns)
+
+    def _fixed_point(self, hashes: Sequence[WireHash], limit: int) -> tuple[int, int, dict[int, Found]]:
+        """Common length, longest length any class reached, and each class's last find.
+
+        A class with the EAGLE rule looks one block further and drops it, once for each candidate length.
+        """
+        hashed = len(hashes) * self._layout.hash_block_size
+        found_by: dict[int, Found] = {}
+        dropped: set[int] = set()
+        longest = 0
+        while True:
+            length = limit
+            for position, finder in enumerate(self._finders):
+                if finder.is_full and position in found_by:
+                    length = min(length, found_by[position].length)
+                    continue
+                drop = finder.drops_last and position not in dropped
+                reach = length
+                if drop and not isinstance(finder, MambaFinder):
+                    reach = min(length + finder.margin, hashed)
+                found = finder.find(hashes, reach, drop=drop)
+                if drop:
+                    dropped.add(position)
+                elif found.length < length:
+                    dropped.clear()
+                length = found.length
+                found_by[position] = found
+                longest = max(longest, length)
+            if length >= limit:
+                return limit, longest, found_by
+            limit = length
+            if self._one_pass:
+                return limit, longest, found_by

@@ -1,0 +1,245 @@
+"""Physical blocks: who uses them, what they hold, and in which order they are reused.
+
+Block 0 is the null block. A free block stays findable by its hash until ``take`` hands it out, which removes
+its hashes, each in an event of its own. Free blocks without a hash are reused last in, first out; the others
+in the order they were freed. Equal content is never merged: a hash may have several copies, the oldest first.
+Facts: ``BlockPool`` and ``FreeKVCacheBlockQueue`` of vLLM 0.32.
+
+Every operation is O(1) per block. The queue of hashed blocks is a deque in which a block taken out of the
+middle leaves a dead entry behind: entries of one block leave in the order they came, so a count of its dead
+ones is enough to skip them. The deque is rewritten when dead entries outnumber the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from publisher.events import BlockRemoved, BlockStored, Event
+
+WireHash = int | bytes
+Copies = int | dict[int, None]
+"""The block that holds a hash, or several in the order they came (0: the null block)."""
+
+NULL = 0
+MEDIUM = "GPU"
+
+
+class IntegrityError(RuntimeError):
+    """The pool's own books do not add up: a defect of this module."""
+
+
+def first_copy(copies: Copies) -> int:
+    """The copy a hit takes: the oldest."""
+    return copies if isinstance(copies, int) else next(iter(copies))
+
+
+class BlockStore:
+    """``num_blocks`` blocks shared by all groups; ``events`` is None where nobody listens."""
+
+    __slots__ = (
+        "_back",
+        "_extra",
+        "_front",
+        "_stale",
+        "events",
+        "group_of",
+        "hash_of",
+        "maps",
+        "num_blocks",
+        "num_free",
+        "refs",
+        "span_of",
+    )
+
+    def __init__(self, num_blocks: int, num_groups: int, *, events: bool) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks {num_blocks}: block 0 is the null block, so at least 2")
+        self.num_blocks = num_blocks
+        self.events: list[Event] | None = [] if events else None
+        self.maps: list[dict[WireHash, Copies]] = [{} for _ in range(num_groups)]
+        self.refs = [0] * num_blocks
+        self.group_of = [0] * num_blocks
+        self.hash_of: list[WireHash | None] = [None] * num_blocks
+        self.span_of = [0] * num_blocks
+        self._extra: dict[int, list[WireHash]] = {}
+        self._front: list[int] = []
+        self._back: deque[int] = deque(range(1, num_blocks))
+        self._stale = [0] * num_blocks
+        self.num_free = num_blocks - 1
+
+    def take(self, count: int) -> list[int]:
+        """``count`` free blocks, each used once; what they held is gone. The caller checked ``num_free``."""
+        front, back, stale = self._front, self._back, self._stale
+        refs, hash_of = self.refs, self.hash_of
+        blocks: list[int] = []
+        if front and count:
+            blocks = front[-count:][::-1]
+            del front[-count:]
+            for block in blocks:
+                refs[block] = 1
+        missing = count - len(blocks)
+        while missing:
+            block = back.popleft()
+            if stale[block]:
+                stale[block] -= 1
+                continue
+            missing -= 1
+            blocks.append(block)
+            refs[block] = 1
+            if hash_of[block] is not None:
+                self.forget(block)
+        self.num_free -= count
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more user of each block; null blocks are ignored."""
+        refs, stale = self.refs, self._stale
+        revived = 0
+        for block in filter(None, blocks):
+            users = refs[block]
+            refs[block] = users + 1
+            if not users:
+                stale[block] += 1
+                revived += 1
+        self.num_free -= revived
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """One user less of each block, given in the order in which they should be reused; null blocks are
+        ignored."""
+        refs, hash_of = self.refs, self.hash_of
+        hashed: list[int] = []
+        bare: list[int] = []
+        for block in filter(None, blocks):
+            users = refs[block] - 1
+            refs[block] = users
+            if not users:
+                if hash_of[block] is None:
+                    bare.append(block)
+                else:
+                    hashed.append(block)
+        bare.reverse()
+        self._front += bare
+        self._back += hashed
+        self.num_free += len(bare) + len(hashed)
+        if len(self._back) > 2 * self.num_blocks:
+            self._rewrite_queue()
+
+    def holds(self, block: int, group_idx: int, block_hash: WireHash) -> bool:
+        copies = self.maps[group_idx].get(block_hash)
+        return copies == block if isinstance(copies, int) else copies is not None and block in copies
+
+    def insert_run(self, group_idx: int, blocks: Iterable[int], hashes: Iterable[WireHash]) -> None:
+        """Make whole blocks findable; a block that held a part of itself loses that first."""
+        mapping, hash_of, group_of = self.maps[group_idx], self.hash_of, self.group_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if hash_of[block] is not None:
+                self.forget(block)
+            hash_of[block] = block_hash
+            group_of[block] = group_idx
+            copies = mapping.get(block_hash)
+            if copies is None:
+                mapping[block_hash] = block
+            elif isinstance(copies, int):
+                mapping[block_hash] = {copies: None, block: None}
+            else:
+                copies[block] = None
+
+    def insert(self, block: int, group_idx: int, block_hash: WireHash) -> None:
+        """Make a block findable under one more hash."""
+        copies = self.maps[group_idx].get(block_hash)
+        if copies is None:
+            self.maps[group_idx][block_hash] = block
+        elif isinstance(copies, int):
+            self.maps[group_idx][block_hash] = {copies: None, block: None}
+        else:
+            copies[block] = None
+        if self.hash_of[block] is None:
+            self.hash_of[block] = block_hash
+            self.group_of[block] = group_idx
+        else:
+            self._extra.setdefault(block, []).append(block_hash)
+
+    def forget(self, block: int) -> None:
+        """Remove every hash of a block, one event each."""
+        group_idx, events = self.group_of[block], self.events
+        for block_hash in self._drop_hashes(block):
+            if events is not None:
+                events.append(BlockRemoved([block_hash], MEDIUM, group_idx))
+
+    def move(self, source: int, target: int) -> None:
+        """Give the hashes of one block to another; nothing is said on the wire."""
+        group_idx, span = self.group_of[source], self.span_of[source]
+        for block_hash in self._drop_hashes(source):
+            self.insert(target, group_idx, block_hash)
+        self.span_of[target] = span
+
+    def reset(self) -> bool:
+        """Forget every hash; False, and nothing done, while any block is in use."""
+        if self.num_free != self.num_blocks - 1:
+            return False
+        for mapping in self.maps:
+            mapping.clear()
+        self._extra.clear()
+        self.hash_of = [None] * self.num_blocks
+        return True
+
+    def say(self, event: BlockStored) -> None:
+        if self.events is not None:
+            self.events.append(event)
+
+    def check_integrity(self, uses: list[int]) -> None:
+        """Raise ``IntegrityError`` unless all books agree with ``uses``, the references per block."""
+        if uses != self.refs:
+            wrong = [block for block in range(self.num_blocks) if uses[block] != self.refs[block]]
+            raise IntegrityError(f"blocks {wrong[:8]}: reference counts are off")
+        queued = self._free_queue()
+        free = [block for block in range(1, self.num_blocks) if not self.refs[block]]
+        if sorted(queued) != free or len(queued) != self.num_free:
+            raise IntegrityError(f"free queue has {len(queued)} blocks, {len(free)} are unused")
+        held = [
+            (block_hash, block) for block, block_hash in enumerate(self.hash_of) if block_hash is not None
+        ]
+        held += [(block_hash, block) for block, hashes in self._extra.items() for block_hash in hashes]
+        listed = 0
+        for group_idx, mapping in enumerate(self.maps):
+            for copies in mapping.values():
+                blocks = (copies,) if isinstance(copies, int) else tuple(copies)
+                listed += len(blocks)
+                if not blocks or any(self.group_of[block] != group_idx for block in blocks):
+                    raise IntegrityError(f"group {group_idx}: a hash without a block of that group")
+        if listed != len(held) or not all(self.holds(b, self.group_of[b], h) for h, b in held):
+            raise IntegrityError("hash maps and blocks disagree")
+
+    def _drop_hashes(self, block: int) -> list[WireHash]:
+        primary = self.hash_of[block]
+        if primary is None:
+            return []
+        self.hash_of[block] = None
+        hashes = [primary]
+        if block in self._extra:
+            hashes += self._extra.pop(block)
+        mapping = self.maps[self.group_of[block]]
+        for block_hash in hashes:
+            copies = mapping[block_hash]
+            if isinstance(copies, int) or len(copies) == 1:
+                del mapping[block_hash]
+            else:
+                del copies[block]
+        return hashes
+
+    def _free_queue(self) -> list[int]:
+        """Free blocks in the order of reuse."""
+        dead = self._stale.copy()
+        queue = self._front[::-1]
+        for block in self._back:
+            if dead[block]:
+                dead[block] -= 1
+            else:
+                queue.append(block)
+        return queue
+
+    def _rewrite_queue(self) -> None:
+        queue = self._free_queue()
+        self._back = deque(queue[len(self._front) :])
+        self._stale = [0] * self.num_blocks

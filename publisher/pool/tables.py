@@ -1,0 +1,185 @@
+"""The block table of one group: how many blocks a request needs there, what it frees, what it stores.
+
+One class per kind; here what all kinds share, and full attention. A request is adopted with the blocks of
+its hit; then, for every chunk, blocks that fell out of reach are freed, new ones taken, and those that became
+full are stored under their hash unless retention leaves them out. Facts: ``single_type_kv_cache_manager.py``
+of vLLM 0.32.
+
+Always true: a table covers all computed tokens, block by block; a 0 stands for a block no longer held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from publisher.groups import GroupSpec
+from publisher.pool.layout import PoolLayout
+from publisher.pool.request import PoolRequest
+from publisher.pool.store import NULL, BlockStore
+from publisher.pool.stored import EventWriter
+
+
+class PoolParts(NamedTuple):
+    """What the tables of one pool share; ``chunk_tokens_max`` bounds a chunk."""
+
+    layout: PoolLayout
+    store: BlockStore
+    writer: EventWriter
+    chunk_tokens_max: int
+
+
+class GroupTable:
+    """Full attention: nothing is ever out of reach, every full block is stored."""
+
+    def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
+        self.spec = spec
+        self.layout = parts.layout
+        self.store = parts.store
+        self.writer = parts.writer
+        self.group_idx = spec.group_idx
+        self.block_size = spec.block_size
+        self.scale = spec.block_size // parts.layout.hash_block_size
+        self.copies: list[tuple[int, int]] = []
+        """Source and target of the block copies of this step; both stay in use until it ends."""
+        self.blocks_max = self.admission_cap(parts.chunk_tokens_max)
+
+    def admission_cap(self, chunk_tokens_max: int) -> int | None:
+        """Most blocks one request holds at once where blocks are given back on the way; None: all."""
+        del chunk_tokens_max
+        return None
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """Tokens from the start that the next token does not look at."""
+        del num_computed
+        return 0
+
+    def blocks_to_admit(self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool) -> int:
+        """Free blocks a new request with this hit takes up to reach ``num_tokens`` tokens."""
+        required = -(-num_tokens // self.block_size)
+        if capped and self.blocks_max is not None:
+            required = min(required, self.blocks_max)
+        skipped = max(self.skipped_tokens(hit), 0) // self.block_size
+        fresh = max(required - max(skipped, len(hit_blocks)), 0)
+        copied = 1 if hit_blocks and hit % self.block_size else 0
+        return fresh + copied + self.num_unused(hit_blocks[skipped:])
+
+    def num_unused(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are free now and would leave the queue."""
+        refs = self.store.refs
+        return sum(1 for block in blocks if block and not refs[block])
+
+    def adopt(self, request: PoolRequest, hit_blocks: list[int], hit: int) -> None:
+        """Use the blocks of a hit; those out of reach become null."""
+        skipped = max(self.skipped_tokens(hit), 0) // self.block_size
+        blocks = hit_blocks[skipped:]
+        self.store.touch(blocks)
+        request.tables[self.group_idx] = [NULL] * skipped + blocks
+        request.num_cached[self.group_idx] = skipped + len(blocks)
+        if blocks and hit % self.block_size:
+            request.partial[self.group_idx] = (hit // self.block_size, blocks[-1])
+            request.num_cached[self.group_idx] = hit // self.block_size
+
+    def drop_skipped(self, request: PoolRequest, num_computed: int) -> None:
+        """Give back what fell out of reach, last block first."""
+        skipped = self.skipped_tokens(num_computed)
+        if skipped > 0:
+            self.drop_before(request, skipped // self.block_size)
+
+    def drop_before(self, request: PoolRequest, end: int) -> None:
+        table, start = request.tables[self.group_idx], request.dropped[self.group_idx]
+        end = min(end, len(table))
+        if end > start:
+            request.dropped[self.group_idx] = end
+            freed = table[start:end]
+            freed.reverse()
+            table[start:end] = [NULL] * (end - start)
+            self.store.free(freed)
+
+    def blocks_needed(self, request: PoolRequest, num_tokens: int) -> int:
+        """Free blocks ``allocate`` will take."""
+        required = -(-num_tokens // self.block_size)
+        fresh = max(required - len(request.tables[self.group_idx]), 0)
+        return fresh + (self.group_idx in request.partial)
+
+    def allocate(self, request: PoolRequest, num_tokens: int) -> None:
+        """Extend the table to ``num_tokens``; a hit that ends inside a block gets a copy of that block."""
+        if self.group_idx in request.partial:
+            self.copy_tail(request, self.store.take(1)[0])
+        table = request.tables[self.group_idx]
+        fresh = -(-num_tokens // self.block_size) - len(table)
+        if fresh > 0:
+            table += self.store.take(fresh)
+
+    def copy_tail(self, request: PoolRequest, target: int) -> None:
+        """Put a private copy in place of the shared last block of a hit."""
+        position, source = request.partial.pop(self.group_idx)
+        request.tables[self.group_idx][position] = target
+        self.copies.append((source, target))
+        self.store.refs[target] += 1
+
+    def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """Store the blocks that are full at ``num_tokens`` and were not before."""
+        start = request.num_cached[self.group_idx]
+        end = num_tokens // self.block_size
+        if start >= end:
+            return
+        request.num_cached[self.group_idx] = end
+        table, store = request.tables[self.group_idx], self.store
+        kept = self.kept_blocks(start, end, boundaries)
+        held = [position for position in (range(start, end) if kept is None else kept) if table[position]]
+        if held:
+            hashes, scale = request.hashes, self.scale
+            blocks = [table[position] for position in held]
+            run = [hashes[(position + 1) * scale - 1] for position in held]
+            store.insert_run(self.group_idx, blocks, run)
+            if scale > 1:
+                for position, block in zip(held, blocks, strict=True):
+                    store.span_of[block] = (position + 1) * self.block_size
+        self.writer.stored(request, self.spec, start, end, held)
+
+    def kept_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> Iterable[int] | None:
+        """Which of the blocks ``start`` to ``end`` can ever serve a hit and are stored; None: all."""
+        del start, end, boundaries
+        return None
+
+    def cache_partial(self, request: PoolRequest, block: int, num_tokens: int) -> None:
+        """Make a block findable at a boundary inside it."""
+        store = self.store
+        block_hash = request.hashes[num_tokens // self.layout.hash_block_size - 1]
+        if store.holds(block, self.group_idx, block_hash):
+            return
+        if store.hash_of[block] is not None and store.span_of[block] < num_tokens:
+            store.forget(block)
+        if store.hash_of[block] is None:
+            store.span_of[block] = num_tokens
+        store.insert(block, self.group_idx, block_hash)
+        self.writer.stored_part(request, self.spec, num_tokens)
+
+    def quiet_to(self, before: int, now: int) -> int:
+        """Up to how many computed tokens nothing happens here, after a chunk from ``before`` to ``now``."""
+        del before
+        return now if now % self.block_size == 0 else now - now % self.block_size + self.block_size - 1
+
+    def release(self, request: PoolRequest) -> None:
+        """Give back the whole table, last block first."""
+        self.store.free(reversed(request.tables[self.group_idx]))
+
+    def end_step(self) -> None:
+        """The step is over; what was stored in it can be hit from now on."""
+
+
+class FullTable(GroupTable):
+    """Full attention; coarser than the hash block it also stores the end of the prompt inside a block."""
+
+    def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
+        super().cache(request, num_tokens, boundaries)
+        if self.scale == 1:
+            return
+        limit = request.num_prompt_tokens - (self.group_idx not in self.layout.eagle)
+        boundary = limit - limit % self.layout.hash_block_size
+        if boundary <= 0 or boundary > num_tokens or not boundary % self.block_size:
+            return
+        table, position = request.tables[self.group_idx], boundary // self.block_size
+        if position < len(table) and table[position]:
+            self.cache_partial(request, table[position], boundary)
