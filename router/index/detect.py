@@ -83,7 +83,7 @@ class PendingRoots:
 
 
 def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
-    """The comparable form of ``event``; None if it does not start at token 0 or hides what its hashes need."""
+    """The comparable form of ``event``; None if it starts elsewhere or hides what its hashes need."""
     if event.parent_block_hash is not None or event.block_size == 0:
         return None
     extras = event_extras(event, lora_paths)

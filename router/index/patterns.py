@@ -35,10 +35,8 @@ class Steps(dict[int, int]):
             words[self._column] |= self._bit
         else:
             words[self._column] &= ~self._bit
-        if np.array_equal(words, self._patterns.row(row)):
-            step = row
-        else:
-            step = self._patterns.number_of(words)
+        same = np.array_equal(words, self._patterns.row(row))
+        step = row if same else self._patterns.number_of(words)
         self[row] = step
         return step
 

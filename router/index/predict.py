@@ -1,4 +1,4 @@
-"""Predicted hits of a prompt on every engine: hash once per scheme, look up once, evaluate 64 engines at a time.
+"""Predicted hits of a prompt on every engine: hashed once per scheme, looked up once, 64 engines at a time.
 
 ``FleetResidency`` is the sink of all feeds and the one place that answers "who holds how much of this".
 Always true: an engine whose scheme or layout is not known yet is answered with mode ``unknown`` and no hit,
@@ -54,6 +54,8 @@ class EngineHit(msgspec.Struct, frozen=True):
     hit_tokens: int = 0
     offloaded_tokens: int = 0
     trunk_tokens: int = 0
+    alignment: int = 1
+    """A hit is a multiple of this."""
     by_class: tuple[ClassHit, ...] = ()
     why_unknown: str = ""
 
@@ -176,7 +178,9 @@ def _evaluate(
         hit = gpu.hit[bit]
         offloaded = max(hit, anywhere(layout, word).hit[bit]) if offload else hit
         by_class = _class_hits(layout, gpu, bit) if detail else ()
-        answers[engine_id] = EngineHit(engine_id, mode, hit, offloaded, gpu.trunk[bit], by_class)
+        answers[engine_id] = EngineHit(
+            engine_id, mode, hit, offloaded, gpu.trunk[bit], layout.alignment, by_class
+        )
     return answers
 
 

@@ -9,7 +9,6 @@ the engine then restarts, so that residency starts empty; only the second time a
 from __future__ import annotations
 
 import binascii
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,21 +121,6 @@ def _detected(engine: EngineResidency) -> dict[str, Any]:
 def total(results: list[TraceResult]) -> TraceResult:
     """All results added up."""
     summed = TraceResult("total", "")
-    for name in (
-        "probes",
-        "exact",
-        "over",
-        "under",
-        "truth_tokens",
-        "abs_error_tokens",
-        "states",
-        "states_exact",
-    ):
+    for name in _SUMMED:
         setattr(summed, name, sum(getattr(result, name) for result in results))
     return summed
-
-
-def verify(files: list[Path]) -> Iterator[TraceResult]:
-    """Results one by one, in the order of ``files``."""
-    for path in files:
-        yield verify_trace(path)

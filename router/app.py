@@ -1,0 +1,244 @@
+"""The running router: builds every part from the configuration and keeps them alive together.
+
+``Router`` is one ASGI application. Its own endpoints go to ``control``, everything else to the proxy. Its
+lifespan runs the fleet poller, one feed per engine that publishes events, and the detection ticker, all in
+one task group, so nothing outlives the server. A feed that fails is logged and started again; it never takes
+the router down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import structlog
+
+from router.books import Books
+from router.config import ANY_MODEL, Config
+from router.control import Readiness, create_control, is_control
+from router.feeds.base import FeedState, FeedStats
+from router.feeds.subscriber import Feed
+from router.fleet.poller import FleetPoller
+from router.fleet.registry import EngineStatus, Fleet
+from router.index.layout import ModelFacts
+from router.index.scopes import Scopes
+from router.observe.metrics import Sources
+from router.planner import Planner
+from router.prompts.config import ModelPrompts
+from router.prompts.reader import PromptReader
+from router.proxy.app import ProxyApp
+from router.proxy.breaker import BreakerBoard
+from router.proxy.stats import ListenStats
+
+_log = structlog.get_logger()
+_FEED_RESTART_S = 1.0
+_DETECTION_TICK_S = 0.05
+_WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
+
+
+class Router:
+    """One router process. ``clock`` is monotonic seconds."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.fleet = Fleet(config.engines)
+        self.books = Books.empty(clock)
+        self.scopes = Scopes(self._facts)
+        self.feed_stats: dict[str, FeedStats] = {}
+        self.listen_stats: ListenStats | None = None
+        self.draining: Callable[[], bool] = lambda: False
+        self._clock = clock
+        self._started_s = clock()
+        self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._lora_paths: dict[str, dict[str, str]] = {}
+        models = {name: self._prompts(name) for name in config.models} or {
+            ANY_MODEL: self._prompts(ANY_MODEL)
+        }
+        self.reader = PromptReader(
+            models,
+            config.prompts,
+            self._post,
+            engine_url=self._engine_url,
+            is_adapter=self._is_adapter,
+            clock=clock,
+        )
+        self.planner, self.proxy = self._assemble()
+        self._sources = Sources(
+            self.fleet,
+            self.feed_stats,
+            self.scopes,
+            self.books,
+            self.proxy.board,
+            self.proxy.stats,
+            self.reader.stats,
+            lambda: self.listen_stats,
+        )
+        self._control = create_control(
+            self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
+        )
+
+    def _assemble(self) -> tuple[Planner, ProxyApp]:
+        board = BreakerBoard(self._clock)
+        planner = Planner(
+            fleet=self.fleet,
+            scopes=self.scopes,
+            feeds=self.feed_stats,
+            reader=self.reader,
+            books=self.books,
+            board=board,
+            settings=self.config.policy,
+            retention=lambda model: self.config.model(model).retention(),
+            expose_decision=self.config.server.expose_decision,
+        )
+        return planner, ProxyApp(planner, self.config.proxy, clock=self._clock, board=board)
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """ASGI 3."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http" and is_control(scope["path"]):
+            await self._control(scope, receive, send)
+        else:
+            await self.proxy(scope, receive, send)
+
+    async def _lifespan(self, receive: Any, send: Any) -> None:
+        await receive()
+        async with self.running():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything that works in the background, for as long as the context lasts."""
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+            self._session, self._tasks = session, tasks
+            poller = FleetPoller(self.fleet, self, self.config.fleet, session)
+            background = [tasks.create_task(poller.run()), tasks.create_task(self._detect())]
+            try:
+                yield
+            finally:
+                for task in [*background, *self._feeds.values()]:
+                    task.cancel()
+                self.proxy.close()
+                self.reader.close()
+                self._session = self._tasks = None
+
+    def readiness(self) -> Readiness:
+        """Ready: not draining, an engine answers, and every feed has caught up or had its time."""
+        if self.draining():
+            return Readiness(False, "draining")
+        up = self.fleet.ready(None)
+        if not up:
+            return Readiness(False, "no engine answers yet")
+        cold = [s.engine_id for s in up if s.publishes_events and not self._warm(s.engine_id)]
+        waited = self._clock() - self._started_s > self.config.fleet.warm_up_s_max
+        if cold and not waited:
+            return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
+        return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
+
+    def _warm(self, engine_id: str) -> bool:
+        stats = self.feed_stats.get(engine_id)
+        return stats is not None and stats.state in _WARM_STATES
+
+    # -- what the fleet poller tells ------------------------------------------------------------------
+
+    def engine_up(self, status: EngineStatus) -> None:
+        """See ``FleetListener``."""
+        base = status.base_model
+        if base is None:
+            return
+        adapters = {card.id: card.root for card in status.models if card.parent is not None and card.root}
+        self._lora(base).update({name: path for name, path in adapters.items() if path})
+        self.scopes.assign(status.engine_id, base)
+        if not status.publishes_events:
+            if status.engine_id not in self.books.shadows:
+                self.books.shadows.add(status.engine_id, self.config.model(base).shadow_spec())
+        elif status.engine_id not in self._feeds and self._tasks is not None:
+            self.books.shadows.forget(status.engine_id)
+            self._feeds[status.engine_id] = self._tasks.create_task(self._feed(status))
+
+    def engine_down(self, status: EngineStatus) -> None:
+        """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
+        self.books.shadows.reset(status.engine_id)
+
+    def engine_gone(self, engine_id: str) -> None:
+        """See ``FleetListener``."""
+        task = self._feeds.pop(engine_id, None)
+        if task is not None:
+            task.cancel()
+        self.feed_stats.pop(engine_id, None)
+        self.scopes.remove(engine_id)
+        self.books.forget(engine_id)
+        self.proxy.board.forget(engine_id)
+
+    def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:
+        """See ``FleetListener``."""
+        self.books.load.report(engine_id, running=running, waiting=waiting, now=self._clock())
+
+    # -- background ---------------------------------------------------------------------------------
+
+    async def _feed(self, status: EngineStatus) -> None:
+        engine = status.engine
+        if engine.events is None:
+            raise AssertionError("an engine without events has no feed")
+        while True:
+            feed = Feed(
+                engine.engine_id,
+                engine.events,
+                engine.replay,
+                engine.topic,
+                self.scopes,
+                clock=self._clock,
+                settings=self.config.feeds,
+            )
+            self.feed_stats[engine.engine_id] = feed.stats
+            try:
+                await feed.run()
+            except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
+                _log.exception("feed failed, starting it again", engine=engine.engine_id)
+            self.scopes.forget(engine.engine_id)
+            await asyncio.sleep(_FEED_RESTART_S)
+
+    async def _detect(self) -> None:
+        """Seed searches go on a slice at a time also while no events come."""
+        while True:
+            searching = self.scopes.advance_detection()
+            await asyncio.sleep(0 if searching else _DETECTION_TICK_S)
+
+    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        if self._session is None:
+            raise OSError("the router is not running")
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"content-type": "application/json"}
+        async with self._session.post(url, data=body, headers=headers, timeout=timeout) as answer:
+            return answer.status, await answer.read()
+
+    # -- what the prompt reader asks ------------------------------------------------------------------
+
+    def _engine_url(self, model: str | None) -> str | None:
+        ready = [s for s in self.fleet.ready(model) if self.proxy.board.available(s.engine_id)]
+        return ready[0].engine.base_url if ready else None
+
+    def _is_adapter(self, model: str) -> bool:
+        return any(card.id == model and card.parent for s in self.fleet for card in s.models)
+
+    def _lora(self, model: str) -> dict[str, str]:
+        """LoRA paths of a model: configured ones, completed by what its engines say. One dict, shared."""
+        name = model if model in self.config.models else ANY_MODEL
+        if name not in self._lora_paths:
+            self._lora_paths[name] = dict(self.config.model(name).lora_paths)
+        return self._lora_paths[name]
+
+    def _facts(self, model: str) -> ModelFacts:
+        return msgspec.structs.replace(self.config.model(model).facts(), lora_paths=self._lora(model))
+
+    def _prompts(self, model: str) -> ModelPrompts:
+        return msgspec.structs.replace(self.config.model(model).prompts(), lora_paths=self._lora(model))

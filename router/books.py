@@ -1,0 +1,40 @@
+"""What the router remembers of its own requests: the books that a placement is entered in and taken out of.
+
+One object, so that the parts travel together and an engine that leaves is forgotten in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from router.observe.receipts import ReceiptBook
+from router.policy.affinity import AffinityMap
+from router.policy.inflight import InflightPrefixes
+from router.policy.load import LoadAccount
+from router.policy.rates import RateBook
+from router.policy.shadow import ShadowFleet
+
+
+class Books(msgspec.Struct):
+    """What the router remembers of its own requests; one object so that the parts travel together."""
+
+    load: LoadAccount
+    inflight: InflightPrefixes
+    shadows: ShadowFleet
+    affinity: AffinityMap
+    receipts: ReceiptBook
+    now: Callable[[], float]
+    """The router's clock, in seconds."""
+
+    @classmethod
+    def empty(cls, clock: Callable[[], float]) -> Books:
+        return cls(
+            LoadAccount(RateBook()), InflightPrefixes(), ShadowFleet(), AffinityMap(), ReceiptBook(), clock
+        )
+
+    def forget(self, engine_id: str) -> None:
+        """The engine left the fleet."""
+        for book in (self.load, self.load.rates, self.inflight, self.shadows, self.affinity, self.receipts):
+            book.forget(engine_id)

@@ -1,0 +1,161 @@
+"""The ``kvatlas`` command. Each subcommand imports what it needs when it runs, so that --help is quick.
+
+Every subcommand checks its input before it starts anything: bad configuration ends with status 2 and one
+line that names the key. Other statuses: 0 done, 1 the answer is no (a probe not exact, a check failed).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from router import __version__
+from router.config import ANY_MODEL, ConfigError, load, parse_engine
+
+app = App(
+    name="kvatlas",
+    version=__version__,
+    help="Routes LLM requests to the vLLM engine that has to compute the least, by what its KV cache holds.",
+)
+
+EngineFlags = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--engine",
+        help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
+        "Event endpoints are asked from the engine where not given.",
+        negative="",
+    ),
+]
+
+
+@app.command
+def serve(
+    *,
+    engine: EngineFlags = None,
+    config: Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")] = None,
+    tokenizer: Annotated[
+        Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
+    ] = None,
+    host: Annotated[str | None, Parameter(help="Address to listen on.")] = None,
+    port: Annotated[int | None, Parameter(help="Port to listen on; 0 takes a free one.")] = None,
+    policy: Annotated[str | None, Parameter(help="Placement policy.")] = None,
+    expose_decision: Annotated[
+        bool | None, Parameter(help="Answer with x-kvatlas-engine and x-kvatlas-hit-tokens.")
+    ] = None,
+    log_level: Annotated[str | None, Parameter(help="debug, info, warning or error.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
+    ] = None,
+    print_config: Annotated[
+        bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
+    ] = False,
+    check_config: Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")] = False,
+) -> int:
+    """Run the router in front of vLLM engines."""
+    flags = {
+        "server.host": host,
+        "server.port": port,
+        "server.expose_decision": expose_decision,
+        "server.log_level": log_level,
+        "policy.policy": policy,
+    }
+    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
+    given |= _assignments(set_ or [])
+    models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
+    loaded = load(
+        config, flags=given, engines=tuple(parse_engine(text) for text in engine or []), models=models
+    )
+    from router import serving
+
+    if print_config:
+        print(serving.describe(loaded), end="")
+        return 0
+    if not loaded.config.engines:
+        raise ConfigError("no engine: give --engine URL (repeatable) or [[engines]] in the --config file")
+    if check_config:
+        serving.check(loaded.config)
+        print("configuration ok")
+        return 0
+    return serving.serve(loaded.config)
+
+
+@app.command
+def verify(
+    *paths: Annotated[Path, Parameter(help="Recorded traces: files or folders.")],
+    json: Annotated[
+        bool, Parameter(help="One JSON line per trace and a last one with the total.", negative="")
+    ] = False,
+) -> int:
+    """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
+    from router.tools.verify_command import run_verify
+
+    return run_verify(list(paths), as_json=json)
+
+
+@app.command
+def engine(
+    *,
+    host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="HTTP port; 0 takes a free one.")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--set",
+            help="Any setting of the simulated engine: KEY=VALUE, e.g. groups=gptoss-like; repeat for more.",
+            negative="",
+        ),
+    ] = None,
+) -> int:
+    """Run one simulated engine: OpenAI HTTP, vLLM metrics and real KV events, without GPU or model."""
+    from router.tools.engine_command import run_engine
+
+    return run_engine(host, port, set_ or [])
+
+
+@app.command
+def demo(
+    *,
+    seconds: Annotated[float, Parameter(help="How long the load runs.")] = 20.0,
+    engines: Annotated[int, Parameter(help="How many simulated engines.")] = 4,
+    port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
+    json: Annotated[bool, Parameter(help="Only the final summary, as one JSON object.", negative="")] = False,
+    keep: Annotated[
+        bool, Parameter(help="Stay up after the load, to be tried with curl.", negative="")
+    ] = False,
+) -> int:
+    """Simulated engines, the router and a chat load on this machine, with a live table."""
+    from router.tools.demo import run_demo
+
+    return run_demo(seconds=seconds, engines=engines, port=port, as_json=json, keep=keep)
+
+
+def _assignments(texts: list[str]) -> dict[str, object]:
+    """``KEY=VALUE`` pairs of ``--set``."""
+    pairs: dict[str, object] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def main() -> None:
+    """Entry point of the ``kvatlas`` command."""
+    try:
+        status = app(result_action="return_value")
+    except ConfigError as error:
+        print(f"kvatlas: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""The router's configuration: one frozen tree whose defaults are the only defaults.
+
+Four sources, the later one winning: defaults, the TOML file, environment variables
+(``KVATLAS_<SECTION>_<KEY>``, e.g. ``KVATLAS_POLICY_BETA``), command-line flags. Every value is checked at
+start; a fault names the key, the value and what would be right (``ConfigError``). ``load`` also tells where
+each value came from, for ``--print-config``.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from publisher.block_hash import HashScheme
+from publisher.groups import GroupSpec
+from router.feeds.base import FeedSettings
+from router.fleet.engine import Engine
+from router.fleet.poller import FleetSettings
+from router.index.layout import ModelFacts
+from router.policy.base import PolicySettings
+from router.policy.shadow import ShadowSpec
+from router.prompts.config import ModelPrompts, PromptSettings
+from router.proxy.settings import ListenSettings, ProxySettings
+
+ENV_PREFIX = "KVATLAS_"
+ANY_MODEL = "*"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the key and the remedy."""
+
+
+class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the block pool of engines that publish no events (None: assumed, and marked so)."""
+
+    num_blocks: int | None = None
+    block_size: int | None = None
+    sliding_window: int | None = None
+    """Adds a sliding-window group of this many tokens to the full-attention group."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model. ``tokenizer`` is a local directory with tokenizer.json (Hugging Face layout).
+
+    ``lora_paths`` gives the path each LoRA was loaded from, which enters block hashes; the rest says what no
+    event carries (see ``ModelFacts``).
+    """
+
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    """File or text, where the engines were started with ``--chat-template``."""
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    default_chat_template_kwargs: dict[str, Any] = {}
+    exclude_tools_when_tool_choice_none: bool = False
+    lora_paths: dict[str, str] = {}
+    attention_chunk_size: int | None = None
+    mamba_cache_mode: str | None = None
+    eagle_groups: tuple[int, ...] = ()
+    partial_hash_hits: bool | None = None
+    report_mode_full: bool = False
+    retention_interval: int | Literal["dense"] = 0
+    """The engines' ``prefix_cache_retention_interval`` in tokens (0 is vLLM's default since 0.29)."""
+    hash_seeds: tuple[str, ...] = ()
+    kinds: dict[str, str] = {}
+    windows: dict[str, int] = {}
+    shadow: ShadowConfig = ShadowConfig()
+
+    def facts(self) -> ModelFacts:
+        """The part the index needs."""
+        return ModelFacts(
+            attention_chunk_size=self.attention_chunk_size,
+            mamba_cache_mode=self.mamba_cache_mode,
+            eagle_groups=self.eagle_groups,
+            partial_hash_hits=self.partial_hash_hits,
+            report_mode_full=self.report_mode_full,
+            hash_seeds=self.hash_seeds,
+            lora_paths=self.lora_paths,
+            kinds={int(idx): kind for idx, kind in self.kinds.items()},
+            windows={int(idx): window for idx, window in self.windows.items()},
+        )
+
+    def prompts(self) -> ModelPrompts:
+        """The part the prompt reader needs."""
+        return ModelPrompts(
+            tokenizer_dir=self.tokenizer,
+            chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
+            default_chat_template_kwargs=self.default_chat_template_kwargs,
+            exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
+            lora_paths=self.lora_paths,
+        )
+
+    def retention(self) -> int | None:
+        """The retention interval in tokens; None for dense."""
+        return None if self.retention_interval == "dense" else self.retention_interval
+
+    def shadow_spec(self) -> ShadowSpec:
+        """The pool assumed for engines of this model that publish no events."""
+        size = self.shadow.block_size or 16
+        groups = [GroupSpec(0, "full_attention", size)]
+        if self.shadow.sliding_window is not None:
+            groups.append(GroupSpec(1, "sliding_window", size, sliding_window=self.shadow.sliding_window))
+        given = {
+            "groups": self.shadow.block_size,
+            "num_blocks": self.shadow.num_blocks,
+        }
+        return ShadowSpec(
+            groups=tuple(groups),
+            num_blocks=self.shadow.num_blocks or ShadowSpec().num_blocks,
+            scheme=HashScheme(hash_block_size=size),
+            retention_interval=self.retention(),
+            assumed=tuple(name for name, value in given.items() if value is None),
+        )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the router listens, and what it tells."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    expose_decision: bool = False
+    """Answer with ``x-kvatlas-engine`` and ``x-kvatlas-hit-tokens``."""
+    log_level: str = "info"
+    log_format: str = "console"
+    """``console`` for people, ``json`` for machines."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything ``kvatlas serve`` can be told."""
+
+    server: ServerConfig = ServerConfig()
+    engines: tuple[Engine, ...] = ()
+    models: dict[str, ModelConfig] = {}
+    """By served model name; ``*`` is for any model not named."""
+    fleet: FleetSettings = FleetSettings()
+    policy: PolicySettings = PolicySettings()
+    proxy: ProxySettings = ProxySettings()
+    listen: ListenSettings = ListenSettings()
+    feeds: FeedSettings = FeedSettings()
+    prompts: PromptSettings = PromptSettings()
+
+    def model(self, name: str) -> ModelConfig:
+        """The configuration of a served model."""
+        return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "server": ServerConfig,
+    "fleet": FleetSettings,
+    "policy": PolicySettings,
+    "proxy": ProxySettings,
+    "listen": ListenSettings,
+    "feeds": FeedSettings,
+    "prompts": PromptSettings,
+}
+"""Sections whose keys are plain values, so that a flag or an environment variable can set each."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A configuration, and where every value that is not a default came from (``section.key`` -> source)."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+def load(
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None,
+    engines: tuple[Engine, ...] = (),
+    models: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Loaded:
+    """Merge all sources. ``flags`` maps ``section.key`` to a value. Raises ``ConfigError``."""
+    tree = _read_toml(path) if path is not None else {}
+    sources = dict.fromkeys(_leaves(tree), f"file {path}")
+    for key, text, name in _environment(environ):
+        _put(tree, key, text)
+        sources[key] = f"environment {name}"
+    for key, value in (flags or {}).items():
+        _put(tree, key, value)
+        sources[key] = "flag"
+    if engines:
+        tree["engines"] = [msgspec.to_builtins(engine) for engine in engines]
+        sources["engines"] = "flag"
+    for name, settings in (models or {}).items():
+        tree.setdefault("models", {}).setdefault(name, {}).update(settings)
+        sources |= {f"models.{name}.{key}": "flag" for key in settings}
+    _refuse_unknown(tree, Config, "")
+    try:
+        config = msgspec.convert(tree, Config, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(_readable(str(error))) from None
+    _check(config)
+    return Loaded(config, sources)
+
+
+def parse_engine(text: str) -> Engine:
+    """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]`` as ``--engine`` takes it."""
+    url, *options = text.split(",")
+    values: dict[str, Any] = {"base_url": url.rstrip("/")}
+    names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank"}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if name not in names or not separator:
+            raise ConfigError(f"--engine {text!r}: {option!r} is not one of {', '.join(names)} with =VALUE")
+        values[names[name]] = value
+    try:
+        engine = msgspec.convert(values, Engine, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--engine {text!r}: {error}") from None
+    _check_engine(engine)
+    return engine
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"configuration file {path}: {error}") from None
+
+
+def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(key, text, variable) of every variable that names a setting. An unknown one is refused."""
+    known = {
+        f"{ENV_PREFIX}{section}_{field}".upper(): f"{section}.{field}"
+        for section, struct in SECTIONS.items()
+        for field in struct.__struct_fields__
+    }
+    found = []
+    for name, text in environ.items():
+        if name in known:
+            found.append((known[name], text, name))
+        elif any(name.startswith(f"{ENV_PREFIX}{section}_".upper()) for section in SECTIONS):
+            raise ConfigError(f"environment variable {name} names no setting; see docs/configuration.md")
+    return found
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, field = key.partition(".")
+    if section not in SECTIONS or field not in SECTIONS[section].__struct_fields__:
+        raise ConfigError(f"{key} is not a setting; see docs/configuration.md")
+    tree.setdefault(section, {})[field] = value
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, value in tree.items():
+        keys += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+    return keys
+
+
+def _refuse_unknown(tree: Any, struct: type[msgspec.Struct], prefix: str) -> None:
+    """A misspelt key must not be silently ignored."""
+    if not isinstance(tree, dict):
+        return
+    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    for name, value in tree.items():
+        if name not in fields:
+            raise ConfigError(f"unknown key {prefix}{name}; known: {', '.join(sorted(fields))}")
+        inner = fields[name]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            _refuse_unknown(value, inner, f"{prefix}{name}.")
+        elif name == "models" and isinstance(value, dict):
+            for model, settings in value.items():
+                _refuse_unknown(settings, ModelConfig, f"models.{model}.")
+        elif name == "engines" and isinstance(value, list):
+            for number, engine in enumerate(value):
+                _refuse_unknown(engine, Engine, f"engines[{number}].")
+
+
+def _readable(message: str) -> str:
+    """msgspec says ``... - at `$.a.b` ``; put the key first."""
+    text, separator, path = message.rpartition(" - at `$.")
+    return f"{path.rstrip('`')}: {text}" if separator else message
+
+
+def _check(config: Config) -> None:
+    ids = [engine.engine_id for engine in config.engines]
+    for engine in config.engines:
+        _check_engine(engine)
+        if ids.count(engine.engine_id) > 1:
+            raise ConfigError(f"engines: {engine.engine_id} is listed twice")
+    if config.server.log_level not in {"debug", "info", "warning", "error"}:
+        raise ConfigError(
+            f"server.log_level: {config.server.log_level!r} is none of debug, info, warning, error"
+        )
+    if config.server.log_format not in {"console", "json"}:
+        raise ConfigError(f"server.log_format: {config.server.log_format!r} is neither console nor json")
+    if not 0 <= config.server.port < 1 << 16:
+        raise ConfigError(f"server.port: {config.server.port} is not a port number")
+    for name, model in config.models.items():
+        if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
+            where = f"models.{name}.tokenizer"
+            raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
+        for key in ("kinds", "windows"):
+            if not all(idx.isdigit() for idx in getattr(model, key)):
+                raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
+
+
+def _check_engine(engine: Engine) -> None:
+    parts = urlsplit(engine.base_url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
+    for name in ("events", "replay"):
+        address = getattr(engine, name)
+        if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
+            raise ConfigError(
+                f"engine {engine.base_url}: {name}={address!r} is not a tcp:// or ipc:// address"
+            )
+    if engine.replay is not None and engine.events is None:
+        raise ConfigError(f"engine {engine.base_url}: replay= without events= has nothing to complete")

@@ -1,0 +1,187 @@
+"""The router's own endpoints: health, readiness, metrics, models, and why a request goes where it goes.
+
+Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
+have OpenAI's shape here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from router import __version__
+from router.errors import ApiError, bad_request, body_too_large
+from router.explain import explain
+from router.fleet.registry import EngineStatus, Fleet
+from router.observe.metrics import Sources, render_metrics
+from router.planner import Planner
+from router.prompts.body import peek
+from router.proxy.base import InboundRequest
+
+CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
+CONTROL_PREFIX = "/kvatlas/"
+
+
+def is_control(path: str) -> bool:
+    """Whether the router answers this path itself."""
+    return path in CONTROL_PATHS or path.startswith((CONTROL_PREFIX, "/v1/models/"))
+
+
+class Readiness(msgspec.Struct):
+    """Whether traffic should come here, and if not, why."""
+
+    ready: bool
+    reason: str
+
+
+def create_control(
+    planner: Planner,
+    sources: Sources,
+    *,
+    readiness: Callable[[], Readiness],
+    body_bytes_max: int,
+) -> FastAPI:
+    """The application for ``is_control`` paths."""
+    app = FastAPI(title="kvatlas", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        headers = {name.decode(): value.decode() for name, value in error.headers}
+        return Response(error.body(), error.status, headers, media_type="application/json")
+
+    _add_health(app, planner, sources, readiness)
+    _add_models(app, sources.fleet)
+    _add_insight(app, planner, sources, body_bytes_max)
+    return app
+
+
+def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process lives."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 once at least one engine answers and its feed has caught up (or had its time)."""
+        state = readiness()
+        engines = {status.engine_id: _brief(planner, status) for status in sources.fleet}
+        content = {"ready": state.ready, "reason": state.reason, "engines": engines}
+        return JSONResponse(content, 200 if state.ready else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format. Made in the loop's thread: the numbers are its objects."""
+        page = render_metrics(sources)
+        await asyncio.sleep(0)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_models(app: FastAPI, fleet: Fleet) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """Models of all engines that are up."""
+        cards = [msgspec.to_builtins(card) for card in fleet.model_cards()]
+        return _json({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        """One model's card."""
+        card = next((card for card in fleet.model_cards() if card.id == model), None)
+        if card is None:
+            raise ApiError(
+                404, "model_not_found", f"The model {model!r} is not served here.", kind="not_found_error"
+            )
+        return _json(msgspec.to_builtins(card))
+
+
+def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
+    @app.get("/kvatlas/engines")
+    async def engines() -> Response:
+        """Every engine as the router sees it."""
+        return _json([_full(planner, sources, status) for status in sources.fleet])
+
+    @app.get("/kvatlas/receipts")
+    async def receipts() -> Response:
+        """The latest receipts, oldest first."""
+        return _json(
+            [{**msgspec.to_builtins(r), "outcome": r.outcome} for r in sources.books.receipts.latest]
+        )
+
+    @app.post("/kvatlas/explain")
+    async def explain_request(request: Request) -> Response:
+        """What would happen to this completion request, and why; nothing is forwarded."""
+        body = await _body(request, body_bytes_max)
+        peeked = peek(body)
+        raw = _fields(body)
+        if "messages" not in raw and "prompt" not in raw:
+            raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
+        path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
+        inbound = InboundRequest("POST", path, b"", list(request.scope["headers"]), body, peeked.model)
+        return _json(explain(await planner.explain(inbound), planner.feed_state))
+
+    @app.api_route("/kvatlas/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"])
+    async def unknown(rest: str) -> Response:
+        raise ApiError(404, "not_found", f"There is no /kvatlas/{rest}.", kind="not_found_error")
+
+
+async def _body(request: Request, limit_bytes: int) -> bytes:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            raise body_too_large(limit_bytes)
+    return body
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError as error:
+        raise bad_request("invalid_json", f"The request body is not a JSON object: {error}") from None
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _brief(planner: Planner, status: EngineStatus) -> dict[str, Any]:
+    return {"up": status.up, "problem": status.problem, "feed": planner.feed_state(status.engine_id)}
+
+
+def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str, Any]:
+    feed = sources.feeds.get(status.engine_id)
+    engine = sources.scopes.engine(status.engine_id)
+    load = sources.books.load.load(status.engine_id, sources.books.now())
+    receipts = sources.books.receipts.engines.get(status.engine_id)
+    return {
+        "engine": status.engine_id,
+        "up": status.up,
+        "problem": status.problem,
+        "models": [card.id for card in status.models],
+        "available": sources.board.available(status.engine_id),
+        "publishes_events": status.publishes_events,
+        "kv_usage": status.kv_usage,
+        "feed": None if feed is None else msgspec.to_builtins(feed),
+        "feed_state": planner.feed_state(status.engine_id),
+        "mode": "shadow"
+        if status.engine_id in sources.books.shadows
+        else None
+        if engine is None
+        else engine.detection,
+        "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
+        "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
+        "rejected_events": {} if engine is None else dict(engine.rejected),
+        "load": msgspec.to_builtins(load),
+        "receipts": {} if receipts is None else receipts.outcomes,
+        "drifting": receipts is not None and receipts.drifting,
+    }

@@ -1,0 +1,104 @@
+"""Which engines exist, what they serve, and whether they answer: the fleet as last seen.
+
+Pure bookkeeping; ``poller.py`` feeds it. A server with several data-parallel ranks is one engine per rank
+here, since each rank has its own cache. Always true: every engine id occurs once; an engine that was never
+seen up serves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from router.fleet.engine import Engine
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One entry of an engine's ``GET /v1/models``; ``parent`` names the base model of a LoRA."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "vllm"
+
+
+class EngineStatus(msgspec.Struct):
+    """One engine as last seen. ``problem`` says why it is not up."""
+
+    engine: Engine
+    up: bool = False
+    models: tuple[ModelCard, ...] = ()
+    problem: str = "not contacted yet"
+    draining: bool = False
+    kv_usage: float | None = None
+    """Share of the engine's KV blocks in use, as its metrics say (0..1)."""
+
+    @property
+    def engine_id(self) -> str:
+        return self.engine.engine_id
+
+    @property
+    def publishes_events(self) -> bool:
+        return self.engine.events is not None
+
+    @property
+    def base_model(self) -> str | None:
+        """The model whose cache the engine holds: the first card that is not a LoRA."""
+        return next((card.id for card in self.models if card.parent is None), None)
+
+    def serves(self, model: str) -> bool:
+        return any(card.id == model for card in self.models)
+
+
+class Fleet:
+    """All engines."""
+
+    def __init__(self, engines: Iterable[Engine] = ()) -> None:
+        self._status: dict[str, EngineStatus] = {e.engine_id: EngineStatus(e) for e in engines}
+
+    def __iter__(self) -> Iterator[EngineStatus]:
+        return iter(self._status.values())
+
+    def __len__(self) -> int:
+        return len(self._status)
+
+    def get(self, engine_id: str) -> EngineStatus | None:
+        """The engine's status, or None if there is no such engine."""
+        return self._status.get(engine_id)
+
+    def add(self, engine: Engine) -> EngineStatus:
+        """Add an engine, or replace the addresses of one that is known."""
+        status = self._status.get(engine.engine_id)
+        if status is None:
+            status = self._status[engine.engine_id] = EngineStatus(engine)
+        else:
+            status.engine = engine
+        return status
+
+    def remove(self, engine_id: str) -> None:
+        self._status.pop(engine_id, None)
+
+    def ready(self, model: str | None) -> list[EngineStatus]:
+        """Engines that answer and serve ``model`` (any model if None), in a stable order."""
+        return [
+            s for s in self._status.values() if s.up and not s.draining and (model is None or s.serves(model))
+        ]
+
+    def knows(self, model: str) -> bool:
+        """Whether any engine, also one that is down now, was ever seen to serve ``model``."""
+        return any(status.serves(model) for status in self._status.values())
+
+    def model_cards(self) -> list[ModelCard]:
+        """Models served by engines that are up: one card per id, the smallest ``max_model_len`` of all."""
+        cards: dict[str, ModelCard] = {}
+        for card in (card for status in self.ready(None) for card in status.models):
+            known = cards.get(card.id)
+            lengths = [
+                c.max_model_len for c in (card, known) if c is not None and c.max_model_len is not None
+            ]
+            cards[card.id] = msgspec.structs.replace(known or card, max_model_len=min(lengths, default=None))
+        return list(cards.values())

@@ -1,0 +1,69 @@
+"""One residency per model: the sink of all feeds, whatever model their engines serve.
+
+Equal block hashes mean equal prefixes only within one model, so every base model has a ``FleetResidency`` of
+its own. Always true: an engine belongs to at most one model; when it comes back with another one, what it
+held before is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from publisher.events import DecodedBatch
+from router.index.layout import ModelFacts
+from router.index.predict import FleetResidency
+from router.index.residency import EngineResidency
+
+
+class Scopes:
+    """Base model -> residency of the engines that serve it."""
+
+    def __init__(self, facts_of: Callable[[str], ModelFacts]) -> None:
+        self._facts_of = facts_of
+        self._by_model: dict[str, FleetResidency] = {}
+        self._model_of: dict[str, str] = {}
+
+    def assign(self, engine_id: str, base_model: str) -> None:
+        """The engine serves this model (from now on)."""
+        if self._model_of.get(engine_id) == base_model:
+            return
+        self.remove(engine_id)
+        self._model_of[engine_id] = base_model
+        self.scope(base_model).engine(engine_id)
+
+    def scope(self, base_model: str) -> FleetResidency:
+        """The residency of one model, made on first use."""
+        found = self._by_model.get(base_model)
+        if found is None:
+            found = self._by_model[base_model] = FleetResidency(self._facts_of(base_model))
+        return found
+
+    def models(self) -> dict[str, FleetResidency]:
+        return self._by_model
+
+    def engine(self, engine_id: str) -> EngineResidency | None:
+        """The writer of one engine; None before it was assigned."""
+        model = self._model_of.get(engine_id)
+        return None if model is None else self.scope(model).engine(engine_id)
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Feed sink: one batch, in order. An engine that was never assigned has no feed, so no batch."""
+        self.scope(self._model_of[engine_id]).apply(engine_id, batch)
+
+    def forget(self, engine_id: str) -> None:
+        """Feed sink: the engine restarted."""
+        if engine_id in self._model_of:
+            self.scope(self._model_of[engine_id]).forget(engine_id)
+
+    def remove(self, engine_id: str) -> None:
+        """The engine left, or serves another model now."""
+        model = self._model_of.pop(engine_id, None)
+        if model is not None:
+            self.scope(model).remove(engine_id)
+
+    def advance_detection(self) -> bool:
+        """One slice of every running seed search; True while any is left."""
+        searching = [engine for scope in self._by_model.values() for engine in scope.searching()]
+        for engine in searching:
+            engine.advance_detection()
+        return bool(searching)

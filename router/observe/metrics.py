@@ -1,0 +1,216 @@
+"""The Prometheus page: every counter of every part, read when scraped.
+
+Parts keep plain numbers in small structs and know nothing of Prometheus; ``RouterCollector`` turns them into
+metric families. Names are ``kvatlas_<part>_<what>``, units at the end; labels are engine ids, models and
+fixed words only, so the number of series is bounded by the fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from router.books import Books
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.registry import Fleet
+from router.index.scopes import Scopes
+from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from router.prompts.stats import PromptStats
+from router.proxy.breaker import BreakerBoard
+from router.proxy.stats import ListenStats, ProxyStats
+
+_GAUGES = frozenset(
+    {
+        "requests_active",
+        "prefix_bytes",
+        "segment_bytes",
+        "missing_batches",
+        "held_batches",
+        "last_seq",
+        "blocks",
+    }
+)
+_NOT_NUMBERS = frozenset({"state", "reason"})
+
+
+class Sources(msgspec.Struct):
+    """Where the numbers are; all of them live objects."""
+
+    fleet: Fleet
+    feeds: Mapping[str, FeedStats]
+    scopes: Scopes
+    books: Books
+    board: BreakerBoard
+    proxy: ProxyStats
+    prompts: PromptStats
+    listen: Callable[[], ListenStats | None]
+
+
+class RouterCollector:
+    """A ``prometheus_client`` collector over ``Sources``."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in a fixed order."""
+        s = self._sources
+        yield from self._engines()
+        yield from _by_engine("feed", s.feeds)
+        yield from self._residency()
+        yield from self._receipts()
+        yield from self._load()
+        yield from _numbers("proxy", s.proxy)
+        listen = s.listen()
+        if listen is not None:
+            yield from _numbers("listen", listen)
+        yield from _numbers("prompts", s.prompts)
+        yield from _numbers("inflight", s.books.inflight.stats)
+        yield from _numbers("affinity", s.books.affinity.stats)
+        yield from _numbers("shadow", s.books.shadows.stats)
+
+    def _engines(self) -> Iterator[Metric]:
+        s = self._sources
+        up = GaugeMetricFamily("kvatlas_engine_up", "1 if the engine answers", labels=["engine"])
+        opened = GaugeMetricFamily(
+            "kvatlas_engine_breaker_open", "1 if its breaker is open", labels=["engine"]
+        )
+        usage = GaugeMetricFamily(
+            "kvatlas_engine_kv_usage_ratio", "KV blocks in use, by the engine", labels=["engine"]
+        )
+        states = GaugeMetricFamily("kvatlas_feed_state", "1 for the feed's state", labels=["engine", "state"])
+        open_engines = set(s.board.open_engines())
+        for status in s.fleet:
+            up.add_metric([status.engine_id], float(status.up))
+            opened.add_metric([status.engine_id], float(status.engine_id in open_engines))
+            if status.kv_usage is not None:
+                usage.add_metric([status.engine_id], status.kv_usage)
+            stats = s.feeds.get(status.engine_id)
+            for state in FeedState if stats is not None else ():
+                states.add_metric(
+                    [status.engine_id, str(state)], float(stats is not None and stats.state == state)
+                )
+        yield from (up, opened, usage, states)
+
+    def _residency(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("kvatlas_index_blocks", "Distinct block hashes held", labels=["model"])
+        held = GaugeMetricFamily(
+            "kvatlas_index_residencies", "(engine, plane, block) triples", labels=["model"]
+        )
+        extra = GaugeMetricFamily("kvatlas_index_extra_copies", "Copies beyond the first", labels=["model"])
+        rows = GaugeMetricFamily("kvatlas_index_patterns", "Distinct residency rows", labels=["model"])
+        unknown = CounterMetricFamily(
+            "kvatlas_index_unknown_removals", "Removals of absent blocks", labels=["model"]
+        )
+        rejected = CounterMetricFamily(
+            "kvatlas_index_rejected_events",
+            "Events that made no sense, by reason",
+            labels=["engine", "reason"],
+        )
+        mode = GaugeMetricFamily("kvatlas_index_mode", "1 for how hashes are had", labels=["engine", "mode"])
+        for model, scope in self._sources.scopes.models().items():
+            stats = scope.stats()
+            blocks.add_metric([model], stats.blocks)
+            held.add_metric([model], stats.residencies)
+            extra.add_metric([model], stats.extra_copies)
+            rows.add_metric([model], stats.patterns)
+            unknown.add_metric([model], stats.unknown_removals)
+        for status in self._sources.fleet:
+            engine = self._sources.scopes.engine(status.engine_id)
+            if engine is not None:
+                mode.add_metric([status.engine_id, str(engine.detection)], 1.0)
+                for reason, count in engine.rejected.items():
+                    rejected.add_metric([status.engine_id, reason], count)
+        yield from (blocks, held, extra, rows, unknown, rejected, mode)
+
+    def _receipts(self) -> Iterator[Metric]:
+        outcomes = CounterMetricFamily(
+            "kvatlas_receipts", "Receipts by outcome", labels=["engine", "outcome"]
+        )
+        predicted = CounterMetricFamily(
+            "kvatlas_predicted_hit_tokens", "Predicted, where reported", labels=["engine"]
+        )
+        actual = CounterMetricFamily(
+            "kvatlas_reported_hit_tokens", "Reported by the engine", labels=["engine"]
+        )
+        drifting = GaugeMetricFamily("kvatlas_prediction_drifting", "1 if too often wrong", labels=["engine"])
+        errors = HistogramMetricFamily(
+            "kvatlas_prediction_error_tokens", "Predicted minus reported hit tokens", labels=["engine"]
+        )
+        for engine_id, sums in self._sources.books.receipts.engines.items():
+            for outcome, count in sums.outcomes.items():
+                outcomes.add_metric([engine_id, outcome], count)
+            predicted.add_metric([engine_id], sums.predicted_tokens)
+            actual.add_metric([engine_id], sums.actual_tokens)
+            drifting.add_metric([engine_id], float(sums.drifting))
+            errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+        yield from (outcomes, predicted, actual, drifting, errors)
+
+    def _load(self) -> Iterator[Metric]:
+        load = self._sources.books.load
+        queue = GaugeMetricFamily(
+            "kvatlas_queue_ahead_seconds", "Prefill still to do there", labels=["engine"]
+        )
+        rate = GaugeMetricFamily("kvatlas_prefill_seconds_per_token", "Learned rate", labels=["engine"])
+        now = self._sources.books.now()
+        for status in self._sources.fleet:
+            queue.add_metric([status.engine_id], load.queue_ahead_s(status.engine_id, now))
+            rate.add_metric([status.engine_id], load.rates.prefill_s_per_token(status.engine_id, now))
+        yield from (queue, rate)
+        yield from _numbers("load", load.stats)
+
+
+def render_metrics(sources: Sources) -> bytes:
+    """The page in Prometheus text format."""
+    registry = CollectorRegistry()
+    registry.register(RouterCollector(sources))
+    return generate_latest(registry)
+
+
+def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
+    buckets, running = [], 0
+    for bound, count in zip((*ERROR_BUCKETS, "+Inf"), sums.errors, strict=True):
+        running += count
+        buckets.append((str(bound), float(running)))
+    return buckets
+
+
+def _numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
+    """One family per number of a stats struct; a dict becomes a ``reason`` label."""
+    for name in stats.__struct_fields__:
+        value = getattr(stats, name)
+        family = _family(part, name, ["reason"] if isinstance(value, dict) else [])
+        for label, number in value.items() if isinstance(value, dict) else [(None, value)]:
+            family.add_metric([] if label is None else [str(label)], float(number))
+        yield family
+
+
+def _by_engine(part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
+    """One family per number over several engines' stats structs of one type."""
+    if not stats_of:
+        return
+    for name in next(iter(stats_of.values())).__struct_fields__:
+        values = {engine: getattr(stats, name) for engine, stats in stats_of.items()}
+        if name in _NOT_NUMBERS or any(isinstance(v, str) for v in values.values()):
+            continue
+        by_reason = any(isinstance(v, dict) for v in values.values())
+        family = _family(part, name, ["engine", "reason"] if by_reason else ["engine"])
+        for engine, value in values.items():
+            for labels, number in _labelled(engine, value):
+                family.add_metric(labels, number)
+        yield family
+
+
+def _labelled(engine: str, value: object) -> Iterable[tuple[list[str], float]]:
+    if isinstance(value, dict):
+        return [([engine, str(reason)], float(number)) for reason, number in value.items()]
+    return [([engine], float(value))] if isinstance(value, int | float) else []
+
+
+def _family(part: str, name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = GaugeMetricFamily if name in _GAUGES or name.startswith("last_") else CounterMetricFamily
+    return kind(f"kvatlas_{part}_{name}", f"{part}: {name.replace('_', ' ')}", labels=labels)

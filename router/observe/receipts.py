@@ -1,0 +1,112 @@
+"""Receipts: what was predicted for a request, and what the engine then reported.
+
+Per engine the book counts exact, over and under predictions, sums the tokens, keeps a histogram of the
+error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
+``DRIFT_SHARE`` is flagged as drifting. The latest receipts are kept for inspection. Pure and bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+WINDOW = 100
+DRIFT_SHARE = 0.1
+"""One in ten wrong over the window; in-flight requests alone cause far fewer (a prompt placed between an
+engine's step and the arrival of its batch)."""
+DRIFT_MIN = 20
+RECEIPTS_KEPT = 256
+ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
+"""Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones."""
+
+Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """One request on one engine; tokens. ``mode`` says where the prediction came from."""
+
+    request_id: str
+    engine_id: str
+    model: str
+    mode: str
+    feed: str
+    prompt_tokens: int | None
+    predicted_tokens: int | None
+    offloaded_tokens: int = 0
+    trunk_tokens: int = 0
+    actual_tokens: int | None = None
+    reason: str = ""
+    ttft_s: float | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the prediction did; unreported when the engine told no ``cached_tokens``."""
+        if self.predicted_tokens is None:
+            return "unpredicted"
+        if self.actual_tokens is None:
+            return "unreported"
+        if self.predicted_tokens == self.actual_tokens:
+            return "exact"
+        return "over" if self.predicted_tokens > self.actual_tokens else "under"
+
+
+class EngineReceipts(msgspec.Struct):
+    """Sums over one engine's receipts."""
+
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    predicted_tokens: int = 0
+    actual_tokens: int = 0
+    prompt_tokens: int = 0
+    abs_error_tokens: int = 0
+    errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
+    """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
+    window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def wrong_share(self) -> float:
+        """Share of wrong predictions among the latest compared ones."""
+        return 1 - sum(self.window) / len(self.window) if self.window else 0.0
+
+    @property
+    def drifting(self) -> bool:
+        """Whether predictions for this engine are wrong too often to be trusted."""
+        return len(self.window) >= DRIFT_MIN and self.wrong_share > DRIFT_SHARE
+
+
+class ReceiptBook:
+    """All receipts of this router."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineReceipts] = {}
+        self.latest: deque[Receipt] = deque(maxlen=RECEIPTS_KEPT)
+
+    def add(self, receipt: Receipt) -> None:
+        """Count one receipt."""
+        self.latest.append(receipt)
+        sums = self.engines.setdefault(receipt.engine_id, EngineReceipts())
+        outcome = receipt.outcome
+        sums.outcomes[outcome] = sums.outcomes.get(outcome, 0) + 1
+        predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
+        if predicted is None or actual is None:
+            return
+        error = predicted - actual
+        sums.predicted_tokens += predicted
+        sums.actual_tokens += actual
+        sums.prompt_tokens += receipt.prompt_tokens or 0
+        sums.abs_error_tokens += abs(error)
+        sums.errors[_bucket(error)] += 1
+        sums.window.append(error == 0)
+
+    def forget(self, engine_id: str) -> None:
+        """The engine left the fleet."""
+        self.engines.pop(engine_id, None)
+
+    def total(self, outcome: Outcome) -> int:
+        """Receipts with this outcome over all engines."""
+        return sum(sums.outcomes.get(outcome, 0) for sums in self.engines.values())
+
+
+def _bucket(error: int) -> int:
+    return next((i for i, bound in enumerate(ERROR_BUCKETS) if error <= bound), len(ERROR_BUCKETS))

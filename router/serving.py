@@ -1,0 +1,114 @@
+"""``kvatlas serve``: from a checked configuration to a listening process, and back at SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import msgspec
+import structlog
+
+from router import __version__
+from router.app import Router
+from router.config import Config, ConfigError, Loaded
+from router.policy.arms import policy
+from router.prompts.reader import ModelDirError
+from router.proxy.server import ProxyServer, listen_config
+from router.proxy.stats import ListenStats
+
+_log = structlog.get_logger()
+
+
+def check(config: Config) -> Router:
+    """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    try:
+        policy(config.policy.policy)
+    except ValueError as error:
+        raise ConfigError(f"policy.policy: {error}") from None
+    try:
+        return Router(config)
+    except ModelDirError as error:
+        raise ConfigError(f"models: {error}") from None
+
+
+def serve(config: Config) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status."""
+    configure_logging(config.server.log_level, config.server.log_format)
+    router = check(config)
+    server = make_server(router)
+    _log.info(
+        "kvatlas starts",
+        version=__version__,
+        listen=f"http://{config.server.host}:{config.server.port}",
+        engines=[engine.engine_id for engine in config.engines],
+        policy=config.policy.policy,
+    )
+    try:
+        server.run()
+    except SystemExit:
+        return 1
+    return 0 if server.started else 1
+
+
+def make_server(router: Router) -> ProxyServer:
+    """The server of this router, not started yet."""
+    stats = ListenStats()
+    router.listen_stats = stats
+    config = router.config
+    server = ProxyServer(
+        listen_config(
+            router,
+            host=config.server.host,
+            port=config.server.port,
+            listen=config.listen,
+            stats=stats,
+            lifespan="on",
+        )
+    )
+    router.draining = lambda: server.draining
+    return server
+
+
+def configure_logging(level: str, log_format: str) -> None:
+    """Log lines to stderr: coloured for people on a terminal, JSON for machines."""
+    renderer: Any = structlog.processors.JSONRenderer()
+    if log_format == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def describe(loaded: Loaded) -> str:
+    """The merged configuration, one ``key = value`` line each, with the source of what is not a default."""
+    lines = []
+    for key, value in _flatten(msgspec.to_builtins(loaded.config)):
+        source = next(
+            (s for k, s in loaded.sources.items() if key == k or key.startswith(f"{k}[")), "default"
+        )
+        lines.append(f"{key} = {msgspec.json.encode(value).decode()}  # {source}\n")
+    return "".join(lines)
+
+
+def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        pairs = [(f"{prefix}.{name}" if prefix else name, value) for name, value in tree.items()]
+        return [leaf for name, value in pairs for leaf in _flatten(value, name)]
+    if isinstance(tree, list) and tree and isinstance(tree[0], dict):
+        return [leaf for i, value in enumerate(tree) for leaf in _flatten(value, f"{prefix}[{i}]")]
+    return [(prefix, tree)]
+
+
+def run_in_loop(router: Router) -> tuple[ProxyServer, asyncio.Task[None]]:
+    """Start serving inside a running loop (tests, the demo); await the task after ``server.drain()``."""
+    server = make_server(router)
+    return server, asyncio.get_running_loop().create_task(server.serve())

@@ -1,0 +1,73 @@
+"""What ``kvatlas verify`` prints: a table with a progress bar, or JSON lines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from router.tools.traces import TraceError, trace_files
+from router.tools.verify import TraceResult, total, verify_trace
+
+
+def run_verify(paths: list[Path], *, as_json: bool) -> int:
+    """0 if every probe of every trace is exact, 1 if not, 2 for a trace that cannot be read."""
+    if not paths:
+        print("kvatlas verify: give at least one trace file or folder", file=sys.stderr)
+        return 2
+    try:
+        files = trace_files(paths)
+        results = _json_lines(files) if as_json else _with_progress(files)
+    except TraceError as error:
+        print(f"kvatlas verify: {error}", file=sys.stderr)
+        return 2
+    if not as_json:
+        Console().print(_table(results))
+    return 0 if all(result.all_exact for result in results) else 1
+
+
+def _json_lines(files: list[Path]) -> list[TraceResult]:
+    results = []
+    for path in files:
+        results.append(verify_trace(path))
+        print(msgspec.json.encode(results[-1]).decode(), flush=True)
+    summed = msgspec.to_builtins(total(results))
+    kept = {name: value for name, value in summed.items() if name not in {"trace", "family", "detected"}}
+    print(msgspec.json.encode({"total": {"traces": len(files), **kept}}).decode())
+    return results
+
+
+def _with_progress(files: list[Path]) -> list[TraceResult]:
+    results = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=len(files))
+        for path in files:
+            results.append(verify_trace(path))
+            progress.advance(task)
+    return results
+
+
+def _table(results: list[TraceResult]) -> Table:
+    table = Table(title="predicted hits against recorded truth", pad_edge=False)
+    table.add_column("trace", no_wrap=True, overflow="ellipsis")
+    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=16)
+    for name in ("probes", "exact", "over", "under", "tokens", "error"):
+        table.add_column(name, justify="right")
+    for result in (*results, total(results)):
+        counts = (result.probes, result.exact, result.over, result.under)
+        tokens = (result.truth_tokens, result.abs_error_tokens)
+        style = "bold" if result.trace == "total" else "" if result.all_exact else "red"
+        table.add_row(result.trace, _scheme(result), *[f"{n:,}" for n in (*counts, *tokens)], style=style)
+    return table
+
+
+def _scheme(result: TraceResult) -> str:
+    if result.detected is None:
+        return ""
+    scheme = result.detected["scheme"]
+    return result.detected["mode"] if scheme is None else f"{scheme['algo']}/{scheme['hash_block_size']}"
