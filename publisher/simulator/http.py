@@ -112,9 +112,13 @@ class ClientGoneError(Exception):
 
 
 class EngineApp:
-    """ASGI application over one model and one stepper; ``event_sources`` is what /kv_event_sources says."""
+    """ASGI application over one model and one stepper; ``event_sources`` is what /kv_event_sources says,
+    ``enable_scale_out`` whether the render endpoints answer."""
 
-    def __init__(self, model: EngineModel, stepper: Stepper, event_sources: Json) -> None:
+    def __init__(
+        self, model: EngineModel, stepper: Stepper, *, event_sources: Json, enable_scale_out: bool
+    ) -> None:
+        self._enable_scale_out = enable_scale_out
         self._model = model
         self._stepper = stepper
         self._event_sources = event_sources
@@ -212,14 +216,21 @@ class EngineApp:
         await call.write(b"data: [DONE]\n\n", more=False)
 
     async def _render_chat(self, call: Call) -> None:
+        self._check_scale_out()
         request = decode(await call.body(), ChatRequest)
         prepared = await self._model.prepare_chat(request)
         await call.reply_json(_rendered(call, request, prepared, "chatcmpl"))
 
     async def _render_completion(self, call: Call) -> None:
+        self._check_scale_out()
         request = decode(await call.body(), CompletionRequest)
         prepared = await self._model.prepare_completion(request)
         await call.reply_json([_rendered(call, request, prepared, "cmpl")])
+
+    def _check_scale_out(self) -> None:
+        if not self._enable_scale_out:
+            text = "Scale-out endpoints are disabled (enable_scale_out)."
+            raise EngineError(HTTPStatus.FORBIDDEN, text, kind="PermissionDeniedError")
 
     async def _tokenize(self, call: Call) -> None:
         body = await call.body()

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 
 import structlog
 import uvicorn
+import uvloop
 
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
@@ -112,7 +112,12 @@ class SimulatedEngine:
             raise
         port = listener.getsockname()[1]
         self.base_url = f"http://{_reachable(settings.host)}:{port}"
-        app = EngineApp(self.model, self.stepper, self._event_sources())
+        app = EngineApp(
+            self.model,
+            self.stepper,
+            event_sources=self._event_sources(),
+            enable_scale_out=settings.enable_scale_out,
+        )
         self._server = server = _Server(
             uvicorn.Config(
                 app,
@@ -165,13 +170,8 @@ class SimulatedEngine:
 
 
 def run(settings: EngineSettings) -> None:
-    """Serve one engine until SIGTERM or SIGINT; the process's own event loop."""
-    if sys.platform == "win32":
-        asyncio.run(_serve(settings))
-    else:
-        import uvloop  # noqa: PLC0415  # not to be had on Windows
-
-        uvloop.run(_serve(settings))
+    """Serve one engine until SIGTERM or SIGINT; POSIX only, on an event loop of its own."""
+    uvloop.run(_serve(settings))
 
 
 async def _serve(settings: EngineSettings) -> None:

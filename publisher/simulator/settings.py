@@ -26,8 +26,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a simulated engine depends on; port 0 means any free port.
 
     ``groups`` is a preset name (``PRESETS``) or explicit specs, ``block_size`` applies to presets only.
+    The two rates make a step's duration as ``simulator.scheduler`` says.
     ``max_model_len`` None takes what fits the pool, up to the tokenizer's limit. ``publish_events`` off
-    makes an engine that says nothing about its cache. One server serves one data-parallel rank.
+    makes an engine that says nothing about its cache; ``enable_scale_out`` off refuses the render endpoints,
+    as vLLM does by default. One server serves one data-parallel rank; event ports are those of rank 0.
     """
 
     host: str = "127.0.0.1"
@@ -48,6 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     publish_events: bool = True
     events_port: int = 0
     replay_port: int = 0
+    enable_scale_out: bool = True
     dp_rank: int = 0
     seed: int = 0
     natural_output_tokens_max: int = 256

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import re
+from array import array
 from collections.abc import Sequence
 
 import xxhash
@@ -68,8 +69,7 @@ class TextSource:
 
     def continuation(self, prompt: Sequence[int]) -> Continuation:
         """What follows ``prompt`` (not empty); its natural length is part of it."""
-        packed = b"".join(token_id.to_bytes(4, "little") for token_id in prompt)
-        rng = random.Random(xxhash.xxh3_64_intdigest(packed, seed=self._seed))
+        rng = random.Random(xxhash.xxh3_64_intdigest(array("I", prompt).tobytes(), seed=self._seed))
         last = prompt[-1]
         bare = last in self._tokenizer.special_ids or self._tokenizer.decode([last])[-1:].isspace()
         length = rng.randint(_OUTPUT_TOKENS_MIN, self._natural_tokens_max)

@@ -84,6 +84,17 @@ def test_tokenize_detokenize_and_render_agree() -> None:
     asyncio.run(check())
 
 
+def test_render_endpoints_can_be_off_as_vllm_has_them_by_default() -> None:
+    async def check() -> None:
+        async with engine(enable_scale_out=False) as running:
+            for path in ("/v1/chat/completions/render", "/v1/completions/render"):
+                status, body = await request(running, "POST", path, {"messages": [USER], "prompt": "x"})
+                assert status == 403
+                assert body["error"]["type"] == "PermissionDeniedError"
+
+    asyncio.run(check())
+
+
 def test_long_texts_are_tokenized_like_short_ones() -> None:
     async def check() -> None:
         async with engine() as running:

@@ -145,6 +145,40 @@ def test_out_of_blocks_the_newest_gives_way_and_resumes_with_the_same_output() -
     assert tight.all_free
 
 
+def test_a_preempted_request_comes_back_first_and_nobody_is_admitted_in_its_place() -> None:
+    rig = Rig("full", num_blocks=12)
+    older, newer = (rig.add(prompt(64, seed), max_tokens=60) for seed in range(2))
+    step = rig.scheduler.begin_step()
+    while not rig.scheduler.stats.num_preemptions:
+        rig.scheduler.end_step(step)
+        late = rig.add(prompt(5, 2), max_tokens=1)
+        step = rig.scheduler.begin_step()
+    assert step.requests == (older,)
+    rig.scheduler.end_step(step)
+    finished = [output.request for output in rig.run() if output.finish_reason]
+    assert finished[0] is older, "the preempted one heads the queue, so nobody overtakes it"
+    assert {newer, late} <= set(finished)
+
+
+def test_recomputing_after_a_preemption_costs_prefill_time() -> None:
+    rig = Rig("full", num_blocks=12, max_num_batched_tokens=8)
+    for seed in range(2):
+        rig.add(prompt(64, seed), max_tokens=60)
+    recomputed = 0
+    while rig.scheduler.has_work:
+        before = {request: pooled.num_computed for request, pooled in rig.scheduler._running.items()}
+        step = rig.scheduler.begin_step()
+        running = rig.scheduler._running
+        chunks = [running[request].num_computed - before.get(request, 0) for request in step.requests]
+        if rig.scheduler.stats.num_preemptions and len(chunks) == 1 and step.requests[0] in before:
+            decodes = chunks[0] == 1
+            expected_s = COSTS.decode_s_per_token if decodes else chunks[0] * COSTS.prefill_s_per_token
+            assert step.duration_s == pytest.approx(expected_s)
+            recomputed += 0 if decodes else chunks[0]
+        rig.scheduler.end_step(step)
+    assert recomputed > 0
+
+
 def test_aborting_frees_blocks_waiting_running_and_between_begin_and_end() -> None:
     rig = Rig(max_num_seqs=2)
     running, midway, waiting = (rig.add(prompt(40, seed), max_tokens=50) for seed in range(3))
