@@ -82,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self.clock() + self.settings.header_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._state.connections.discard(self)  # type: ignore[arg-type]
+        self._state.connections.discard(self)
         self._sweeper.discard(self)
         self._leave()
         self.resume_writing()

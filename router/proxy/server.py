@@ -96,8 +96,8 @@ class ProxyServer(uvicorn.Server):
             connection.shutdown()
         end = self._clock() + self._listen.drain_s_max
         running = len(self.server_state.tasks)
-        while connections and not self.force_exit and self._clock() < end:
-            await asyncio.sleep(_LOOK_S)  # three conditions, one of them a signal's
+        while connections and not self.force_exit and self._clock() < end:  # noqa: ASYNC110  # one is a signal
+            await asyncio.sleep(_LOOK_S)
         left = len(connections)
         self._stats.drain_cuts += left
         self._stats.drained += max(0, running - left)
