@@ -1,0 +1,142 @@
+"""The words of a placement: what is known of each engine, what it would cost, what was chosen, and the knobs.
+
+Times are seconds, lengths are prompt tokens. Nothing here reads a clock or holds state; a caller builds one
+``Candidate`` per engine it may use (healthy, not excluded) and hands the list to a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Confidence = Literal["exact", "learned", "shadow", "none"]
+"""Where ``hit_tokens`` comes from; any discount for the feed's state is already applied by the caller."""
+
+Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "policy"]
+"""Why an engine was chosen: alone; lowest cost; equal cost, settled by trunk and rendezvous; the cheapest was
+beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was cold; or by the
+rule of an arm that does not look at costs."""
+
+
+class Candidate(msgspec.Struct, gc=False):
+    """One engine for one prompt.
+
+    ``hit_tokens`` is what the engine would take from its GPU cache; ``offloaded_tokens`` what it would load
+    from another medium beyond that; ``trunk_tokens`` the longest of the full-attention prefix and the
+    common prefix with a prompt in flight there; ``coming_tokens`` what a prompt ahead in its queue will have
+    put into its GPU cache by the time this one is served. Values outside ``0 <= hit + offloaded <= trunk <
+    prompt`` are clamped by the cost model. ``idle_s`` is the time since the router last sent it a request.
+    """
+
+    engine_id: str
+    hit_tokens: int = 0
+    trunk_tokens: int = 0
+    offloaded_tokens: int = 0
+    coming_tokens: int = 0
+    confidence: Confidence = "none"
+    queue_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    idle_s: float = 0.0
+    prefill_s_per_token: float = 1 / 8000
+    decode_interference_s: float = 0.0
+
+
+class Cost(msgspec.Struct, gc=False, frozen=True):
+    """The parts of one engine's cost, in seconds; ``total_s`` is their sum with ``credit_s`` taken off.
+
+    ``uncached_tokens`` and ``trunk_tokens`` are the clamped values that the parts were computed from.
+    """
+
+    engine_id: str
+    queue_s: float
+    prefill_s: float
+    load_s: float
+    decode_s: float
+    credit_s: float
+    total_s: float
+    uncached_tokens: int
+    trunk_tokens: int
+
+    @property
+    def service_s(self) -> float:
+        """Cost without the wait: what the choice of this engine is worth apart from its load."""
+        return self.total_s - self.queue_s
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The engine chosen; ``costs`` is in the order of the candidates.
+
+    ``uncached_tokens`` is what the load account must be charged with: the policy's own belief of what
+    the engine will compute.
+    """
+
+    index: int
+    engine_id: str
+    reason: Reason
+    uncached_tokens: int
+    costs: tuple[Cost, ...]
+
+    @property
+    def cost(self) -> Cost:
+        return self.costs[self.index]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """The prompt to place. ``prompt_key`` stands for the whole prompt, ``prefix_key`` for its start."""
+
+    prompt_tokens: int
+    prompt_key: int = 0
+    prefix_key: int = 0
+
+
+def ask(prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallback_key: int = 0) -> Ask:
+    """The keys of a prompt from its block hashes (each covers the whole prefix before it).
+
+    ``fallback_key`` serves prompts shorter than one block; any stable 64-bit hash of the text will do.
+    """
+    if not hashes:
+        return Ask(prompt_tokens, fallback_key, fallback_key)
+    return Ask(prompt_tokens, hashes[-1], hashes[min(prefix_blocks, len(hashes)) - 1])
+
+
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of the choice. Raises ``ValueError`` where a value would make the bound meaningless."""
+
+    policy: str = "kvatlas"
+    beta: float = 1.0
+    """Share of prefill(trunk - hit) credited to the engine that holds the trunk; 0 is the exact arm."""
+    load_s_per_token: float = 2e-6
+    """Copying an offloaded token back: 100 KB of KV at 50 GB/s, a PCIe 5 link."""
+    queue_gap_s: float = 0.25
+    """Queue difference that is always allowed, however little an engine saves."""
+    saving_factor: float = 1.0
+    """Wait accepted per second saved; below 1 trades hits for even queues."""
+    tie_s: float = 0.001
+    """Costs this close are equal: below the jitter of one scheduler step."""
+    tie_fraction: float = 0.02
+    """Also equal: within this share of the whole prompt's prefill, the error of a learned rate."""
+    cold_fraction: float = 0.1
+    """A prompt is cold when no engine holds more than this share of it as trunk."""
+    probe_interval_s: float = 30.0
+    probe_cost_max_s: float = 1.0
+    """A probe may cost this much more than the cheapest engine, and no more."""
+    prefix_blocks: int = 64
+    """Blocks that the hash arm looks at: 1,024 tokens at vLLM's default block size."""
+    bounded_load_factor: float = 1.25
+    """Most requests an engine may have under the hash arm, as a multiple of the mean."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must lie in 0..1, got {self.beta}")
+        if not 0 < self.saving_factor <= 1:
+            raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")
+        if self.bounded_load_factor <= 1:
+            raise ValueError(f"bounded_load_factor must exceed 1, got {self.bounded_load_factor}")
+        if self.prefix_blocks < 1:
+            raise ValueError(f"prefix_blocks must be at least 1, got {self.prefix_blocks}")
+        for name in ("load_s_per_token", "queue_gap_s", "tie_s", "tie_fraction", "cold_fraction"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
