@@ -43,7 +43,7 @@ def parse_message(message: Message, content_format: str) -> Message:
     if wrap:
         result["content"] = [_wrapped(part) for part in parts]
     else:
-        result["content"] = "\n".join(_text(part) for part in parts)
+        result["content"] = "\n".join(text for text in map(_text, parts) if text)  # empty ones leave no line
     if role == "assistant":
         _assistant_fields(message, result)
     elif role == "tool":

@@ -45,6 +45,11 @@ class Prompt:
         return self._entry.ids
 
     @property
+    def num_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self._entry.ids)
+
+    @property
     def extras(self) -> PromptExtras:
         """Adapter, salt and multimodal items: what hashes cover besides tokens."""
         return self._entry.extras

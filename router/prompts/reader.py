@@ -62,9 +62,11 @@ class _Target(msgspec.Struct, frozen=True):
 
 
 class PromptReader:
-    """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines, ``engine_url``
-    names one that serves a model (None: there is none), ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per
-    tokenizer. Raises ``ModelDirError`` for a directory that cannot be used.
+    """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines.
+
+    ``engine_url`` names an engine that serves a model (None: there is none), ``is_adapter`` tells LoRA
+    names. Loading happens here and takes up to seconds per tokenizer. Raises ``ModelDirError`` for a
+    directory that cannot be used.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 from tokenizers import Tokenizer
@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 
-Ids = array[int]
+Ids: TypeAlias = "array[int]"
 """Token ids, 4 bytes each."""
 _ENTRY_BYTES: Final = 250
 """Python's overhead of one cached segment: two objects, a dictionary slot, a list node."""
