@@ -1,4 +1,4 @@
-"""A lossy network between one publisher and a ``FeedMachine``, in virtual time: the model of the property tests.
+"""A lossy network between one publisher and a ``FeedMachine``, in virtual time; for the property tests.
 
 Restarts tear the connections: what was in flight is gone, and the machine is told of the disconnect before
 anything of the new process reaches it. Live messages may be dropped, repeated or come late; replay answers
@@ -19,7 +19,11 @@ from router.feeds.machine import FeedMachine
 from router.feeds.wire import Frame
 
 SETTINGS = FeedSettings(
-    hold_batches_max=64, recent_batches_max=32, hold_s_max=10.0, resync_backoff_s=5.0, resync_backoff_s_max=20.0
+    hold_batches_max=64,
+    recent_batches_max=32,
+    hold_s_max=10.0,
+    resync_backoff_s=5.0,
+    resync_backoff_s_max=20.0,
 )
 
 
@@ -30,7 +34,9 @@ class Sent(NamedTuple):
     seq: int
 
 
-def make_frame(process: int, seq: int, ts: float, publisher_id: bytes | None = None, *, clear: bool = False) -> Frame:
+def make_frame(
+    process: int, seq: int, ts: float, publisher_id: bytes | None = None, *, clear: bool = False
+) -> Frame:
     events: list[Event] = [AllBlocksCleared()] if clear else []
     batch = DecodedBatch(ts, events, 0, publisher_id, [])
     digest = xxhash.xxh3_64_intdigest(f"{process}/{seq}/{ts}".encode())

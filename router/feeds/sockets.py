@@ -1,0 +1,76 @@
+"""Reading a ZMQ socket from an asyncio loop, message by message, without a future per message.
+
+ZMQ's descriptor signals changes only, so a socket is always read until it is empty before the loop waits
+again. One reader per socket; the socket is closed with the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+
+class MessageReader:
+    """Owns a socket and reads it; a context manager that closes it.
+
+    ``send_multipart`` on the same socket is fine between reads: the next read looks before it waits.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._readable = asyncio.Event()
+        self._loop.add_reader(socket.fileno(), self._readable.set)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def take(self) -> list[bytes] | None:
+        """The next message that is already here, or None."""
+        self._readable.clear()
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a message is here; cheaper than ``take`` where the answer is mostly no."""
+        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
+
+    async def wait(self) -> None:
+        """Return when the socket may have become readable; only after ``take`` returned None."""
+        await self._readable.wait()
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self._loop.remove_reader(self.socket.fileno())
+            self.socket.close(linger=0)
+
+
+class Slice:
+    """Gives the loop its turn whenever ``slice_s`` have passed since the last time."""
+
+    def __init__(self, clock: Callable[[], float], slice_s: float) -> None:
+        self._clock = clock
+        self._slice_s = slice_s
+        self._until = 0.0
+
+    def begin(self) -> None:
+        """Call when work begins after waiting."""
+        self._until = self._clock() + self._slice_s
+
+    async def breathe(self) -> None:
+        """Call after each piece of work."""
+        if self._clock() >= self._until:
+            await asyncio.sleep(0)
+            self.begin()

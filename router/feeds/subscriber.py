@@ -1,0 +1,232 @@
+"""The asyncio shell of a feed: SUB socket, its monitor, replay requests and a ticker around ``FeedMachine``.
+
+All tasks run in one loop and call the machine synchronously; the actions it returns are queued in that order
+and carried out by one task at a time, so the sink sees the machine's order whoever is interrupted. A burst
+is worked off in slices of ``slice_s``. Nothing a publisher sends ends a feed; it ends by ``close`` or by
+cancelling ``run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
+from router.feeds.base import FeedSettings, FeedSink, FeedState, FeedStats, Resync, ResyncError
+from router.feeds.machine import FeedMachine
+from router.feeds.replay import ReplayResync
+from router.feeds.sockets import MessageReader, Slice
+from router.feeds.wire import WireError, parse_live
+
+_log = structlog.get_logger()
+
+_RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""A dead peer is noticed within a minute, where the system's default is two hours."""
+
+
+class Feed:
+    """The event stream of one engine (and data-parallel rank).
+
+    ``replay_endpoint`` None: gaps cannot be repaired. ``clock`` is monotonic, ``wall`` in seconds since the
+    epoch. ``resync`` replaces the replay strategy. ``run`` may be called once.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        events_endpoint: str,
+        replay_endpoint: str | None,
+        topic: str,
+        sink: FeedSink,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        settings: FeedSettings | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        resync: Resync | None = None,
+    ) -> None:
+        self.engine_id = engine_id
+        self.events_endpoint = events_endpoint
+        self.replay_endpoint = replay_endpoint
+        self.stats = FeedStats()
+        self._topic = topic
+        self._sink = sink
+        self._clock = clock
+        self._wall = wall
+        self._settings = settings or FeedSettings()
+        self._context = context or zmq.Context.instance()
+        if resync is None and replay_endpoint is not None:
+            resync = ReplayResync(replay_endpoint, self._context, self.stats, self._settings, clock)
+        self._resync = resync
+        self._machine = FeedMachine(self._settings, self.stats, has_replay=resync is not None)
+        self._actions: deque[Action] = deque()
+        self._performing = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+        self._log = _log.bind(engine=engine_id)
+
+    @property
+    def state(self) -> FeedState:
+        return self.stats.state
+
+    async def run(self) -> None:
+        """Follow the stream until ``close``; cancelling it leaves the sink as it is.
+
+        Raises ``zmq.ZMQError`` for an events endpoint that is not one.
+        """
+        with contextlib.ExitStack() as stack:
+            reader = stack.enter_context(MessageReader(self._subscribe()))
+            monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
+            stack.callback(reader.socket.disable_monitor)
+            reader.socket.connect(self.events_endpoint)
+            async with asyncio.TaskGroup() as self._tasks:
+                running = [
+                    self._tasks.create_task(self._read_live(reader, monitor)),
+                    self._tasks.create_task(self._watch(monitor)),
+                    self._tasks.create_task(self._tick()),
+                ]
+                await self._closed.wait()
+                for task in [*running, self._fetching]:
+                    if task is not None:
+                        task.cancel()
+
+    def close(self) -> None:
+        """End ``run`` and drop the engine from the sink; a second call does nothing."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._actions.clear()
+            self._sink.forget(self.engine_id)
+
+    def expect_traffic(self, expected: bool) -> None:
+        """Tell the feed whether the engine is known to be computing, so that silence makes it STALE."""
+        self._actions.extend(self._machine.expect_traffic(self._clock(), expected))
+
+    def _subscribe(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.SUB)
+        socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
+        # Four times what is decoded: beyond that the connection is cut rather than memory spent.
+        socket.set(zmq.MAXMSGSIZE, 4 * self._settings.payload_bytes_max)
+        socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
+        for option, value in _KEEPALIVE.items():
+            socket.set(option, value)
+        socket.set(zmq.SUBSCRIBE, self._topic.encode())
+        return socket
+
+    # Tasks.
+
+    async def _read_live(self, reader: MessageReader, monitor: MessageReader) -> None:
+        work = Slice(self._clock, self._settings.slice_s)
+        while True:
+            message = reader.take()
+            if message is None:
+                await reader.wait()
+                work.begin()
+                continue
+            if monitor.pending:  # what happened to the connection before this message came through it
+                await self._read_monitor(monitor)
+            await self._perform(self._take_live(message))
+            await work.breathe()
+
+    def _take_live(self, message: list[bytes]) -> list[Action]:
+        try:
+            frame = parse_live(message, payload_bytes_max=self._settings.payload_bytes_max)
+        except WireError as error:
+            self.stats.malformed(error.reason)
+            return []
+        now = self._clock()
+        if frame.fault is not None:
+            self.stats.malformed(frame.fault)
+        if frame.batch is not None:
+            self.stats.last_batch_monotonic = now
+            self.stats.lag_s = self._wall() - frame.batch.ts
+        return self._machine.live(now, frame)
+
+    async def _watch(self, monitor: MessageReader) -> None:
+        while True:
+            await self._read_monitor(monitor)
+            await monitor.wait()
+
+    async def _read_monitor(self, monitor: MessageReader) -> None:
+        while (message := monitor.take()) is not None:
+            event = parse_monitor_message(message)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                await self._perform(self._machine.connected(self._clock()))
+            elif event == zmq.EVENT_DISCONNECTED:
+                await self._perform(self._machine.disconnected(self._clock()))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.tick_s)
+            await self._perform(self._machine.tick(self._clock()))
+
+    async def _fetch(self, request: RequestReplay, resync: Resync) -> None:
+        """Carry out one replay request, as long as the machine still wants the answer."""
+        await asyncio.sleep(request.delay_s)
+        try:
+            async with contextlib.aclosing(resync.fetch(request.from_seq)) as frames:
+                async for frame in frames:
+                    await self._perform(self._machine.replayed(self._clock(), request.request_id, frame))
+                    if not self._machine.wants(request.request_id):
+                        return
+        except ResyncError as error:
+            self._log.warning("replay_failed", error=str(error), from_seq=request.from_seq)
+            await self._perform(self._machine.replay_failed(self._clock(), request.request_id))
+        else:
+            await self._perform(self._machine.replay_ended(self._clock(), request.request_id))
+
+    # Actions.
+
+    async def _perform(self, actions: list[Action]) -> None:
+        """Queue actions and see the queue emptied; waits its turn while another task is at it.
+
+        Cancelled here, nothing is lost: what is left in the queue is done by whoever comes next.
+        """
+        self._actions.extend(actions)
+        async with self._performing:
+            work = Slice(self._clock, self._settings.slice_s)
+            work.begin()
+            while self._actions and not self._closed.is_set():
+                self._do(self._actions.popleft())
+                await work.breathe()
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Apply():
+                self._apply(action)
+            case Forget():
+                self._sink.forget(self.engine_id)
+            case RequestReplay():
+                self._request(action)
+            case StateChanged():
+                self._log.info("feed_state", state=str(action.state), reason=action.reason)
+
+    def _apply(self, action: Apply) -> None:
+        try:
+            self._sink.apply(self.engine_id, action.batch)
+        except Exception:  # noqa: BLE001  a fault in the index must not blind the feed for good
+            self.stats.sink_errors += 1
+            self._log.exception("sink_refused_batch", seq=self.stats.last_seq)
+            self._actions.extend(self._machine.batch_failed())
+
+    def _request(self, request: RequestReplay) -> None:
+        """Start fetching. The request before is void; its task ends, unless it is the one that runs this."""
+        if self._tasks is None or self._resync is None or not self._machine.wants(request.request_id):
+            return
+        if self._fetching is not None and self._fetching is not asyncio.current_task():
+            self._fetching.cancel()
+        self._fetching = self._tasks.create_task(self._fetch(request, self._resync))

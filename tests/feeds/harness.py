@@ -1,0 +1,68 @@
+"""A feed under test over real sockets: a recording sink, and waiting for a condition with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import zmq
+
+from publisher.events import DecodedBatch
+from router.feeds.base import FeedSettings
+from router.feeds.subscriber import Feed
+
+WAIT_S = 20.0
+ANY = "tcp://127.0.0.1:*"
+FAST = FeedSettings(
+    replay_timeout_s=0.3, replay_backoff_s=0.02, hold_s_max=1.0, resync_backoff_s=0.2, tick_s=0.02
+)
+
+
+class RecordingSink:
+    """Keeps the time stamps of what was applied since the last ``forget``."""
+
+    def __init__(self) -> None:
+        self.batches: list[DecodedBatch] = []
+        self.forgets = 0
+
+    @property
+    def stamps(self) -> list[float]:
+        return [batch.ts for batch in self.batches]
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        assert engine_id == "e"
+        self.batches.append(batch)
+
+    def forget(self, engine_id: str) -> None:
+        assert engine_id == "e"
+        self.batches.clear()
+        self.forgets += 1
+
+
+async def until(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Wait for a condition, doing ``meanwhile`` between looks; a failure names no condition but its line."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            meanwhile()
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def following(
+    events: str,
+    replay: str | None,
+    sink: RecordingSink,
+    *,
+    topic: str = "",
+    settings: FeedSettings = FAST,
+) -> AsyncIterator[Feed]:
+    """A running feed in its own ZMQ context, closed at the end."""
+    with zmq.Context() as context:
+        feed = Feed("e", events, replay, topic, sink, settings=settings, context=context)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(feed.run())
+            try:
+                yield feed
+            finally:
+                feed.close()
