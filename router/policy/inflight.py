@@ -190,21 +190,27 @@ class InflightPrefixes:
     def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
         """What a prompt shares with the prompts in flight on each engine."""
         self._expire(now)
-        blocks: dict[str, int] = {}
-        coming: dict[str, int] = {}
+        path: list[tuple[_Node, int]] = []
         node, depth = self._root, 0
         while depth < len(hashes):
             child = node.children.get(hashes[depth])
             if child is None:
                 break
             depth = child.match(hashes)
-            for engine_id in child.engines:
-                blocks[engine_id] = depth
+            path.append((child, depth))
             if depth < child.end:
                 break
-            for engine_id in child.keepers:
-                coming[engine_id] = depth
             node = child
+        blocks: dict[str, int] = {}
+        coming: dict[str, int] = {}
+        most = len(path[0][0].engines) if path else 0
+        for node, depth in reversed(path):  # deepest first; who is below is above too, so all are soon found
+            if len(blocks) < most:
+                for engine_id in node.engines:
+                    blocks.setdefault(engine_id, depth)
+            if node.keepers and depth == node.end:
+                for engine_id in node.keepers:
+                    coming.setdefault(engine_id, depth)
         return Common(blocks, coming)
 
     def forget(self, engine_id: str) -> None:

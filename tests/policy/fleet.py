@@ -67,28 +67,48 @@ class Outcome:
     queues: list[list[float]] = field(default_factory=list)
 
 
-def agents(seed: int, *, tenants: int = 12, seconds: float = 60.0, count: int = 500) -> list[Request]:
+def agents(seed: int, *, tenants: int = 12, seconds: float = 60.0, count: int = 300) -> list[Request]:
     """Shared system prompts, several turns, and turns that fan out within a second into siblings which share
     the context but not the turn's own text: the junction lies inside the prompt."""
     rng = random.Random(seed)
-
-    def text(count: int) -> list[int]:
-        return [rng.randrange(50_000) for _ in range(count)]
-
-    systems = [text(rng.randint(256, 1536)) for _ in range(tenants)]
+    systems = [_text(rng, rng.randint(256, 1536)) for _ in range(tenants)]
     found: list[tuple[float, list[int], list[int]]] = []
     while len(found) < count:
         at_s, context = rng.uniform(0, seconds), rng.choice(systems)
         for _ in range(rng.randint(1, 5)):
             if rng.random() < 0.35:
                 for _ in range(rng.randint(3, 6)):
-                    branch = context + text(rng.randint(24, 192))
-                    found.append((at_s + rng.uniform(0.05, 1.0), branch, text(16)))
-            context = context + text(rng.randint(16, 128))
-            answer = text(rng.randint(8, 64))
+                    branch = context + _text(rng, rng.randint(24, 192))
+                    found.append((at_s + rng.uniform(0.05, 1.0), branch, _text(rng, 16)))
+            context = context + _text(rng, rng.randint(16, 128))
+            answer = _text(rng, rng.randint(8, 64))
             found.append((at_s, context, answer))
             context = context + answer
             at_s += 2 + rng.expovariate(1 / 4)
+    return _trace(found, count)
+
+
+def tenants(seed: int, *, num: int = 40, seconds: float = 60.0, count: int = 300) -> list[Request]:
+    """Single questions behind shared system prompts, the first tenants more often than the last."""
+    rng = random.Random(seed)
+    systems = [_text(rng, rng.randint(256, 1536)) for _ in range(num)]
+    weights = [1 / (i + 1) ** 0.9 for i in range(num)]
+    found = [
+        (
+            rng.uniform(0, seconds),
+            rng.choices(systems, weights)[0] + _text(rng, rng.randint(32, 256)),
+            _text(rng, 16),
+        )
+        for _ in range(count)
+    ]
+    return _trace(found, count)
+
+
+def _text(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(50_000) for _ in range(count)]
+
+
+def _trace(found: list[tuple[float, list[int], list[int]]], count: int) -> list[Request]:
     found.sort(key=lambda item: item[0])
     return [
         Request(at_s, prompt, answer, block_hashes(prompt + answer, SCHEME))
