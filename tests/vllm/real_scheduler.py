@@ -53,6 +53,9 @@ DEFAULT_SEED = "vllm-none-hash"
 _ENCODER_TOKENS = 1 << 20
 """Encoder budget: so large that multimodal items never delay a request."""
 
+_IDLE_STEPS_MAX = 20
+"""A scheduler that waits for something always goes on within a step or two."""
+
 _GROUP_DEFAULTS = {
     "sliding_window": None,
     "attention_chunk_size": None,
@@ -75,7 +78,6 @@ class Setup:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 8
     max_model_len: int = 4096
-    report_mode: str = "incremental"
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class RealEngine:
         self.manager = self.scheduler.kv_cache_manager
         self._hasher = get_request_block_hasher(self.hash_block_size, self._hash)
         self._count = 0
+        self._idle_steps = 0
 
     @property
     def busy(self) -> bool:
@@ -166,7 +169,7 @@ class RealEngine:
             "retention_interval": setup.retention_interval,
             "partial_hash_hits": bool(self.manager.coordinator.enable_partial_hash_hits),
             "unitary": len(setup.groups) == 1,
-            "report_mode": setup.report_mode,
+            "report_mode": "incremental",
         }
 
     def add(self, prompt: Prompt, max_tokens: int) -> Request:
@@ -176,8 +179,14 @@ class RealEngine:
         return request
 
     def step(self) -> list[bytes]:
-        """One scheduler step with a fake model; returns the event payloads it published (0 or 1)."""
+        """One scheduler step with a fake model; returns the event payloads it published (0 or 1).
+
+        Raises ``RuntimeError`` when requests wait that can never run, being too large for the pool.
+        """
         output = self.scheduler.schedule()
+        self._idle_steps = 0 if output.num_scheduled_tokens else self._idle_steps + 1
+        if self.busy and self._idle_steps > _IDLE_STEPS_MAX:
+            raise RuntimeError(f"a request does not fit: {self.setup}")
         ids = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[request_id] for request_id in ids]
         sampled = [
@@ -201,7 +210,7 @@ class RealEngine:
 
     def probe(self, prompt: Prompt) -> tuple[int, list[int]]:
         """Tokens of ``prompt`` the manager would take from its cache now: reconciled, and per group."""
-        request = self._request(prompt, 1, report_mode="incremental")
+        request = self._request(prompt, 1)
         _, hit, _ = self.manager.get_computed_blocks(request)
         coordinator = self.manager.coordinator
         if not hasattr(coordinator, "find_longest_cache_hit_per_group"):
@@ -222,15 +231,12 @@ class RealEngine:
             counts[get_group_id(key)] += 1
         return counts
 
-    def _request(self, prompt: Prompt, max_tokens: int, report_mode: str | None = None) -> Request:
+    def _request(self, prompt: Prompt, max_tokens: int) -> Request:
         self._count += 1
-        mode = report_mode or self.setup.report_mode
         return Request(
             request_id=f"r{self._count}",
             prompt_token_ids=list(prompt.token_ids),
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_cache_report_mode": mode}
-            ),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
             lora_request=_lora(prompt),
             cache_salt=prompt.cache_salt,

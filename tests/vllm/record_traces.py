@@ -97,11 +97,34 @@ FAMILIES: dict[str, Family] = {
     "full_window_mamba": _family((full(16), window(64), mamba("align", 16)), 130),
     "mixed_block_sizes": _family((full(32), window(64, 16)), 70),
     "mixed_block_sizes_dense": _family((full(64), window(32, 16)), 60, retention_interval=None),
+    "odd_windows": _family((full(), window(49), window(65)), 110, retention_interval=None),
+    "three_block_sizes": _family((full(32), window(100, 16), window(100, 64)), 110, retention_interval=None),
+    "three_block_sizes_0": _family((full(32), window(100, 16), window(100, 64)), 110),
+    "windows_and_mamba": _family((window(64, 16), mamba("align", 32)), 70, retention_interval=None),
     "wide_window_blocks": _family((full(16), window(64, 32)), 70, retention_interval=None),
     "eagle_full": _family((full(is_eagle=True),), 60),
     "eagle_hybrid": _family((full(is_eagle=True), window(64), window(64)), 120),
     "eagle_window": _family((full(), window(64, is_eagle=True)), 90),
     "eagle_window_dense": _family((full(), window(64, is_eagle=True)), 90, retention_interval=None),
+    "eagle_everywhere": _family(
+        (full(is_eagle=True), window(64, is_eagle=True)), 90, retention_interval=None
+    ),
+    "eagle_all_sliding": _family((window(96, is_eagle=True),), 50, retention_interval=None),
+    "eagle_mixed_block_sizes": _family(
+        (full(32, is_eagle=True), window(64, 16)), 80, retention_interval=None
+    ),
+    "eagle_small_window_blocks": _family(
+        (full(32), window(64, 16, is_eagle=True)), 80, retention_interval=None
+    ),
+    "eagle_one_of_two": _family(
+        (full(), window(64, is_eagle=True), window(64)), 120, retention_interval=None
+    ),
+    "eagle_one_full_of_two": _family((full(is_eagle=True), full(), window(64)), 120, retention_interval=None),
+    "eagle_two_windows_apart": _family(
+        (full(32), window(96, 16), window(64, 16, is_eagle=True)), 110, retention_interval=None
+    ),
+    "eagle_mamba_fine": _family((full(64, is_eagle=True), mamba("align", 64)), 50, prefix_match_unit=16),
+    "eagle_mamba": _family((full(32, is_eagle=True), mamba("align", 32)), 70, retention_interval=None),
     "lora": _family(_HYBRID, 90, extras=("lora",)),
     "cache_salt": _family(_HYBRID, 90, extras=("salt",)),
     "multimodal": _family(_HYBRID, 90, extras=("mm",)),
@@ -114,10 +137,10 @@ FAMILIES: dict[str, Family] = {
     "duplicates": _family((full(),), 80, duplicates=True),
     "duplicates_hybrid": _family(_HYBRID, 120, duplicates=True),
     "resets": _family(_HYBRID, 90, resets=True, retention_interval=None),
-    "long_full": _family((full(),), 900, **_LONG),
+    "long_full": _family((full(),), 700, **_LONG),
     "long_gpt_oss": _family((full(), window(128)), 1200, **_LONG),
     "long_gemma_dense": _family(_GEMMA, 3000, retention_interval=None, **_LONG),
-    "long_mamba": _family((full(64), mamba("align", 64)), 300, prefix_match_unit=16, **_LONG),
+    "long_mamba": _family((full(64), mamba("align", 64)), 180, prefix_match_unit=16, **_LONG),
 }
 
 
@@ -128,6 +151,8 @@ class Recorder:
         self.family = FAMILIES[name]
         self.engine = RealEngine(self.family.setup, model)
         self._rng = random.Random(f"{name}-{seed}")
+        setup, longest = self.family.setup, 2 * self.family.prompt_tokens_max
+        self._prompt_limit = min(longest, setup.max_model_len - self.family.output_tokens_max - 1)
         self._out = out
         self._seq = 0
         self._history: list[Prompt] = []
@@ -198,8 +223,8 @@ class Recorder:
         if kind > 0.9:
             tokens[rng.randrange(len(tokens))] = rng.randrange(3, VOCAB_TOKENS)
         if rng.random() < 0.1 and self.family.extras:
-            return _with_tokens(self._fresh(len(tokens)), tokens[: longest * 2])
-        return _with_tokens(base, tokens[: longest * 2])
+            return _with_tokens(self._fresh(len(tokens)), tokens[: self._prompt_limit])
+        return _with_tokens(base, tokens[: self._prompt_limit])
 
     def _cut(self, length: int) -> int:
         """A place to branch: anywhere, or at and beside a block boundary."""

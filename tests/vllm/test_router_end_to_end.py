@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 REQUESTS = 240
 NUM_GPU_BLOCKS = 220
-"""Small: six groups share them, so that a handful of conversations fills the pool and eviction is constant."""
+"""Six groups share them: a handful of conversations fills the pool, and eviction is constant."""
 
 ENGINE_ARGS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
 _BLOCK_TOKENS = 32
