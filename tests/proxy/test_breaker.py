@@ -1,0 +1,149 @@
+"""The breaker by itself: pure, on a made-up clock."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.proxy.breaker import Breaker, BreakerBoard, BreakerSettings
+
+S = BreakerSettings()
+
+
+def _opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker(S)
+    for _ in range(S.failures_max):
+        breaker.record(False, now)
+    assert not breaker.allows(now)
+    return breaker
+
+
+def test_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(S)
+    for _ in range(10):
+        for _ in range(S.failures_max - 1):
+            breaker.record(False, 0.0)
+            assert breaker.allows(0.0)
+        for _ in range(3):
+            breaker.record(True, 0.0)
+
+
+def test_half_opens_after_half_a_second_for_one_probe() -> None:
+    breaker = _opened()
+    assert not breaker.allows(0.49)
+    assert breaker.allows(0.5)
+    breaker.begin(0.5)
+    assert not breaker.allows(0.6)
+    assert breaker.allows(0.5 + S.probe_s)
+
+
+def test_first_success_closes_and_forgets() -> None:
+    breaker = _opened()
+    breaker.begin(0.5)
+    breaker.record(True, 0.55)
+    assert breaker.allows(0.55)
+    assert breaker.closed
+    breaker.record(False, 0.6)
+    assert breaker.allows(0.6)
+
+
+def test_failed_probes_back_off_to_the_limit() -> None:
+    breaker = _opened()
+    now = 0.0
+    waits = []
+    for _ in range(8):
+        start = now
+        while not breaker.allows(now):
+            now += 0.01
+        waits.append(round(now - start, 1))
+        breaker.begin(now)
+        breaker.record(False, now)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
+
+
+def test_requests_that_fail_together_open_once() -> None:
+    breaker = _opened()
+    for _ in range(100):
+        breaker.record(False, 0.1)
+    assert breaker.allows(0.5)
+
+
+def test_error_statuses_open_by_share_only() -> None:
+    breaker = Breaker(S)
+    for _ in range(S.window_min - 1):
+        breaker.record(False, 0.0, connection=False)
+    assert breaker.allows(0.0)
+    breaker.record(False, 0.0, connection=False)
+    assert not breaker.allows(0.0)
+
+
+def test_old_failures_leave_the_window() -> None:
+    breaker = Breaker(S)
+    for _ in range(S.window_min - 1):
+        breaker.record(False, 0.0, connection=False)
+    breaker.record(False, 2 * S.window_s, connection=False)
+    assert breaker.allows(2 * S.window_s)
+
+
+def test_block_until_is_independent_of_health() -> None:
+    breaker = Breaker(S)
+    breaker.block_until(5.0)
+    breaker.block_until(3.0)
+    breaker.record(True, 1.0)
+    assert not breaker.allows(4.9)
+    assert breaker.allows(5.0)
+
+
+step = st.tuples(st.floats(0, 3), st.sampled_from(["ok", "fail", "status", "begin"]))
+
+
+@given(st.lists(step, max_size=200))
+def test_never_shut_for_long_and_success_always_opens(steps: list[tuple[float, str]]) -> None:
+    breaker = Breaker(S)
+    now = 0.0
+    for wait, what in steps:
+        now += wait
+        if what == "begin":
+            breaker.begin(now)
+        else:
+            breaker.record(what == "ok", now, connection=what == "fail")
+        if what == "ok":
+            assert breaker.allows(now)
+        assert breaker.allows(now + max(S.open_s_max, S.probe_s))
+        before = breaker.allows(now)
+        assert breaker.allows(now) is before  # asking changes nothing
+
+
+@given(st.lists(st.booleans(), max_size=300))
+def test_closed_means_few_failures(outcomes: list[bool]) -> None:
+    """While it has never opened, no run of failures reached the limit."""
+    breaker = Breaker(S)
+    run = 0
+    for ok in outcomes:
+        breaker.record(ok, 0.0)
+        run = 0 if ok else run + 1
+        if not breaker.closed:
+            return
+        assert run < S.failures_max
+
+
+def test_board_knows_engines_by_id_and_forgets() -> None:
+    now = [0.0]
+    board = BreakerBoard(lambda: now[0])
+    board.record("a", True)
+    assert board.available("a")
+    for _ in range(S.failures_max):
+        board.record("a", False)
+    assert not board.available("a")
+    assert board.available("b")
+    assert board.open_engines() == ["a"]
+    board.block_for("b", 2.0)
+    assert board.open_engines() == ["a", "b"]
+    now[0] = 0.5
+    assert board.available("a")
+    board.begin("a")
+    assert not board.available("a")
+    board.forget("a")
+    assert board.available("a")
+    now[0] = 2.0
+    assert board.open_engines() == []
