@@ -57,7 +57,8 @@ def chat_context(
     if continue_final and arguments["add_generation_prompt"]:
         raise NotLocalError("template_rejected")
     try:
-        key = _ENCODER.encode([arguments, continue_final])
+        # Tools by their raw form, unless they are left out: which template is used depends on that.
+        key = _ENCODER.encode([arguments, continue_final, None if tools is None else bytes(body.tools)])
     except (TypeError, ValueError, RecursionError):
         raise NotLocalError("template_kwargs") from None
     names = {**special_tokens, **arguments, "tools": tools}
