@@ -11,7 +11,29 @@ prometheus_client); the rest of ``publisher`` does not.
 
 from __future__ import annotations
 
+from publisher.simulator.model import EngineModel
+from publisher.simulator.protocol import ChatRequest
+from publisher.simulator.scheduler import SimRequest
 from publisher.simulator.server import SimulatedEngine, run
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, PRESETS, EngineSettings
+from publisher.simulator.settings import (
+    DEMO_TOKENIZER_DIR,
+    PRESETS,
+    EngineSettings,
+    model_length,
+    resolve_groups,
+)
+from publisher.simulator.virtual import VirtualEngine
 
-__all__ = ["DEMO_TOKENIZER_DIR", "PRESETS", "EngineSettings", "SimulatedEngine", "run"]
+__all__ = [
+    "DEMO_TOKENIZER_DIR",
+    "PRESETS",
+    "ChatRequest",
+    "EngineModel",
+    "EngineSettings",
+    "SimRequest",
+    "SimulatedEngine",
+    "VirtualEngine",
+    "model_length",
+    "resolve_groups",
+    "run",
+]

@@ -129,7 +129,7 @@ def demo(
     ] = False,
 ) -> int:
     """Simulated engines, the router and a chat load on this machine, with a live table."""
-    from router.tools.demo import run_demo
+    from router.demo.run import run_demo
 
     return run_demo(seconds=seconds, engines=engines, port=port, as_json=json, keep=keep)
 

@@ -20,7 +20,7 @@ def explain(decision: Decision, feed_state: Callable[[str], str]) -> dict[str, A
         "choice": {
             "engine": decision.choice.engine_id,
             "reason": decision.choice.reason,
-            "hit_tokens": decision.view.candidate.hit_tokens,
+            "hit_tokens": decision.view.expected_tokens,
             "uncached_tokens": decision.choice.uncached_tokens,
         },
         "engines": [
@@ -50,6 +50,7 @@ def _engine(view: View, cost: dict[str, Any], feed: str, prompt_tokens: int) -> 
         "hit_tokens": {"GPU": candidate.hit_tokens, "offloaded": candidate.offloaded_tokens},
         "trunk_tokens": candidate.trunk_tokens,
         "inflight_tokens": view.shared.common_tokens,
+        "coming_tokens": view.shared.coming_tokens,
         "by_class": [] if view.hit is None else msgspec.to_builtins(view.hit.by_class),
         "ended_by": None if view.hit is None else ended_by(view.hit, prompt_tokens),
         "load": {

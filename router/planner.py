@@ -18,7 +18,7 @@ from publisher.events import BlockHash
 from publisher.groups import Family
 from router.books import Books
 from router.errors import model_not_found, no_ready_engine
-from router.feeds.base import FeedStats
+from router.feeds.base import FeedState, FeedStats
 from router.fleet.registry import EngineStatus, Fleet
 from router.index.predict import EngineHit
 from router.index.scopes import Scopes
@@ -57,6 +57,11 @@ class View(NamedTuple):
     hit: EngineHit | None
     shadow: ShadowHit | None
     shared: Shared
+
+    @property
+    def expected_tokens(self) -> int:
+        """The hit when the engine gets to this prompt: what it holds, or what a prompt ahead leaves there."""
+        return max(self.candidate.hit_tokens, self.shared.coming_tokens)
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -204,7 +209,9 @@ class Planner:
         load = self._books.load.load(status.engine_id, now)
         tokens, trunk, offloaded = 0, 0, 0
         confidence: Confidence = "none"
-        if hit is not None and hit.mode != "unknown":
+        if hit is not None and hit.mode == "unknown" and self._known_empty(status):
+            confidence = "exact"
+        elif hit is not None and hit.mode != "unknown":
             tokens, trunk, confidence = hit.hit_tokens, hit.trunk_tokens, _CONFIDENCE[hit.mode]
             offloaded = hit.offloaded_tokens - hit.hit_tokens
         elif shadow is not None:
@@ -225,6 +232,14 @@ class Planner:
             decode_interference_s=rates.decode_interference_s(status.engine_id),
         )
         return View(status, candidate, hit, shadow, shared)
+
+    def _known_empty(self, status: EngineStatus) -> bool:
+        """Its history is known and it never stored a block: it cannot hit (unless chunk starts do)."""
+        engine = self._scopes.engine(status.engine_id)
+        ready = self.feed_state(status.engine_id) == FeedState.READY
+        return (
+            ready and engine is not None and engine.layout is None and not engine.facts.attention_chunk_size
+        )
 
     def _inflight(self, prompt: Prompt, schemes: set[HashScheme], now: float) -> dict[str, Shared]:
         """What the prompt shares with prompts in flight, per engine."""
@@ -285,7 +300,7 @@ class Planner:
             return ()
         headers = [(b"x-kvatlas-engine", decision.view.status.engine_id.encode())]
         if isinstance(decision.read, Prompt) and decision.view.candidate.confidence != "none":
-            headers.append((b"x-kvatlas-hit-tokens", b"%d" % decision.view.candidate.hit_tokens))
+            headers.append((b"x-kvatlas-hit-tokens", b"%d" % decision.view.expected_tokens))
         return tuple(headers)
 
     def close(self, placed: Placed, usage: Usage | None, *, failed: str = "") -> None:
@@ -296,12 +311,12 @@ class Planner:
         else:
             books.load.finish(placed.ticket, now)
         if placed.flying is not None:
-            if failed:
-                books.inflight.drop(placed.flying)
-            else:
+            if placed.answered:
                 books.inflight.end(placed.flying, now)
+            else:  # refused or failed: the engine computed nothing
+                books.inflight.drop(placed.flying)
         read = placed.decision.read
-        if not failed and isinstance(read, Prompt):
+        if placed.answered and isinstance(read, Prompt):
             if not placed.prefilled:
                 books.shadows.served(engine_id, read.token_ids, read.hashes)
             books.receipts.add(self._receipt(placed, usage))
@@ -321,7 +336,7 @@ class Planner:
     def _receipt(self, placed: Placed, usage: Usage | None) -> Receipt:
         view, decision = placed.decision.view, placed.decision
         predicted = view.candidate.confidence != "none"
-        mode = view.hit.mode if view.hit is not None and view.shadow is None else "shadow"
+        mode = "shadow" if view.shadow is not None else view.candidate.confidence
         return Receipt(
             request_id=_request_id(placed.request),
             engine_id=placed.engine_id,
@@ -329,7 +344,7 @@ class Planner:
             mode=mode if predicted else "none",
             feed=self.feed_state(placed.engine_id),
             prompt_tokens=decision.prompt_tokens,
-            predicted_tokens=view.candidate.hit_tokens if predicted else None,
+            predicted_tokens=view.expected_tokens if predicted else None,
             offloaded_tokens=view.candidate.offloaded_tokens,
             trunk_tokens=view.candidate.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
@@ -362,6 +377,7 @@ class Placed:
         self.decision = decision
         self.ticket = ticket
         self.flying = flying
+        self.answered = False
         self.prefilled = False
         self.ttft_s: float | None = None
         self._planner = planner
@@ -370,6 +386,7 @@ class Placed:
 
     def first_byte(self) -> None:
         """See ``Placement``; only a stream's first byte tells when the prefill was over."""
+        self.answered = True
         if self._open and not self.prefilled and self.request.stream:
             self.prefilled = True
             self.ttft_s = self._planner.now() - self._placed_s

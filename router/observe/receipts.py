@@ -8,6 +8,7 @@ error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -81,10 +82,14 @@ class ReceiptBook:
     def __init__(self) -> None:
         self.engines: dict[str, EngineReceipts] = {}
         self.latest: deque[Receipt] = deque(maxlen=RECEIPTS_KEPT)
+        self.listener: Callable[[Receipt], None] | None = None
+        """Told of every receipt."""
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt."""
         self.latest.append(receipt)
+        if self.listener is not None:
+            self.listener(receipt)
         sums = self.engines.setdefault(receipt.engine_id, EngineReceipts())
         outcome = receipt.outcome
         sums.outcomes[outcome] = sums.outcomes.get(outcome, 0) + 1

@@ -54,10 +54,10 @@ def _with_progress(files: list[Path]) -> list[TraceResult]:
 
 def _table(results: list[TraceResult]) -> Table:
     table = Table(title="predicted hits against recorded truth", pad_edge=False)
-    table.add_column("trace", no_wrap=True, overflow="ellipsis")
-    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("trace", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("scheme", no_wrap=True, overflow="ellipsis")
     for name in ("probes", "exact", "over", "under", "tokens", "error"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for result in (*results, total(results)):
         counts = (result.probes, result.exact, result.over, result.under)
         tokens = (result.truth_tokens, result.abs_error_tokens)

@@ -1,0 +1,148 @@
+"""The demo's load: users who chat, several turns each, under a handful of shared system prompts.
+
+Each user picks a system prompt (a few are popular), asks, reads, asks again with the whole conversation so
+far; one turn in four is asked twice at once (a regenerated answer), so that prompts branch. Seeded; the
+order of requests depends on how fast answers come, as it does with people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+_TOPICS = (
+    "gardens",
+    "bread",
+    "bicycles",
+    "tides",
+    "maps",
+    "lanterns",
+    "bridges",
+    "clocks",
+    "rivers",
+    "kites",
+)
+_WORDS = tuple(
+    "the a of and to in that it is was for on are with as they be at one have this from or had by word but "  # noqa: SIM905
+    "what some we can out other were all there when up use your how said an each she which do their time if "
+    "will way about many then them write would like so these her long make thing see him two has look more".split()
+)
+_SYSTEM_PROMPTS = 10
+_THINK_S = (0.2, 1.5)
+_TURNS = (2, 6)
+_REGENERATE_SHARE = 0.25
+
+
+class ChatOutcome(msgspec.Struct, frozen=True):
+    """One finished request, as its client saw it. ``at_s`` is when it was sent, on the load's clock."""
+
+    messages: list[dict[str, str]]
+    max_tokens: int
+    at_s: float
+    answer: str = ""
+    ttft_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class ChatLoad:
+    """Runs users against a base URL; every finished request is told to ``on_done``."""
+
+    def __init__(
+        self, base_url: str, model: str, *, users: int, seed: int, on_done: Callable[[ChatOutcome], None]
+    ) -> None:
+        self._url = f"{base_url}/v1/chat/completions"
+        self._model = model
+        self._users = users
+        self._rng = random.Random(seed)
+        self._on_done = on_done
+        self._systems = [
+            self._text(self._rng.randint(500, 1600), topic) for topic in _TOPICS[:_SYSTEM_PROMPTS]
+        ]
+        self._started_s = time.monotonic()
+
+    async def run(self, seconds: float) -> None:
+        """Keep all users busy for ``seconds``; requests under way are finished, none is begun after."""
+        self._started_s = time.monotonic()
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as users:
+            for number in range(self._users):
+                users.create_task(self._user(session, random.Random(self._rng.random()), seconds, number))
+
+    async def _user(
+        self, session: aiohttp.ClientSession, rng: random.Random, seconds: float, number: int
+    ) -> None:
+        await asyncio.sleep(number * 0.02)
+        while self._now() < seconds:
+            weights = [1 / (rank + 1) for rank in range(len(self._systems))]
+            system = rng.choices(self._systems, weights)[0]
+            messages = [{"role": "system", "content": system}]
+            for _ in range(rng.randint(*_TURNS)):
+                if self._now() >= seconds:
+                    return
+                messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
+                asks = 2 if rng.random() < _REGENERATE_SHARE else 1
+                answers = await asyncio.gather(*[self._ask(session, messages, rng) for _ in range(asks)])
+                if answers[0].error:
+                    break
+                messages = [*messages, {"role": "assistant", "content": answers[0].answer}]
+                await asyncio.sleep(rng.uniform(*_THINK_S))
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, messages: list[dict[str, str]], rng: random.Random
+    ) -> ChatOutcome:
+        max_tokens, at_s = rng.randint(12, 40), self._now()
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        outcome = ChatOutcome(messages, max_tokens, at_s)
+        try:
+            async with session.post(self._url, json=body) as answer:
+                if answer.status == 200:
+                    outcome = await self._read(answer, outcome)
+                else:
+                    outcome = msgspec.structs.replace(outcome, error=f"status {answer.status}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            outcome = msgspec.structs.replace(outcome, error=f"{type(error).__name__}: {error}")
+        self._on_done(outcome)
+        return outcome
+
+    async def _read(self, answer: aiohttp.ClientResponse, outcome: ChatOutcome) -> ChatOutcome:
+        text: list[str] = []
+        ttft_s: float | None = None
+        usage: dict[str, Any] = {}
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
+                continue
+            if ttft_s is None:
+                ttft_s = self._now() - outcome.at_s
+            chunk = msgspec.json.decode(line[6:])
+            if "error" in chunk:
+                return msgspec.structs.replace(outcome, error=str(chunk["error"].get("message")))
+            text += [choice["delta"].get("content") or "" for choice in chunk["choices"]]
+            usage = chunk.get("usage") or usage
+        details = usage.get("prompt_tokens_details") or {}
+        return msgspec.structs.replace(
+            outcome,
+            answer="".join(text),
+            ttft_s=ttft_s,
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            cached_tokens=details.get("cached_tokens") or 0,
+        )
+
+    def _text(self, words: int, topic: str) -> str:
+        return " ".join([topic, *self._rng.choices(_WORDS, k=words)])
+
+    def _now(self) -> float:
+        return time.monotonic() - self._started_s

@@ -1,0 +1,204 @@
+"""Runs the demo: engines in a process of their own, the router and the load in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.live import Live
+
+from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
+from router.app import Router
+from router.config import ANY_MODEL, Config, ConfigError, ModelConfig, ServerConfig
+from router.demo.baseline import RoundRobinBaseline
+from router.demo.load import ChatLoad, ChatOutcome
+from router.demo.summary import Tally
+from router.demo.table import live_table
+from router.fleet.engine import Engine
+from router.fleet.poller import FleetSettings
+from router.observe.receipts import Receipt
+from router.serving import configure_logging, make_server
+
+ENGINE = EngineSettings(
+    groups="gptoss-like",
+    num_blocks=1500,
+    prefill_s_per_token=1.5e-4,
+    decode_s_per_token=0.015,
+    max_num_batched_tokens=2048,
+)
+"""About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token."""
+_USERS_PER_ENGINE = 8
+_READY_S_MAX = 30.0
+_REFRESH_S = 0.5
+
+
+def run_demo(*, seconds: float, engines: int, port: int, as_json: bool, keep: bool) -> int:
+    """0 if every request was answered. Raises ``ConfigError`` for arguments that make no sense."""
+    if not 1 <= engines <= 64:
+        raise ConfigError(f"--engines: {engines} is not in 1..64")
+    if not 0 < seconds <= 86_400:
+        raise ConfigError(f"--seconds: {seconds} is not in 0..86400")
+    configure_logging("error", "console")
+    with engine_process(engines, ENGINE) as urls:
+        summary = uvloop.run(_run(urls, seconds=seconds, port=port, as_json=as_json, keep=keep))
+    return 1 if summary["errors"] or not summary["requests"] else 0
+
+
+@contextmanager
+def engine_process(count: int, settings: EngineSettings) -> Iterator[list[str]]:
+    """Base URLs of ``count`` simulated engines that live as long as the context."""
+    command = [
+        sys.executable,
+        "-m",
+        "router.demo.engines",
+        str(count),
+        msgspec.json.encode(settings).decode(),
+    ]
+    process = subprocess.Popen(  # noqa: S603  # our own module
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    if process.stdin is None or process.stdout is None:
+        raise AssertionError("both were asked for")
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise ConfigError("the simulated engines did not start; their error is above")
+        yield msgspec.json.decode(line, type=list[str])
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+class _Demo:
+    """What is counted while the load runs."""
+
+    def __init__(self, router: Router, engines: int) -> None:
+        self.router = router
+        self.ours = Tally()
+        self.per_engine: dict[str, Tally] = {}
+        self.baseline = RoundRobinBaseline(engines, ENGINE)
+        self.started_s = time.monotonic()
+        self._outcomes: asyncio.Queue[ChatOutcome] = asyncio.Queue()
+        router.books.receipts.listener = self._receipt
+
+    def done(self, outcome: ChatOutcome) -> None:
+        """One request ended."""
+        self._outcomes.put_nowait(outcome)
+        if outcome.error:
+            self.ours.errors += 1
+        else:
+            self.ours.add(outcome.prompt_tokens, outcome.cached_tokens, outcome.ttft_s)
+
+    def _receipt(self, receipt: Receipt) -> None:
+        tally = self.per_engine.setdefault(receipt.engine_id, Tally())
+        tally.add(receipt.prompt_tokens or 0, receipt.actual_tokens or 0, receipt.ttft_s)
+
+    async def drain(self) -> None:
+        """Hand finished requests to the baseline."""
+        while not self._outcomes.empty():
+            await self.baseline.add(self._outcomes.get_nowait())
+
+    async def watch(self, live: Live | None) -> None:
+        """Keep the table and the baseline up to date until cancelled."""
+        while True:
+            await self.drain()
+            elapsed_s = time.monotonic() - self.started_s
+            self.baseline.advance(max(0.0, elapsed_s - 5.0))  # requests are known when they end
+            if live is not None:
+                live.update(self.picture())
+            await asyncio.sleep(_REFRESH_S)
+
+    def picture(self) -> Any:
+        elapsed_s = time.monotonic() - self.started_s
+        return live_table(self.router, self.per_engine, self.ours, self.baseline.tally(), elapsed_s)
+
+    def summary(self) -> dict[str, Any]:
+        """The final figures (docs: README, "Try it")."""
+        receipts = self.router.books.receipts
+        compared = sum(receipts.total(outcome) for outcome in ("exact", "over", "under"))
+        return {
+            **self.ours.as_json(),
+            "predicted_exact": receipts.total("exact"),
+            "predicted_total": compared,
+            "baseline": {"policy": "round-robin", **self.baseline.tally().as_json()},
+        }
+
+
+async def _run(urls: list[str], *, seconds: float, port: int, as_json: bool, keep: bool) -> dict[str, Any]:
+    router = Router(_config(urls, port))
+    server = make_server(router)
+    console = Console()
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve())
+        base_url = await _ready(router, server)
+        demo = _Demo(router, len(urls))
+        load = ChatLoad(
+            base_url, ENGINE.model, users=_USERS_PER_ENGINE * len(urls), seed=7, on_done=demo.done
+        )
+        if as_json or not console.is_terminal:
+            await _with_watch(demo, load, seconds, None)
+        else:
+            with Live(console=console, refresh_per_second=4) as live:
+                await _with_watch(demo, load, seconds, live)
+                live.update(demo.picture())
+        summary = demo.summary()
+        print(msgspec.json.encode(summary).decode()) if as_json else _say(console, demo, base_url, keep=keep)
+        if keep:
+            await serving
+        server.drain()
+    return summary
+
+
+async def _with_watch(demo: _Demo, load: ChatLoad, seconds: float, live: Live | None) -> None:
+    watching = asyncio.create_task(demo.watch(live))
+    try:
+        await load.run(seconds)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    await demo.drain()
+    demo.baseline.finish()
+
+
+async def _ready(router: Router, server: Any) -> str:
+    """The router's URL once it is ready for traffic."""
+    deadline = time.monotonic() + _READY_S_MAX
+    while not (server.started and router.readiness().ready):
+        if time.monotonic() > deadline or server.should_exit:
+            raise ConfigError(f"the router did not become ready: {router.readiness().reason}")
+        await asyncio.sleep(0.05)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+def _config(urls: list[str], port: int) -> Config:
+    return Config(
+        server=ServerConfig(port=port, expose_decision=True),
+        engines=tuple(Engine(url) for url in urls),
+        models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
+        fleet=FleetSettings(gauge_interval_s=0.5),
+    )
+
+
+def _say(console: Console, demo: _Demo, base_url: str, *, keep: bool) -> None:
+    if not console.is_terminal:
+        console.print(demo.picture())
+    if keep:
+        console.print(f"\nStill serving at {base_url} (Ctrl-C ends it). Try:")
+        console.print(f"  curl {base_url}/kvatlas/engines")
+        body = '{"model": "kvatlas-demo", "messages": [{"role": "user", "content": "hello"}]}'
+        for path in ("/v1/chat/completions", "/kvatlas/explain"):
+            console.print(f"  curl {base_url}{path} -H 'content-type: application/json' -d '{body}'")
