@@ -29,9 +29,9 @@ _TOPICS = (
     "kites",
 )
 _WORDS = tuple(
-    "the a of and to in that it is was for on are with as they be at one have this from or had by word but "  # noqa: SIM905
-    "what some we can out other were all there when up use your how said an each she which do their time if "
-    "will way about many then them write would like so these her long make thing see him two has look more".split()
+    "the a of and to in that it is was for on are with as they be at one have this from or had by word "  # noqa: SIM905
+    "but what some we can out other were all there when up use your how said an each she which do their "
+    "time if will way about many then them write would like so these her long make thing see him look".split()
 )
 _SYSTEM_PROMPTS = 10
 _THINK_S = (0.2, 1.5)
