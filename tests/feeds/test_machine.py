@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from feed_network import make_frame
 
 from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
 from router.feeds.base import FeedSettings, FeedState, FeedStats
 from router.feeds.machine import FeedMachine
 from router.feeds.wire import Frame
-from tests.feeds.network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)
 
@@ -239,6 +239,32 @@ def test_after_a_loss_a_full_resync_is_tried_and_makes_the_feed_ready() -> None:
     assert driver.applied == [float(seq) for seq in range(7)]
     assert driver.state == (FeedState.READY, "")
     assert (driver.stats.resyncs, driver.stats.restarts) == (1, 0)
+
+
+def test_no_resync_is_tried_when_the_history_is_known_to_be_gone() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.replay(*frames(5, 8))
+    driver.live(frame(9))
+    driver.tick(SETTINGS.hold_s_max)
+    assert driver.applied == [5.0, 6.0, 7.0, 9.0]
+    asked = len(driver.requests)
+    driver.tick(10_000)
+    assert len(driver.requests) == asked
+
+
+def test_attempts_are_counted_anew_after_progress() -> None:
+    driver = ready()
+    driver.live(frame(9))
+    driver.fail()
+    driver.fail()
+    driver.replay(*frames(2, 5), end=False)
+    driver.fail()
+    driver.fail()
+    driver.fail()
+    assert driver.applied[-1] == 4.0
+    driver.replay(*frames(4, 10))
+    assert driver.applied[-1] == 9.0
 
 
 def test_a_resync_that_cannot_reach_the_start_changes_nothing_and_is_not_repeated() -> None:

@@ -6,11 +6,11 @@ import random
 
 import msgspec
 import pytest
+from feed_network import SETTINGS, Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.feeds.base import FeedState
-from tests.feeds.network import SETTINGS, Simulation
 
 FATES = ("ok", "ok", "ok", "drop", "late", "twice")
 FAULTS = ("ok", "ok", "silent", "cut", "hole", "repeated", "shuffled")

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 import zmq
+from feed_harness import ANY, FAST, RecordingSink, following, until
 
 from publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, encode_batch
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedState
 from router.feeds.wire import REASONS
-from tests.feeds.harness import ANY, FAST, RecordingSink, following, until
 
 Scenario = Callable[[zmq.Context, RecordingSink], Awaitable[None]]
 

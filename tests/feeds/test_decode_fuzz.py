@@ -1,0 +1,118 @@
+"""Whatever the bytes, ``decode_batch`` gives a batch or ``EventDecodeError``; so does reading the tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from publisher.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    EventDecodeError,
+    decode_batch,
+    to_block_hash,
+)
+
+encode = msgspec.msgpack.Encoder().encode
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=40),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = [*BlockStored.__struct_fields__, "remaining_copy_counts", "type"]
+map_events = st.builds(
+    lambda tag, body: {"type": tag, **body},
+    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Other"]) | scalars,
+    st.dictionaries(st.sampled_from(FIELDS), values, max_size=12),
+)
+array_events = st.builds(
+    lambda tag, body: [tag, *body],
+    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Other"]) | scalars,
+    st.lists(values, max_size=12),
+)
+events = st.one_of(map_events, array_events, values)
+batches = st.builds(
+    lambda ts, events, tail: [ts, events, *tail],
+    st.floats() | scalars,
+    st.lists(events, max_size=4) | values,
+    st.lists(values, max_size=3),
+)
+
+
+def check(payload: bytes) -> DecodedBatch | None:
+    try:
+        batch = decode_batch(payload)
+    except EventDecodeError:
+        return None
+    assert isinstance(batch.ts, float)
+    assert batch.data_parallel_rank is None or isinstance(batch.data_parallel_rank, int)
+    assert batch.publisher_id is None or isinstance(batch.publisher_id, bytes)
+    assert all(isinstance(reason, str) for reason in batch.rejected)
+    for event in batch.events:
+        assert isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared)
+        if isinstance(event, AllBlocksCleared):
+            continue
+        assert event.medium is None or isinstance(event.medium, str)
+        assert event.group_idx is None or 0 <= event.group_idx < 64
+        assert all(0 <= to_block_hash(wire) < 2**64 for wire in event.block_hashes)
+        if isinstance(event, BlockStored):
+            assert event.num_tokens() >= 0
+            with contextlib.suppress(EventDecodeError):
+                assert all(isinstance(token, int) for token in event.tokens())
+    return batch
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xc1")
+@example(b"\x91" * 5000)
+@example(b"\x93\xcb\0\0\0\0\0\0\0\0" + b"\x91" * 100_000)
+@example(b"\x93\x01\xdd\xff\xff\xff\xff")
+@example(b"\x93\x01\x91\xc7\xff\xff\x00")
+@example(b"\x92\x01\x91\x81\xa4type\xa1\xff")
+@example(b"\x94\x01\x90\x00\x81\x80\x01")  # a map as a map's key
+@example(b"\x94\x01\x90\x00\xd7\xff" + b"\xff" * 8)  # a time stamp out of range
+def test_any_bytes(payload: bytes) -> None:
+    check(payload)
+
+
+@settings(max_examples=400)
+@given(batches)
+def test_well_formed_msgpack_of_the_wrong_types(batch: Any) -> None:
+    check(encode(batch))
+
+
+@settings(max_examples=200)
+@given(batches, st.data())
+def test_truncated_and_flipped_payloads(batch: Any, data: st.DataObject) -> None:
+    payload = encode(batch)
+    check(payload[: data.draw(st.integers(0, len(payload)))])
+    flipped = bytearray(payload)
+    if flipped:
+        flipped[data.draw(st.integers(0, len(flipped) - 1))] = data.draw(st.integers(0, 255))
+        check(bytes(flipped))
+
+
+@settings(max_examples=200)
+@given(st.lists(events, max_size=4), st.integers(0, 4))
+def test_a_good_event_survives_its_neighbours(neighbours: list[Any], place: int) -> None:
+    good = {"type": "BlockRemoved", "block_hashes": [1, b"\xff" * 32], "medium": "GPU", "group_idx": 3}
+    batch = check(encode([1.0, [*neighbours[:place], good, *neighbours[place:]], 0]))
+    assert batch is not None
+    assert BlockRemoved([1, b"\xff" * 32], "GPU", 3) in batch.events
+    assert len(batch.events) + len(batch.rejected) == len(neighbours) + 1
