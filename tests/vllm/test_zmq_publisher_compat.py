@@ -1,0 +1,364 @@
+"""Our publisher and vLLM's speak alike, byte for byte, and our feed follows vLLM's through its mishaps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from publisher.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    Event,
+    encode_tokens,
+)
+from publisher.zmq_publisher import END_SEQ, ZmqPublisher
+from router.feeds.base import FeedSettings, FeedState
+from router.feeds.subscriber import Feed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+WAIT_S = 60.0
+ANY = "tcp://127.0.0.1:*"
+SETTINGS = FeedSettings(tick_s=0.05)
+
+
+def stored(hashes: list[Any], **more: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "block_hashes": hashes,
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 300, 70_000],
+        "block_size": 4,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    return {"type": "BlockStored", **body, **more}
+
+
+KINDS: list[list[dict[str, Any]]] = [
+    [stored([2**64 - 1], group_idx=0, kv_cache_spec_kind="full_attention")],
+    [
+        stored(
+            [5, 6],
+            parent_block_hash=2**63,
+            group_idx=1,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=64,
+            extra_keys=[["adapter", ["image-1", -3], "salt"], None],
+            lora_id=7,
+            lora_name="adapter",
+        ),
+        {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU", "group_idx": 1},
+    ],
+    [stored(["hex:" + "ab" * 32], parent_block_hash="hex:" + "cd" * 32)],
+    [stored([], medium=None, locality="LOCAL", ownership="tier", session_id="s", extra_keys=[])],
+    [
+        {
+            "type": "BlockRemoved",
+            "block_hashes": [1, 2],
+            "medium": "CPU",
+            "locality": "REMOTE",
+            "ownership": "o",
+        }
+    ],
+    [{"type": "AllBlocksCleared"}],
+    [],
+]
+"""Events of every kind and optional field; batch number n of a test carries ``KINDS[n % len(KINDS)]``."""
+
+
+def our_event(spec: dict[str, Any]) -> Event:
+    def hashed(value: Any) -> Any:
+        return bytes.fromhex(value[4:]) if isinstance(value, str) else value
+
+    fields = {key: value for key, value in spec.items() if key != "type"}
+    if spec["type"] == "AllBlocksCleared":
+        return AllBlocksCleared()
+    fields["block_hashes"] = [hashed(value) for value in fields["block_hashes"]]
+    if spec["type"] == "BlockRemoved":
+        return BlockRemoved(**fields)
+    fields["parent_block_hash"] = hashed(fields["parent_block_hash"])
+    fields["token_ids"] = encode_tokens(fields["token_ids"])
+    return BlockStored(**fields)
+
+
+class VllmPublisher:
+    """vLLM's publisher in its own process; ``published`` counts the batches of its present incarnation."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.published = 0
+        self.endpoint = ""
+        self.replay_endpoint = ""
+
+    def call(self, command: str, argument: Any = None) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([command, argument]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def open(self, **arguments: Any) -> None:
+        ports = [free_port(), free_port()]
+        defaults = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
+        self.call("open", {"data_parallel_rank": 0, **defaults, **arguments})
+        self.endpoint, self.replay_endpoint = (f"tcp://127.0.0.1:{port}" for port in ports)
+        self.published = 0
+
+    def publish(self, count: int = 1) -> None:
+        numbers = range(self.published, self.published + count)
+        self.call("publish", [[float(n), KINDS[n % len(KINDS)]] for n in numbers])
+        self.published += count
+
+    def restart(self) -> None:
+        self.call("restart")
+        self.published = 0
+
+    def close(self) -> None:
+        self.call("close")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def vllm_process(vllm_python: str) -> Iterator[VllmPublisher]:
+    script = Path(__file__).with_name("vllm_event_publisher.py")
+    with subprocess.Popen(
+        [vllm_python, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
+    ) as process:
+        yield VllmPublisher(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+class Sink:
+    """Keeps what was applied since the last ``forget``."""
+
+    def __init__(self) -> None:
+        self.batches: list[DecodedBatch] = []
+
+    @property
+    def stamps(self) -> list[float]:
+        return [batch.ts for batch in self.batches]
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        self.batches.append(batch)
+
+    def forget(self, engine_id: str) -> None:
+        self.batches.clear()
+
+
+def stamps(start: int, stop: int) -> list[float]:
+    return [float(number) for number in range(start, stop)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def following(events: str, replay: str | None, sink: Sink) -> AsyncIterator[Feed]:
+    with zmq.Context() as context:
+        feed = Feed("e", events, replay, "kv", sink, settings=SETTINGS, context=context)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(feed.run())
+            try:
+                yield feed
+            finally:
+                feed.close()
+
+
+async def live_frames(
+    context: zmq.asyncio.Context, endpoint: str, publish: Callable[[], None], count: int
+) -> dict[bytes, list[bytes]]:
+    """``count`` live messages by their seq frame; publishes until the subscription has taken effect."""
+    frames: dict[bytes, list[bytes]] = {}
+    with context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        subscriber.connect(endpoint)
+        async with asyncio.timeout(WAIT_S):
+            while len(frames) < count:
+                publish()
+                while len(frames) < count and await subscriber.poll(50):
+                    message = await subscriber.recv_multipart()
+                    frames[message[1]] = message
+    return frames
+
+
+async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> list[list[bytes]]:
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.connect(endpoint)
+        await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+        answer: list[list[bytes]] = []
+        async with asyncio.timeout(WAIT_S):
+            while not answer or answer[-1][2] != END_SEQ:
+                answer.append(await dealer.recv_multipart())
+    return answer
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_frames_are_byte_identical(vllm_process: VllmPublisher, rank: int) -> None:
+    async def scenario() -> None:
+        ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
+        vllm_process.open(
+            topic="kv@x",
+            data_parallel_rank=rank,
+            buffer_steps=10,
+            **{name: f"tcp://*:{port - rank}" for name, port in ports.items()},
+        )
+        ours = ZmqPublisher(ANY, replay_endpoint=ANY, topic="kv@x", data_parallel_rank=rank, buffer_steps=10)
+        ours.start()
+
+        def publish_ours() -> None:
+            number = ours.next_seq
+            ours.publish([our_event(spec) for spec in KINDS[number % len(KINDS)]], ts=float(number))
+
+        with zmq.asyncio.Context() as context:
+            theirs = f"tcp://127.0.0.1:{ports['endpoint']}"
+            their_frames = await live_frames(context, theirs, vllm_process.publish, 3 * len(KINDS))
+            while ours.next_seq + 2 < min(int.from_bytes(seq, "big") for seq in their_frames):
+                publish_ours()
+            our_frames = await live_frames(context, ours.endpoint, publish_ours, 3 * len(KINDS))
+            while ours.next_seq < vllm_process.published:
+                publish_ours()
+            vllm_process.publish(ours.next_seq - vllm_process.published)
+            both = our_frames.keys() & their_frames.keys()
+            assert len(both) >= len(KINDS)
+            assert [our_frames[seq] for seq in both] == [their_frames[seq] for seq in both]
+
+            assert ours.replay_endpoint is not None
+            replay = f"tcp://127.0.0.1:{ports['replay_endpoint']}"
+            for start in (0, ours.next_seq - 3, ours.next_seq + 5):
+                answer = await replayed(context, ours.replay_endpoint, start)
+                assert answer == await replayed(context, replay, start)
+        ours.close()
+        vllm_process.close()
+
+    asyncio.run(scenario())
+
+
+def test_live_from_the_start(vllm_process: VllmPublisher) -> None:
+    async def scenario() -> None:
+        sink = Sink()
+        vllm_process.open(topic="kv")
+        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+            await until(lambda: feed.state is FeedState.READY)
+            vllm_process.publish(500)
+            vllm_process.publish(1)
+            await until(lambda: len(sink.batches) == 501)
+            assert sink.stamps == stamps(0, 501)
+            assert feed.state is FeedState.READY
+            for number, batch in enumerate(sink.batches[: len(KINDS)]):
+                assert batch.events == [our_event(spec) for spec in KINDS[number]]
+                assert (batch.data_parallel_rank, batch.rejected) == (0, [])
+        vllm_process.close()
+
+    asyncio.run(scenario())
+
+
+def test_late_start_with_a_full_replay_buffer(vllm_process: VllmPublisher) -> None:
+    """10,000 batches: more than vLLM's replay socket takes at once, so its answer may have holes."""
+
+    async def scenario() -> None:
+        sink = Sink()
+        vllm_process.open(topic="kv")
+        vllm_process.publish(10_000)
+        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+            await until(lambda: feed.state is FeedState.READY and len(sink.batches) == 10_000)
+            assert sink.stamps == stamps(0, 10_000)
+            assert feed.stats.lost_batches == 0
+        vllm_process.close()
+
+    asyncio.run(scenario())
+
+
+def test_late_start_after_the_buffer_rolled(vllm_process: VllmPublisher) -> None:
+    async def scenario() -> None:
+        sink = Sink()
+        vllm_process.open(topic="kv", buffer_steps=4)
+        vllm_process.publish(12)  # the last four hold no cache clear
+        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+            await until(lambda: len(sink.batches) == 4)
+            await until(lambda: feed.state is FeedState.DEGRADED)
+            assert sink.stamps == stamps(8, 12)
+            assert (feed.stats.reason, feed.stats.missing_batches) == ("history_rolled", 8)
+        vllm_process.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_is_repaired_from_vllms_replay(vllm_process: VllmPublisher) -> None:
+    """A relay between the two leaves out some live messages."""
+
+    async def relay(source: zmq.asyncio.Socket, target: zmq.asyncio.Socket) -> None:
+        while True:
+            message = await source.recv_multipart()
+            if int.from_bytes(message[1], "big") % 10 not in {4, 5, 6}:
+                await target.send_multipart(message)
+
+    async def scenario() -> None:
+        sink = Sink()
+        vllm_process.open(topic="kv")
+        with zmq.asyncio.Context() as context:
+            source, target = context.socket(zmq.SUB), context.socket(zmq.PUB)
+            source.subscribe(b"")
+            source.connect(vllm_process.endpoint)
+            port = target.bind_to_random_port("tcp://127.0.0.1")
+            relaying = asyncio.ensure_future(relay(source, target))
+            async with following(f"tcp://127.0.0.1:{port}", vllm_process.replay_endpoint, sink) as feed:
+                async with asyncio.timeout(WAIT_S):
+                    while feed.stats.gaps < 3 or vllm_process.published % 10 != 9:
+                        vllm_process.publish()
+                        await asyncio.sleep(0.01)
+                await until(lambda: len(sink.batches) == vllm_process.published)
+                assert sink.stamps == stamps(0, vllm_process.published)
+                assert (feed.state, feed.stats.lost_batches) == (FeedState.READY, 0)
+            relaying.cancel()
+            source.close(linger=0)
+            target.close(linger=0)
+        vllm_process.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_in_place(vllm_process: VllmPublisher) -> None:
+    async def scenario() -> None:
+        sink = Sink()
+        vllm_process.open(topic="kv")
+        vllm_process.publish(10)
+        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+            await until(lambda: feed.state is FeedState.READY and len(sink.batches) == 10)
+            vllm_process.restart()
+            vllm_process.publish(3)
+            await until(lambda: feed.stats.restarts == 1 and len(sink.batches) == 3)
+            vllm_process.publish(2)
+            await until(lambda: len(sink.batches) == 5)
+            assert sink.stamps == stamps(0, 5)
+            assert feed.state is FeedState.READY
+        vllm_process.close()
+
+    asyncio.run(scenario())
