@@ -13,6 +13,7 @@ import msgspec
 from router.proxy.base import Usage
 
 _LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
+_MARK_BYTES = 32  # enough of what was passed on to recognise its end
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -74,7 +75,7 @@ class SseRelay:
             self.begun = True
         if b'"usage"' in data:
             self._read_usage(data)
-        self._last = data
+        self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
         return data
 
     @property
@@ -94,9 +95,9 @@ class SseRelay:
         last = self._last
         if last.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
             closing = b""
-        elif last.endswith((b"\n", b"\r")):
+        elif last.endswith(b"\n"):
             closing = b"\n"
-        else:
+        else:  # also after CR, which may be a line end or half of one
             closing = b"\n\n"
         return b"%bdata: %b\n\n" % (closing, error)
 

@@ -109,9 +109,11 @@ class Engine:
                 script = asyncio.ensure_future(self.script(self, call, writer))
                 watch = asyncio.ensure_future(_closed(reader))
                 done, _ = await asyncio.wait({script, watch}, return_when=asyncio.FIRST_COMPLETED)
-                if watch in done:
+                if watch in done or isinstance(script.exception(), ConnectionError):
                     call.closed.set()
                     script.cancel()
+                    watch.cancel()
+                    await asyncio.gather(script, watch, return_exceptions=True)
                     break
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
@@ -143,7 +145,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+SSE_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 END = b"0\r\n\r\n"
 
 
@@ -261,7 +265,9 @@ async def routing(
     planner = FakePlanner(*urls)
     app = ProxyApp(planner, settings)
     planner.available = app.board.available
-    config = listen_config(wrap(app), port=0, listen=listen or ListenSettings(drain_s_max=0.5), lifespan="off")
+    config = listen_config(
+        wrap(app), port=0, listen=listen or ListenSettings(drain_s_max=0.5), lifespan="off"
+    )
     config.load()
     server = ProxyServer(config)
     server.lifespan = config.lifespan_class(config)

@@ -16,7 +16,6 @@ from .rig import (
     CHAT,
     SSE_HEAD,
     STREAM,
-    Call,
     Engine,
     FakePlacement,
     FakePlanner,

@@ -39,7 +39,15 @@ def test_hop_by_hop_and_named_fields_do_not() -> None:
             "expect: 100-continue",
         )
     )
-    for name in ("connection", "x-private", "keep-alive", "proxy-authorization", "proxy-connection", "te", "expect"):
+    for name in (
+        "connection",
+        "x-private",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "expect",
+    ):
         assert name not in call.head
 
 

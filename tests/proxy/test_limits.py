@@ -35,9 +35,7 @@ def test_declared_length_is_enough_to_refuse() -> None:
     async def main() -> None:
         async with routing(settings=SMALL) as rig:
             reader, writer = await rig.connect()
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n\r\n{"
-            )
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n\r\n{")
             got = await read_answer(reader)
             assert (got.status, got.json()["error"]["code"]) == (413, "body_too_large")
             assert got.head["connection"] == "close"
@@ -133,7 +131,9 @@ def test_expect_continue_is_refused_before_the_body() -> None:
     async def main() -> None:
         async with routing(settings=SMALL) as rig:
             reader, writer = await rig.connect()
-            writer.write(request(_padded(2000), "expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+            writer.write(
+                request(_padded(2000), "expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+            )
             assert (await read_answer(reader)).status == 413
             writer.close()
 

@@ -6,7 +6,7 @@ import asyncio
 
 from router.proxy.settings import ProxySettings
 
-from .rig import STREAM, Engine, ask, request, routing, run, says, unused_port, until
+from .rig import STREAM, Engine, ask, request, routing, run, says, until, unused_port
 
 GOOD = says(200, b"{}")
 

@@ -11,7 +11,6 @@ from router.proxy.settings import ProxySettings
 
 from .rig import (
     SSE_HEAD,
-    STREAM,
     Call,
     Engine,
     Script,
@@ -22,8 +21,8 @@ from .rig import (
     routing,
     run,
     says,
-    unused_port,
     until,
+    unused_port,
     writes,
 )
 

@@ -1,0 +1,40 @@
+"""A router process for the drain tests: ``drained_router.py ENGINE_URL DRAIN_S``; prints its port."""
+
+from __future__ import annotations
+
+import sys
+
+from router.proxy.app import ProxyApp
+from router.proxy.base import InboundRequest
+from router.proxy.server import ProxyServer, listen_config
+from router.proxy.settings import ListenSettings
+
+
+class Placed:
+    def __init__(self, url: str) -> None:
+        self.engine_id = self.base_url = url
+        self.engine_headers = self.client_headers = ()
+
+    def first_byte(self) -> None: ...
+
+    def finished(self, usage: object) -> None: ...
+
+    def failed(self, reason: str) -> None: ...
+
+
+class OneEngine:
+    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Placed:
+        return Placed(sys.argv[1])
+
+
+class Announcing(ProxyServer):
+    async def startup(self, sockets: object = None) -> None:
+        await super().startup(None)
+        print(self.servers[0].sockets[0].getsockname()[1], flush=True)
+
+
+if __name__ == "__main__":
+    listen = ListenSettings(drain_s_max=float(sys.argv[2]))
+    server = Announcing(listen_config(ProxyApp(OneEngine()), port=0, listen=listen, lifespan="off"))
+    server.run()
+    print(server.draining, flush=True)
