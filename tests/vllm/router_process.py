@@ -45,7 +45,7 @@ class RouterProcess:
         """Block until the router has applied batch ``seq`` of this engine."""
 
         def seen() -> bool:
-            states = {engine["engine_id"]: engine["feed"] for engine in self.engines()}
+            states = {engine["engine"]: engine["feed"] for engine in self.engines()}
             last_seq = states[engine_id]["last_seq"]
             return last_seq is not None and last_seq >= seq
 
@@ -61,7 +61,7 @@ class RouterProcess:
 
     def _ready(self) -> bool:
         try:
-            return all(engine["feed"]["state"] == "READY" for engine in self.engines())
+            return all(engine["feed_state"] == "ready" for engine in self.engines())
         except OSError:
             return False  # not listening yet
 

@@ -182,8 +182,11 @@ def test_every_predicted_hit_is_what_the_engine_reports(fleet: Fleet) -> None:
     ]
     assert not wrong, f"{len(wrong)} of {len(told)} wrong:\n" + "\n".join(wrong[:20])
 
-    assert len(told) >= 200, "too few requests said what was cached"
-    assert sum(outcome.predicted > 0 for outcome in told) >= len(told) // 4, "too few hits to say anything"
+    hits = [outcome for outcome in told if outcome.predicted]
     served = Counter(outcome.engine_id for outcome in outcomes)
-    assert set(served) == set(fleet.taps), f"one engine served everything: {served}"
-    assert all(tap.removed > 100 for tap in fleet.taps.values()), "hardly anything was evicted"
+    removed = {engine_id: tap.removed for engine_id, tap in fleet.taps.items()}
+    print(f"{len(told)} told, {len(hits)} hits, served {served}, blocks removed {removed}")
+    assert len(told) >= 200, "too few requests said what was cached"
+    assert len(hits) >= len(told) // 4, "too few hits to say anything"
+    assert set(served) == set(fleet.taps), "one engine served everything"
+    assert min(removed.values()) > 100, "hardly anything was evicted"
