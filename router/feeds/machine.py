@@ -18,10 +18,8 @@ from __future__ import annotations
 from router.feeds.actions import Action, RequestReplay, StateChanged
 from router.feeds.base import FeedSettings, FeedState, FeedStats
 from router.feeds.position import NOWHERE, Position
-from router.feeds.repair import Repair, RepairKind
+from router.feeds.repair import Repair, RepairKind, ReplayTrust
 from router.feeds.wire import Frame
-
-_NEVER = float("-inf")
 
 
 class FeedMachine:
@@ -35,10 +33,7 @@ class FeedMachine:
         self._position = Position(settings, stats, self._out)
         self._repair: Repair | None = None
         self._request_id = 0
-        self._rolled = False  # the publisher no longer has seq 0: a full re-sync cannot succeed
-        self._retry_at: float | None = None  # when to try a full re-sync (or a check) again
-        self._backoff_s = settings.resync_backoff_s
-        self._replay_distrusted_until = _NEVER
+        self._trust = ReplayTrust(settings)
         self._connected = False
         self._connection_seen = False  # by the socket's monitor, not just implied by a message
         self._ever_connected = False
@@ -111,7 +106,7 @@ class FeedMachine:
             return []
         self._stats.replays += 1
         if repair.kind is RepairKind.RESYNC:  # the answer had no seq 0
-            self._rolled = repair.lowest_seq is not None
+            self._trust.rolled = repair.lowest_seq is not None
             self._give_up(now, repair)
         else:
             self._answer_complete(now, repair)
@@ -146,8 +141,7 @@ class FeedMachine:
         repair = self._repair
         if repair is not None and now >= repair.deadline:
             self._give_up(now, repair)
-        elif repair is None and self._connected and self._retry_at is not None and now >= self._retry_at:
-            self._retry_at = None
+        elif repair is None and self._connected and self._trust.take_due(now):
             self._try_again(now)
         self._check_silence(now)
         return self._finish()
@@ -201,7 +195,7 @@ class FeedMachine:
 
     def _open_gap(self, now: float, frame: Frame) -> None:
         self._stats.gaps += 1
-        if self._has_replay and now >= self._replay_distrusted_until:
+        if self._has_replay and self._trust.is_worth_waiting(now):
             self._position.hold(frame)
             self._start(now, RepairKind.GAP)
         elif self._unverified:
@@ -262,7 +256,7 @@ class FeedMachine:
         repair.anchored = True
         lowest = position.held.lowest()
         if lowest is not None and lowest > position.next_seq:
-            self._rolled = True
+            self._trust.rolled = True
             position.skip_to(lowest, "history_rolled")
         position.drain()
 
@@ -284,7 +278,7 @@ class FeedMachine:
     def _abandon(self, now: float) -> None:
         """Something more urgent than the repair in progress; a full re-sync is put off, others are void."""
         if self._repair is not None and self._repair.kind is RepairKind.RESYNC:
-            self._retry_at = now + self._backoff_s
+            self._trust.put_off(now)
         self._repair = None
 
     def _request(self, repair: Repair, delay_s: float) -> None:
@@ -311,7 +305,7 @@ class FeedMachine:
         self._repair = None
         self._stale = self._unverified = False
         self._heard_at = now
-        self._trust_replay()
+        self._trust.worked()
 
     def _give_up(self, now: float, repair: Repair) -> None:
         """Go on with what is held, in order, and remember what is missing."""
@@ -328,9 +322,7 @@ class FeedMachine:
             position.skip_all("replay_failed")
             if position.next_seq == 0:
                 position.next_seq = NOWHERE  # nothing heard at all: the next live batch tells where we are
-        self._replay_distrusted_until = now + self._backoff_s
-        self._retry_at = None if self._rolled else self._replay_distrusted_until
-        self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
+        self._trust.failed(now)
 
     def _try_again(self, now: float) -> None:
         """Some time after a given-up repair: is a complete picture to be had by now?"""
@@ -368,13 +360,8 @@ class FeedMachine:
 
     def _forget(self) -> None:
         self._position.forget()
-        self._rolled = self._unverified = False
-        self._retry_at = None
-        self._trust_replay()
-
-    def _trust_replay(self) -> None:
-        self._replay_distrusted_until = _NEVER
-        self._backoff_s = self._settings.resync_backoff_s
+        self._unverified = False
+        self._trust.reset()
 
     # State.
 

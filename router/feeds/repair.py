@@ -1,10 +1,12 @@
-"""One attempt to make a feed whole again by replay, over one or several requests."""
+"""A feed's attempts to become whole by replay: the one in progress, and how far replay is to be trusted."""
 
 from __future__ import annotations
 
 from enum import Enum
 
 import msgspec
+
+from router.feeds.base import FeedSettings
 
 
 class RepairKind(Enum):
@@ -50,3 +52,46 @@ class Repair(msgspec.Struct):
         """A batch of the answer came in."""
         if self.lowest_seq is None or seq < self.lowest_seq:
             self.lowest_seq = seq
+
+
+class ReplayTrust:
+    """Whether replay is worth waiting for, and when to try again to become whole after it failed."""
+
+    def __init__(self, settings: FeedSettings) -> None:
+        self._settings = settings
+        self.rolled = False
+        """The publisher no longer has seq 0, so a full re-sync cannot succeed."""
+        self._try_at: float | None = None
+        self._distrusted_until = float("-inf")
+        self._backoff_s = settings.resync_backoff_s
+
+    def reset(self) -> None:
+        """A new stream: nothing is known against it."""
+        self.rolled = False
+        self._try_at = None
+        self.worked()
+
+    def worked(self) -> None:
+        """A repair succeeded."""
+        self._distrusted_until = float("-inf")
+        self._backoff_s = self._settings.resync_backoff_s
+
+    def failed(self, now: float) -> None:
+        """A repair was given up: gaps do not wait for replay for a while, then a re-sync is tried."""
+        self._distrusted_until = now + self._backoff_s
+        self._try_at = None if self.rolled else self._distrusted_until
+        self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
+
+    def put_off(self, now: float) -> None:
+        """A re-sync had to make way for something more urgent."""
+        self._try_at = now + self._backoff_s
+
+    def is_worth_waiting(self, now: float) -> bool:
+        return now >= self._distrusted_until
+
+    def take_due(self, now: float) -> bool:
+        """Whether it is time to try again; true once for each time it was scheduled."""
+        due = self._try_at is not None and now >= self._try_at
+        if due:
+            self._try_at = None
+        return due
