@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from router.proxy.settings import ProxySettings
 
@@ -35,19 +36,22 @@ def _events(body: bytes) -> list[bytes]:
 def test_stream_ends_with_an_error_event_and_cleanly(then: str) -> None:
     async def main() -> None:
         script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")), then=then)
-        async with Engine(script) as engine, Engine(says(200, b"{}")) as other:
-            async with routing(engine.url, other.url) as rig:
-                got = await ask(rig, request(STREAM))
-                assert got.whole
-                assert got.body.startswith(event("a") + event("b"))
-                error = msgspec.json.decode(_events(got.body)[-1])["error"]
-                assert error["code"] == "engine_stream_broken"
-                assert isinstance(error["message"], str)
-                assert b"127.0.0.1" not in got.body
-                assert b"[DONE]" not in got.body
-                assert not other.calls
-                assert rig.planner.placements[0].told == ["first_byte", "broken_stream"]
-                assert rig.stats.streams_broken == 1
+        async with (
+            Engine(script) as engine,
+            Engine(says(200, b"{}")) as other,
+            routing(engine.url, other.url) as rig,
+        ):
+            got = await ask(rig, request(STREAM))
+            assert got.whole
+            assert got.body.startswith(event("a") + event("b"))
+            error = msgspec.json.decode(_events(got.body)[-1])["error"]
+            assert error["code"] == "engine_stream_broken"
+            assert isinstance(error["message"], str)
+            assert b"127.0.0.1" not in got.body
+            assert b"[DONE]" not in got.body
+            assert not other.calls
+            assert rig.planner.placements[0].told == ["first_byte", "broken_stream"]
+            assert rig.stats.streams_broken == 1
 
     run(main())
 
@@ -122,20 +126,27 @@ def test_silence_in_a_stream_is_a_time_out() -> None:
     run(main())
 
 
+async def _collect(stream: openai.AsyncStream[ChatCompletionChunk], seen: list[str | None]) -> None:
+    async for part in stream:
+        seen.append(part.choices[0].delta.content)  # noqa: PERF401  # kept when the stream raises
+
+
 def test_openai_client_raises_with_our_code() -> None:
     async def main() -> None:
         script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")[:20]), then="close")
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client:
-                stream = await client.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "x"}], stream=True
-                )
-                seen = []
-                with pytest.raises(openai.APIError) as caught:
-                    async for part in stream:
-                        seen.append(part.choices[0].delta.content)
-                assert seen == ["a"]
-                assert caught.value.code == "engine_stream_broken"
+        async with (
+            Engine(script) as engine,
+            routing(engine.url) as rig,
+            openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
+        ):
+            stream = await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x"}], stream=True
+            )
+            seen: list[str | None] = []
+            with pytest.raises(openai.APIError) as caught:
+                await _collect(stream, seen)
+            assert seen == ["a"]
+            assert caught.value.code == "engine_stream_broken"
 
     run(main())
 

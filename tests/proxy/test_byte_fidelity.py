@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from router.proxy.settings import ProxySettings
+
 from .rig import (
     CHAT,
     DONE,
@@ -28,7 +30,10 @@ from .rig import (
     writes,
 )
 
-ODD = b'{ "model":"m", "unknown_extra" : {"b":1,"a":2}, "messages":[{"role":"latest_reminder","content":"\\u00e9"}] }\n '
+ODD = (
+    b'{ "model":"m", "unknown_extra" : {"b":1,"a":2}, '
+    b'"messages":[{"role":"latest_reminder","content":"\\u00e9"}] }\n '
+)
 
 
 def test_request_body_target_and_method_reach_the_engine_unchanged() -> None:
@@ -58,8 +63,6 @@ def test_chunked_request_body_is_forwarded_whole_with_a_length() -> None:
 
 def test_ten_megabytes_both_ways() -> None:
     async def main() -> None:
-        from router.proxy.settings import ProxySettings
-
         big = b'{"model":"m","prompt":"' + random.randbytes(5_000_000).hex().encode() + b'"}'
         settings = ProxySettings(body_bytes_max=16_000_000)
         async with Engine(says(200, big)) as engine, routing(engine.url, settings=settings) as rig:
@@ -74,9 +77,11 @@ def test_ten_megabytes_both_ways() -> None:
 def test_fixed_length_answer_stays_one() -> None:
     async def main() -> None:
         body = b'{"ok": true}'
-        async with Engine(says(200, body, "content-type: application/json")) as engine:
-            async with routing(engine.url) as rig:
-                got = await ask(rig)
+        async with (
+            Engine(says(200, body, "content-type: application/json")) as engine,
+            routing(engine.url) as rig,
+        ):
+            got = await ask(rig)
         assert (got.status, got.body, got.whole) == (200, body, True)
         assert got.head["content-length"] == str(len(body))
         assert "transfer-encoding" not in got.head

@@ -130,11 +130,13 @@ def test_placement_adds_fields_on_both_sides() -> None:
 def test_streams_tell_proxies_in_front_not_to_buffer() -> None:
     async def main() -> None:
         body = b"data: [DONE]\n\n"
-        async with Engine(says(200, body, "content-type: text/event-stream")) as engine:
-            async with routing(engine.url) as rig:
-                got = await ask(rig)
-                assert got.head["x-accel-buffering"] == "no"
-                assert got.head["content-length"] == str(len(body))
+        async with (
+            Engine(says(200, body, "content-type: text/event-stream")) as engine,
+            routing(engine.url) as rig,
+        ):
+            got = await ask(rig)
+            assert got.head["x-accel-buffering"] == "no"
+            assert got.head["content-length"] == str(len(body))
 
     run(main())
 

@@ -13,37 +13,46 @@ GOOD = says(200, b"{}")
 
 def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
     async def main() -> None:
-        async with Engine(says(429, b"busy", "retry-after: 1")) as busy, Engine(GOOD) as good:
-            async with routing(busy.url, good.url) as rig:
-                for _ in range(5):
-                    assert (await ask(rig)).status == 200
-                assert len(busy.calls) == 1
-                await until(lambda: rig.app.board.available(busy.url), "the time is over")
-                await ask(rig)
-                assert len(busy.calls) == 2
+        async with (
+            Engine(says(429, b"busy", "retry-after: 1")) as busy,
+            Engine(GOOD) as good,
+            routing(busy.url, good.url) as rig,
+        ):
+            for _ in range(5):
+                assert (await ask(rig)).status == 200
+            assert len(busy.calls) == 1
+            await until(lambda: rig.app.board.available(busy.url), "the time is over")
+            await ask(rig)
+            assert len(busy.calls) == 2
 
     run(main())
 
 
 def test_too_many_requests_without_a_time_is_no_failure() -> None:
     async def main() -> None:
-        async with Engine(says(429, b"busy")) as busy, Engine(GOOD) as good:
-            async with routing(busy.url, good.url) as rig:
-                for _ in range(30):
-                    assert (await ask(rig)).status == 200
-                assert len(busy.calls) == 30
-                assert rig.app.board.available(busy.url)
+        async with (
+            Engine(says(429, b"busy")) as busy,
+            Engine(GOOD) as good,
+            routing(busy.url, good.url) as rig,
+        ):
+            for _ in range(30):
+                assert (await ask(rig)).status == 200
+            assert len(busy.calls) == 30
+            assert rig.app.board.available(busy.url)
 
     run(main())
 
 
 def test_all_busy_passes_the_last_answer_with_its_time() -> None:
     async def main() -> None:
-        async with Engine(says(429, b"one", "retry-after: 7")) as one:
-            async with Engine(says(429, b"two", "retry-after: 9")) as two, routing(one.url, two.url) as rig:
-                got = await ask(rig)
-                assert (got.status, got.body, got.head["retry-after"]) == (429, b"two", "9")
-                assert [p.told for p in rig.planner.placements] == [["status"], ["status"]]
+        async with (
+            Engine(says(429, b"one", "retry-after: 7")) as one,
+            Engine(says(429, b"two", "retry-after: 9")) as two,
+            routing(one.url, two.url) as rig,
+        ):
+            got = await ask(rig)
+            assert (got.status, got.body, got.head["retry-after"]) == (429, b"two", "9")
+            assert [p.told for p in rig.planner.placements] == [["status"], ["status"]]
 
     run(main())
 
@@ -51,10 +60,13 @@ def test_all_busy_passes_the_last_answer_with_its_time() -> None:
 def test_an_engines_wish_is_bounded() -> None:
     async def main() -> None:
         settings = ProxySettings(retry_after_s_max=0.2)
-        async with Engine(says(503, b"x", "retry-after: 86400")) as one, Engine(GOOD) as two:
-            async with routing(one.url, two.url, settings=settings) as rig:
-                await ask(rig)
-                await until(lambda: rig.app.board.available(one.url), "back")
+        async with (
+            Engine(says(503, b"x", "retry-after: 86400")) as one,
+            Engine(GOOD) as two,
+            routing(one.url, two.url, settings=settings) as rig,
+        ):
+            await ask(rig)
+            await until(lambda: rig.app.board.available(one.url), "back")
 
     run(main())
 
@@ -87,11 +99,14 @@ def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
 
 def test_poisonous_requests_do_not_close_the_fleet() -> None:
     async def main() -> None:
-        async with Engine(says(500, b"boom")) as one, Engine(says(500, b"boom")) as two:
-            async with routing(one.url, two.url) as rig:
-                for _ in range(5):
-                    assert (await ask(rig)).status == 500
-                assert rig.app.board.available(one.url)
-                assert rig.app.board.available(two.url)
+        async with (
+            Engine(says(500, b"boom")) as one,
+            Engine(says(500, b"boom")) as two,
+            routing(one.url, two.url) as rig,
+        ):
+            for _ in range(5):
+                assert (await ask(rig)).status == 500
+            assert rig.app.board.available(one.url)
+            assert rig.app.board.available(two.url)
 
     run(main())

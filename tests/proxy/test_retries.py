@@ -82,10 +82,9 @@ def test_unresolvable_name_is_a_refusal() -> None:
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 501])
 def test_answers_to_the_client_are_not_retried(status: int) -> None:
     async def main() -> None:
-        async with Engine(says(status, b"no")) as one, Engine(GOOD) as two:
-            async with routing(one.url, two.url) as rig:
-                assert (await ask(rig)).status == status
-                assert not two.calls
+        async with Engine(says(status, b"no")) as one, Engine(GOOD) as two, routing(one.url, two.url) as rig:
+            assert (await ask(rig)).status == status
+            assert not two.calls
 
     run(main())
 
@@ -139,11 +138,14 @@ def test_nobody_to_ask_is_the_planners_word() -> None:
 def test_retry_time_is_bounded() -> None:
     async def main() -> None:
         settings = ProxySettings(first_byte_timeout_s=0.2, retry_time_s_max=0.1)
-        async with Engine(writes(then="hang")) as hung, Engine(GOOD) as good:
-            async with routing(hung.url, good.url, settings=settings) as rig:
-                got = await ask(rig)
-                assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
-                assert not good.calls
+        async with (
+            Engine(writes(then="hang")) as hung,
+            Engine(GOOD) as good,
+            routing(hung.url, good.url, settings=settings) as rig,
+        ):
+            got = await ask(rig)
+            assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
+            assert not good.calls
 
     run(main())
 
@@ -151,11 +153,14 @@ def test_retry_time_is_bounded() -> None:
 @pytest.mark.parametrize("method", ["DELETE", "PUT", "PATCH"])
 def test_methods_that_change_things_are_sent_once(method: str) -> None:
     async def main() -> None:
-        async with Engine(writes(then="reset")) as bad, Engine(GOOD) as good:
-            async with routing(bad.url, good.url) as rig:
-                got = await ask(rig, request(b"{}", method=method, target="/v1/files/x"))
-                assert got.status == 502
-                assert not good.calls
+        async with (
+            Engine(writes(then="reset")) as bad,
+            Engine(GOOD) as good,
+            routing(bad.url, good.url) as rig,
+        ):
+            got = await ask(rig, request(b"{}", method=method, target="/v1/files/x"))
+            assert got.status == 502
+            assert not good.calls
 
     run(main())
 

@@ -38,10 +38,13 @@ def test_engine_that_hangs_is_replaced_then_given_up(settings: ProxySettings, bo
 def test_head_in_time_but_no_first_byte() -> None:
     async def main() -> None:
         settings = ProxySettings(first_byte_timeout_s=0.3)
-        async with Engine(writes(SSE_HEAD, then="hang")) as hung, Engine(GOOD) as good:
-            async with routing(hung.url, good.url, settings=settings) as rig:
-                assert (await ask(rig, request(STREAM))).status == 200
-                assert rig.planner.placements[0].told == ["timeout"]
+        async with (
+            Engine(writes(SSE_HEAD, then="hang")) as hung,
+            Engine(GOOD) as good,
+            routing(hung.url, good.url, settings=settings) as rig,
+        ):
+            assert (await ask(rig, request(STREAM))).status == 200
+            assert rig.planner.placements[0].told == ["timeout"]
 
     run(main())
 
@@ -61,10 +64,12 @@ def test_connect_time_out_tries_another_engine() -> None:
                 sock.connect_ex(("127.0.0.1", port))
                 held.append(sock)
             settings = ProxySettings(connect_timeout_s=0.3)
-            async with Engine(GOOD) as good:
-                async with routing(f"http://127.0.0.1:{port}", good.url, settings=settings) as rig:
-                    assert (await ask(rig)).status == 200
-                    assert rig.planner.placements[0].told == ["timeout"]
+            async with (
+                Engine(GOOD) as good,
+                routing(f"http://127.0.0.1:{port}", good.url, settings=settings) as rig,
+            ):
+                assert (await ask(rig)).status == 200
+                assert rig.planner.placements[0].told == ["timeout"]
             for sock in held:
                 sock.close()
 

@@ -1,4 +1,4 @@
-"""What is read in passing: usage for receipts and the first token, whole or split, and never at a cost in bytes."""
+"""What is read in passing: usage for receipts and the first token, whole or split."""
 
 from __future__ import annotations
 
@@ -54,14 +54,16 @@ WHOLE = Usage(30, 2, 16)
 )
 def test_plain_answer(body: bytes, usage: Usage | None) -> None:
     async def main() -> None:
-        async with Engine(says(200, body, "content-type: application/json")) as engine:
-            async with routing(engine.url) as rig:
-                await ask(rig)
-                placement = rig.planner.placements[0]
-                await until(lambda: placement.over, "told")
-                assert placement.usage == usage
-                assert placement.told == ["first_byte", "finished"]
-                assert rig.stats.usage_unread == 0
+        async with (
+            Engine(says(200, body, "content-type: application/json")) as engine,
+            routing(engine.url) as rig,
+        ):
+            await ask(rig)
+            placement = rig.planner.placements[0]
+            await until(lambda: placement.over, "told")
+            assert placement.usage == usage
+            assert placement.told == ["first_byte", "finished"]
+            assert rig.stats.usage_unread == 0
 
     run(main())
 
@@ -94,13 +96,15 @@ def test_stream(status: int) -> None:
     async def main() -> None:
         head = SSE_HEAD.replace(b"200 OK", b"%d X" % status)
         body = [event("a"), b'data: {"choices":[],"usage":null}\n\n', LAST, DONE]
-        async with Engine(writes(head, *[chunk(part) for part in body], END)) as engine:
-            async with routing(engine.url) as rig:
-                assert (await ask(rig, request(STREAM))).body == b"".join(body)
-                placement = rig.planner.placements[0]
-                await until(lambda: placement.over, "told")
-                assert placement.usage == WHOLE
-                assert placement.told == (["first_byte", "finished"] if status == 200 else ["finished"])
+        async with (
+            Engine(writes(head, *[chunk(part) for part in body], END)) as engine,
+            routing(engine.url) as rig,
+        ):
+            assert (await ask(rig, request(STREAM))).body == b"".join(body)
+            placement = rig.planner.placements[0]
+            await until(lambda: placement.over, "told")
+            assert placement.usage == WHOLE
+            assert placement.told == (["first_byte", "finished"] if status == 200 else ["finished"])
 
     run(main())
 
