@@ -22,6 +22,10 @@ def test_a_key_remembers_its_latest_engines_only() -> None:
     for engine in ("a", "b", "a", "c"):
         affinity.record([1], engine)
     assert affinity.match([1]) == {"a": 1, "c": 1}
+    three = AffinityMap(AffinitySettings(engines_max=3))
+    for engine in ("b", "a", "c", "a"):  # coming again takes no second place
+        three.record([1], engine)
+    assert three.match([1]) == {"a": 1, "b": 1, "c": 1}
     single = AffinityMap(AffinitySettings(engines_max=1))
     single.record([1], "a")
     single.record([1], "b")

@@ -78,6 +78,17 @@ def test_round_robin_takes_turns_and_keeps_them_in_its_state() -> None:
     assert place("round-robin", engines, Ask(10), ArmState()) == "e0"
 
 
+def test_least_load_spreads_over_equals_by_the_prompt() -> None:
+    engines = [Candidate(f"e{i}") for i in range(4)]
+    assert {place("least-load", engines, Ask(10, prompt_key=key)) for key in range(40)} == {
+        "e0",
+        "e1",
+        "e2",
+        "e3",
+    }
+    assert len({place("least-load", engines, Ask(10, prompt_key=7)) for _ in range(5)}) == 1
+
+
 def test_hash_follows_the_prefix_until_its_engine_is_full() -> None:
     engines = [Candidate(f"e{i}", running=2) for i in range(4)]
     homes = Counter(place("hash", engines, Ask(100, prompt_key=i, prefix_key=7)) for i in range(20))

@@ -91,6 +91,31 @@ def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
     assert choose([none, cpu, gpu], 8000, slow).engine_id == "gpu"
 
 
+def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
+    knobs = PolicySettings(load_s_per_token=0.0001)
+    candidate = Candidate("e", hit_tokens=1000, offloaded_tokens=2000, coming_tokens=2500)
+    parts = cost(candidate, 8000, knobs)
+    assert parts.uncached_tokens == 5000
+    assert parts.load_s == pytest.approx(500 * 0.0001)
+    assert cost(msgspec.structs.replace(candidate, coming_tokens=7000), 8000, knobs).load_s == 0
+
+
+def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
+    cached = Candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.4)  # saves 0.5 s
+    choice = choose([cached, Candidate("idle")], 8000, PolicySettings(saving_factor=0.5))
+    assert (choice.engine_id, choice.reason) == ("idle", "bounded")
+    assert choose([cached, Candidate("idle")], 8000, PolicySettings(saving_factor=0.9)).index == 0
+    wide = PolicySettings(saving_factor=0.5, queue_gap_s=0.5)
+    assert choose([cached, Candidate("idle")], 8000, wide).index == 0
+
+
+def test_the_saving_is_measured_against_the_best_of_the_shortest_queues() -> None:
+    slow = Candidate("a-slow", prefill_s_per_token=3 * RATE)
+    chosen = Candidate("cached", hit_tokens=7200, trunk_tokens=7200, queue_s=0.8)
+    choice = choose([slow, Candidate("fast"), chosen], 8000, PolicySettings(saving_factor=0.5))
+    assert choice.engine_id == "fast"
+
+
 def test_cold_prompts_spread_evenly_and_repeat_themselves() -> None:
     engines = fleet(8)
     rng = random.Random(7)
@@ -144,6 +169,17 @@ def test_a_probe_gives_up_no_saving_and_stays_within_its_price() -> None:
     assert choose([slow, warm], 2000, DEFAULTS).engine_id == "warm"
     cold = Candidate("cold")
     assert choose([slow, cold], 20_000, DEFAULTS).engine_id == "cold"  # 5 s dearer
+
+
+def test_an_engine_loaded_by_others_is_not_probed() -> None:
+    busy = Candidate("busy", queue_s=0.9, idle_s=1e9)
+    assert choose([busy, Candidate("free")], 2000, DEFAULTS).engine_id == "free"
+
+
+def test_a_prompt_of_unknown_length_costs_its_wait() -> None:
+    engines = [Candidate("busy", queue_s=0.9), Candidate("free")]
+    choice = choose(engines, 0, DEFAULTS)
+    assert (choice.engine_id, choice.uncached_tokens) == ("free", 1)
 
 
 def test_no_candidates_is_an_error_and_one_needs_no_cost() -> None:

@@ -64,6 +64,15 @@ def test_what_a_prompt_keeps_comes_only_where_the_new_one_contains_it() -> None:
     assert inflight.check_integrity() == []
 
 
+def test_a_branch_that_goes_leaves_shorter_prompts_as_they_were() -> None:
+    inflight = InflightPrefixes()
+    inflight.add("short", hashes("ab"), 0.0)
+    inflight.add("long", hashes("abcd"), 0.0)
+    branch = inflight.add("branch", hashes("abx"), 0.0)
+    inflight.drop(branch)
+    assert inflight.common(hashes("abcd"), 0.0).blocks == {"short": 2, "long": 4}
+
+
 def test_forgetting_an_engine_leaves_the_others() -> None:
     inflight = InflightPrefixes()
     inflight.add("a", hashes("abcd"), 0.0, [2])

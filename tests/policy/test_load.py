@@ -107,6 +107,15 @@ def test_a_failed_request_leaves_at_once() -> None:
     assert (load.stats.failed, load.stats.finished) == (1, 0)
 
 
+def test_the_next_begins_when_the_head_fails() -> None:
+    load = account()
+    head = load.admit("e", uncached_tokens=1000, now=0.0)
+    after = load.admit("e", uncached_tokens=1000, now=0.0)
+    load.fail(head, 0.5)
+    assert load.queue_ahead_s("e", 0.7) == pytest.approx(0.8)
+    assert load.first_token(after, 1.5) is None  # the failed one may have taken some of that time
+
+
 def test_gauges_show_the_load_of_others_while_fresh() -> None:
     load = account(gauge_fresh_s=10.0, foreign_tokens=700)
     own = load.admit("e", uncached_tokens=700, now=0.0)

@@ -90,8 +90,9 @@ def test_rates_stay_within_their_bounds() -> None:
 def test_first_tokens_of_one_step_are_one_sample() -> None:
     book = RateBook()
     for i in range(10):
-        book.observe("e", PrefillSample(3000, 6000 * TRUE_RATE, 0), float(i))  # two prompts in one step:
-        book.observe("e", PrefillSample(3000, 0.0001, 0), float(i))  # the second at almost no time
+        book.observe("e", PrefillSample(3000, 9000 * TRUE_RATE, 0), float(i))  # three prompts in one step:
+        book.observe("e", PrefillSample(3000, 0.0001, 0), float(i))  # the others at almost no time
+        book.observe("e", PrefillSample(3000, 0.0001, 0), float(i))
     assert book.prefill_s_per_token("e", 10.0) == pytest.approx(TRUE_RATE, rel=0.05)
 
 
