@@ -19,7 +19,7 @@ import msgspec
 
 from publisher.block_hash import MultimodalItem
 from router.prompts.config import PromptSettings
-from router.prompts.request import ChatBody, CompletionBody
+from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer import Ids
 from router.prompts.truncation import ids_of
@@ -74,7 +74,7 @@ class EngineSide:
         self._settings = settings
         self._stats = stats
         self._clock = clock
-        self._resting: dict[str, float] = {}
+        self._resting: dict[str, tuple[float, int]] = {}
         self._calls = 0
 
     async def tokens(
@@ -82,22 +82,24 @@ class EngineSide:
     ) -> EngineTokens | None:
         """The request's tokens, or None where the engine does not say. ``parsed`` None: render only."""
         if path in RENDER_PATHS:
-            answer = await self._ask(base_url + path + "/render", without_tensors(body))
-            if answer is not None:
+            status, answer = await self._ask(base_url + path + "/render", without_tensors(body))
+            if status == 200:
                 return _read(_rendered, answer, self._stats)
+            if status not in _ABSENT:  # refused, failing or too slow: the other endpoint would be too
+                return None
         if parsed is not None and tokenize_is_exact(parsed):
-            answer = await self._ask(base_url + "/tokenize", body)
-            if answer is not None:
+            status, answer = await self._ask(base_url + "/tokenize", body)
+            if status == 200:
                 return _read(_tokenized, answer, self._stats)
         return None
 
-    async def _ask(self, url: str, body: bytes) -> bytes | None:
-        """The body of a 200, else None; remembers endpoints not to ask again soon."""
-        rests_until = self._resting.get(url)
-        now = self._clock()
-        if (rests_until is not None and now < rests_until) or self._calls >= self._settings.engine_calls_max:
+    async def _ask(self, url: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer; 0 for none in time. Endpoints that rest give their last status."""
+        rests_until, last_status = self._resting.get(url, (0.0, 0))
+        resting = url in self._resting and self._clock() < rests_until
+        if resting or self._calls >= self._settings.engine_calls_max:
             self._stats.engine_skipped += 1
-            return None
+            return (last_status if resting else 0), b""
         self._calls += 1
         self._stats.engine_calls += 1
         timeout = self._settings.engine_timeout_s
@@ -108,20 +110,19 @@ class EngineSide:
             status, answer = 0, b""
         finally:
             self._calls -= 1
-        if status == 200:
-            self._resting.pop(url, None)
-            return answer
-        self._stats.engine_failures += 1
+        self._resting.pop(url, None)
+        if status != 200:
+            self._stats.engine_failures += 1
         if status in _ABSENT:
-            self._rest(url, self._settings.engine_absent_s)
+            self._rest(url, status, self._settings.engine_absent_s)
         elif status == 0 or status >= 500:
-            self._rest(url, self._settings.engine_failed_s)
-        return None
+            self._rest(url, status, self._settings.engine_failed_s)
+        return status, answer
 
-    def _rest(self, url: str, seconds: float) -> None:
+    def _rest(self, url: str, status: int, seconds: float) -> None:
         if len(self._resting) >= _RESTS_MAX:
             self._resting.clear()
-        self._resting[url] = self._clock() + seconds
+        self._resting[url] = self._clock() + seconds, status
 
 
 def without_tensors(body: bytes) -> bytes:
@@ -148,7 +149,7 @@ def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
 def _read(decode: Callable[[bytes], EngineTokens], answer: bytes, stats: PromptStats) -> EngineTokens | None:
     try:
         return decode(answer)
-    except (msgspec.MsgspecError, ValueError, IndexError, KeyError):
+    except (msgspec.MsgspecError, NotLocalError, ValueError, IndexError, KeyError):
         stats.engine_failures += 1
         return None
 

@@ -73,20 +73,27 @@ class LocalModel:
         self._special_tokens = directory.special_tokens
         self._format = config.chat_template_content_format
         self.tokenizer = SegmentTokenizer(directory.tokenizer, stats, settings.segment_cache_bytes_max)
-        self.templates = {
-            with_tools: self._load_template(directory, with_tools=with_tools) for with_tools in (False, True)
-        }
+        self.templates = self._load_templates(directory)
         self._contexts: dict[tuple[object, ...], tuple[ChatTemplate, ChatContext]] = {}
 
-    def _load_template(self, directory: ModelDir, *, with_tools: bool) -> ChatTemplate | None:
+    def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
+        """By whether the chat has tools; one object where both have the same template."""
+        loaded: dict[str, ChatTemplate] = {}
+        templates: dict[bool, ChatTemplate | None] = {False: None, True: None}
+        for with_tools in templates:
+            source = self._template_source(directory, with_tools=with_tools)
+            if source is None:
+                continue
+            if source not in loaded:
+                loaded[source] = ChatTemplate(source, self._stats, self._special_tokens)
+            templates[with_tools] = loaded[source]
+        return templates
+
+    def _template_source(self, directory: ModelDir, *, with_tools: bool) -> str | None:
         given = self._config.chat_template
-        if given in directory.templates:
-            source: str | None = directory.templates[given]
-        elif given is not None:
-            source = load_chat_template(given)
-        else:
-            source = directory.template_for(with_tools=with_tools)
-        return ChatTemplate(source, self._stats, self._special_tokens) if source is not None else None
+        if given is None:
+            return directory.template_for(with_tools=with_tools)
+        return directory.templates.get(given) or load_chat_template(given)
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
         """The prompt of a chat. Raises ``NotLocalError``, ``ApiError`` 400."""
@@ -216,7 +223,11 @@ class LocalModel:
         """
         kept = self._shared_segments(parent, text) if parent is not None else 0
         begin = parent.starts[kept] if parent is not None and kept else 0
-        tail = self.tokenizer.split(text[begin:] if begin else text)
+        rest = text[begin:] if begin else text
+        if len(rest) > _INLINE_BODY_BYTES:
+            tail = await self._workers.run(lambda: self.tokenizer.split(rest))
+        else:
+            tail = self.tokenizer.split(rest)
         known = self.tokenizer.known(tail.texts)
         new_chars = sum(len(t) for t, ids in zip(tail.texts, known, strict=True) if ids is None)
         if new_chars > self._settings.inline_chars_max:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 import msgspec
@@ -29,6 +30,8 @@ from router.prompts.stats import PromptStats
 
 Ids: TypeAlias = "array[int]"
 """Token ids, 4 bytes each."""
+_WINDOW_CHARS: Final = 1 << 17
+"""Scanned in one go, about 1 ms: a regular expression holds the GIL."""
 _ENTRY_BYTES: Final = 250
 """Python's overhead of one cached segment: two objects, a dictionary slot, a list node."""
 
@@ -56,6 +59,7 @@ class SegmentTokenizer:
             raise ValueError("the tokenizer's model has dropout: its tokens are random")
         barriers = find_barriers(tokenizer)
         self.barrier = _barrier_pattern(barriers)
+        self._barrier_chars_max = max(map(len, barriers), default=0)
         if self.barrier is not None and not self._probes_agree(barriers):
             self.barrier = None
         self.prefix, self.suffix = self._added_around()
@@ -64,9 +68,22 @@ class SegmentTokenizer:
         """Cut before every barrier; one segment where there is none."""
         if self.barrier is None:
             return Segments([text], [0])
-        starts = [0, *(match.start() for match in self.barrier.finditer(text, 1))]
+        starts = [0, *self._barrier_starts(text)]
         ends = [*starts[1:], len(text)]
         return Segments([text[a:b] for a, b in zip(starts, ends, strict=True)], starts)
+
+    def _barrier_starts(self, text: str) -> Iterator[int]:
+        """Where barriers begin, but for one at 0; window by window, so that other threads get their turn."""
+        assert self.barrier is not None  # noqa: S101  # asked by ``split`` only
+        begin, overlap = 1, self._barrier_chars_max - 1
+        while begin < len(text):
+            end = begin + _WINDOW_CHARS
+            following = end
+            for match in self.barrier.finditer(text, begin, end + overlap):
+                if match.start() < end:
+                    yield match.start()
+                    following = max(following, match.end())
+            begin = following
 
     def known(self, texts: list[str]) -> list[Ids | None]:
         """The cached ids of each segment, None where there are none."""
@@ -180,7 +197,8 @@ _PROBE_PIECES: Final = (
     *("", " ", "\n", "\t", "  two", "word", " word ", "\n\n x"),
     *("é", "e\u0301", "日本", "12345", "'s", "<|"),
 )
-_PROBED_BARRIERS_MAX: Final = 16
+_PROBED_BARRIERS_MAX: Final = 6
+"""Barriers differ only by their text; more would only make loading slower."""
 
 
 def _probe_texts(barriers: list[str]) -> list[str]:
