@@ -9,9 +9,7 @@ new one is served).
 
 A radix tree over block hashes. A block hash covers the whole prefix before it, so two hash lists are equal
 up to some position and different from there on: the end of a match inside a node is found by bisection, and
-hashes of engines of different schemes never meet. A node keeps a slice of one prompt's hash list (no copy),
-the number of open prompts of each engine that pass through it, and of those that keep the prefix ending
-where the node ends.
+hashes of engines of different schemes never meet.
 
 An ended prompt counts as common for ``grace_s`` more: the engine publishes blocks with the step that
 computes them, and the batch travels while the last bytes of a short answer do; removing the prompt with its
@@ -31,6 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from publisher.events import BlockHash
+from router.policy.prefix_node import PrefixNode
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,56 +88,13 @@ def keeps(
     return tuple(sorted(end // hash_block_size for end in ends if end))
 
 
-class _Node:
-    """Hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through."""
-
-    __slots__ = ("children", "end", "engines", "hashes", "keepers", "start")
-
-    def __init__(self, hashes: Sequence[BlockHash], start: int, end: int) -> None:
-        self.hashes = hashes
-        self.start = start
-        self.end = end
-        self.children: dict[BlockHash, _Node] = {}
-        self.engines: dict[str, int] = {}
-        self.keepers: dict[str, int] = {}
-
-    def match(self, hashes: Sequence[BlockHash]) -> int:
-        """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
-        own, low, high = self.hashes, self.start + 1, min(self.end, len(hashes))
-        if own[high - 1] == hashes[high - 1]:
-            return high
-        while low < high:
-            middle = (low + high) // 2
-            if own[middle] == hashes[middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def split(self, at: int) -> None:
-        """Cut this node in two at position ``at``; the upper part stays this object."""
-        lower = _Node(self.hashes, at, self.end)
-        lower.children, lower.engines, lower.keepers = self.children, self.engines.copy(), self.keepers
-        self.end, self.keepers = at, {}
-        self.children = {self.hashes[at]: lower}
-
-    def join(self) -> None:
-        """Take in an only child that the same prompts pass through: whatever ended here has gone."""
-        while len(self.children) == 1 and not self.keepers:
-            (child,) = self.children.values()
-            if child.engines != self.engines:
-                break
-            self.hashes, self.end = child.hashes, child.end
-            self.children, self.keepers = child.children, child.keepers
-
-
 class InflightPrefixes:
     """Prompts in flight of the whole fleet. One writer; every call may drop prompts whose grace is over."""
 
     def __init__(self, settings: InflightSettings | None = None) -> None:
         self.settings = settings or InflightSettings()
         self.stats = InflightStats()
-        self._root = _Node((), 0, 0)
+        self._root = PrefixNode((), 0, 0)
         self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
         self._ended: deque[tuple[float, InflightPrompt]] = deque()
 
@@ -190,7 +146,7 @@ class InflightPrefixes:
     def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
         """What a prompt shares with the prompts in flight on each engine."""
         self._expire(now)
-        path: list[tuple[_Node, int]] = []
+        path: list[tuple[PrefixNode, int]] = []
         node, depth = self._root, 0
         while depth < len(hashes):
             child = node.children.get(hashes[depth])
@@ -256,7 +212,7 @@ class InflightPrefixes:
         while depth < end:
             child = node.children.get(hashes[depth])
             if child is None:
-                child = node.children[hashes[depth]] = _Node(hashes, depth, end)
+                child = node.children[hashes[depth]] = PrefixNode(hashes, depth, end)
             else:
                 at = child.match(hashes)
                 if at < child.end:
@@ -272,15 +228,15 @@ class InflightPrefixes:
             node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
 
     @staticmethod
-    def _unkeep(prompt: InflightPrompt, path: list[_Node]) -> None:
+    def _unkeep(prompt: InflightPrompt, path: list[PrefixNode]) -> None:
         ends = {node.end: node for node in path}
         for end in prompt.keeps:
             _less(ends[end].keepers, prompt.engine_id)
         prompt.keeps = ()
 
-    def _path(self, prompt: InflightPrompt) -> list[_Node]:
+    def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:
         """The nodes of a prompt that was inserted, from the root down."""
-        path: list[_Node] = []
+        path: list[PrefixNode] = []
         node, depth = self._root, 0
         while depth < prompt.num_blocks:
             node = node.children[prompt.hashes[depth]]
