@@ -21,6 +21,7 @@ import xxhash
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras
 from router.prompts.messages import Message
+from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer import Ids
 
@@ -148,6 +149,27 @@ def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
         else:
             high = middle
     return known + low
+
+
+def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
+    """An entry for a prompt given by its ids, with the hashes of the longest known prefix."""
+    if not ids:
+        raise NotLocalError("empty")
+    keys = token_keys(scope, ids)
+    found = cache.find(keys)
+    entry = Entry(keys, scope, ids, extras)
+    if found is None or found[0].scope != scope:
+        stats.prefix_misses += 1
+    else:
+        parent = found[0]
+        stats.prefix_hits += 1
+        shared = common_tokens(parent.ids, ids)
+        stats.tokens_reused += shared
+        if shared == len(ids) == len(parent.ids) and parent.extras == extras:
+            return parent
+        entry.inherit(parent, shared)
+    cache.put(entry)
+    return entry
 
 
 def _size(entry: Entry) -> int:

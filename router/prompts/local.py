@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from publisher.block_hash import PromptExtras
-from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys, token_keys
+from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.context import ChatContext, chat_context, parse_tools
 from router.prompts.messages import Message, parse_message, without_developer_role
@@ -281,27 +281,6 @@ class LocalModel:
             entry.inherit(parent, shared)
         self._cache.put(entry)
         return entry
-
-
-def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
-    """An entry for a prompt given by its ids, with the hashes of the longest known prefix."""
-    if not ids:
-        raise NotLocalError("empty")
-    keys = token_keys(scope, ids)
-    found = cache.find(keys)
-    entry = Entry(keys, scope, ids, extras)
-    if found is None or found[0].scope != scope:
-        stats.prefix_misses += 1
-    else:
-        parent = found[0]
-        stats.prefix_hits += 1
-        shared = common_tokens(parent.ids, ids)
-        stats.tokens_reused += shared
-        if shared == len(ids) == len(parent.ids) and parent.extras == extras:
-            return parent
-        entry.inherit(parent, shared)
-    cache.put(entry)
-    return entry
 
 
 def _plain(value: Any) -> tuple[str, str]:

@@ -19,10 +19,10 @@ from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
 from router.errors import ApiError
 from router.prompts.affinity import TextAffinity, affinity_keys, chat_pieces, completion_pieces
-from router.prompts.cache import PrefixCache
+from router.prompts.cache import PrefixCache, cached_ids
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.engine_side import EngineSide, Post
-from router.prompts.local import LocalModel, cached_ids
+from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion

@@ -131,8 +131,9 @@ def test_what_differs_besides_messages_is_never_mixed_up(folder: Path) -> None:
                 assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
     # Salts are no tokens, and this tokenizer adds no special ones: three bodies look like the first.
     assert len({tuple(read_exact(reader, body).token_ids) for body in bodies}) == len(bodies) - 3
-    hashes = {tuple(read_exact(reader, body, model=m).hashes(SCHEME)) for body in bodies for m in "mab"}
-    assert len(hashes) == 3 * (len(bodies) - 1)
+    for body in bodies:
+        assert len({tuple(read_exact(reader, body, model=m).hashes(SCHEME)) for m in "mab"}) == 3
+    assert len({tuple(read_exact(reader, body).hashes(SCHEME)) for body in (bodies[0], *bodies[7:9])}) == 3
     reader.close()
 
 
