@@ -1,0 +1,104 @@
+"""Publishes the events that fake engines would, for the sessions of the HTTP load generator.
+
+The load generator (see benchmarks/proxy.py) sends S sessions whose prompts differ only in their last 64 bytes.
+This process computes each session's prompt as the router does, and publishes for one engine per session the
+blocks of the common part: full attention densely, the sliding window at its last boundary. It runs until its
+standard input closes. Arguments: tokenizer directory, then one events port per engine; the replay port is the
+next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from publisher.block_hash import HashScheme, block_hashes
+from publisher.events import BlockStored, Event, encode_tokens
+from publisher.zmq_publisher import ZmqPublisher
+from router.prompts.config import ModelPrompts, PromptSettings
+from router.prompts.prompt import Prompt
+from router.prompts.reader import PromptReader
+from router.proxy.base import InboundRequest
+
+BLOCK, WINDOW = 16, 128
+SESSIONS = 64
+TAIL_BYTES = 64
+SHAPES = ((1024, False, 200), (32768, False, 200), (1024, True, 200), (32768, True, 200), (1024, True, 100))
+"""(body bytes, stream, max_tokens) of the load generator's scenarios."""
+_WORDS = tuple("alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima".split())  # noqa: SIM905
+_WORDS += ("mike", "november", "oscar", "papa")
+_MASK = (1 << 64) - 1
+
+
+def session_body(session: int, size: int, *, stream: bool, max_tokens: int, tail: str) -> bytes:
+    """The body the load generator sends for a session, with the given last bytes."""
+    state = 1234567 + session * 7919
+    head = (
+        f'{{"model":"fake-model","stream":{str(stream).lower()},"max_tokens":{max_tokens},'
+        f'"messages":[{{"role":"system","content":"You are session {session}. '
+    )
+    parts, length, split = [head], len(head), False
+    while length < size - TAIL_BYTES - 20:
+        if not split and size / 2 < length < size - TAIL_BYTES - 200:
+            parts.append('"},{"role":"user","content":"')
+            length += len(parts[-1])
+            split = True
+        state ^= (state << 13) & _MASK
+        state ^= state >> 7
+        state ^= (state << 17) & _MASK
+        parts.append(_WORDS[state & 15] + " ")
+        length += len(parts[-1])
+    return "".join([*parts, tail * TAIL_BYTES, '"}]}']).encode()
+
+
+def stored(tokens: list[int]) -> list[Event]:
+    """Events of one prompt: a full-attention group and a sliding-window group."""
+    hashes: list[Any] = list(block_hashes(tokens, HashScheme(hash_block_size=BLOCK)))
+    kept = (WINDOW - 1 + BLOCK - 1) // BLOCK
+    raw = encode_tokens(tokens[: len(hashes) * BLOCK])
+    full = BlockStored(hashes, None, raw, BLOCK, None, "GPU", None, None, 0, "full_attention")
+    kind = "sliding_window"
+    window = BlockStored(hashes[-kept:], None, raw, BLOCK, None, "GPU", None, None, 1, kind, WINDOW)
+    return [full, window]
+
+
+async def common_tokens(reader: PromptReader, body: bytes, other: bytes) -> list[int]:
+    """Tokens two prompts have in common at their start."""
+    prompts = []
+    for text in (body, other):
+        request = InboundRequest("POST", "/v1/chat/completions", b"", [], text, "fake-model")
+        prompt = await reader.read(request)
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"no tokens: {prompt.reason}")
+        prompts.append(list(prompt.token_ids))
+    same = next((i for i, pair in enumerate(zip(*prompts, strict=False)) if pair[0] != pair[1]), 0)
+    return prompts[0][: same // BLOCK * BLOCK]
+
+
+async def _post(url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    raise OSError("no engine is asked here")
+
+
+async def main() -> None:
+    """Publish everything once, then wait."""
+    directory, ports = sys.argv[1], [int(port) for port in sys.argv[2:]]
+    reader = PromptReader({"*": ModelPrompts(tokenizer_dir=directory)}, PromptSettings(), _post)
+    publishers = []
+    for port in ports:
+        replay = f"tcp://127.0.0.1:{port + 1}"
+        publishers.append(ZmqPublisher(f"tcp://127.0.0.1:{port}", replay_endpoint=replay))
+        publishers[-1].start()
+    for size, stream, max_tokens in SHAPES:
+        for session in range(SESSIONS):
+            bodies = [session_body(session, size, stream=stream, max_tokens=max_tokens, tail=t) for t in "0f"]
+            publishers[session % len(ports)].publish(stored(await common_tokens(reader, *bodies)))
+    reader.close()
+    print("published", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    for publisher in publishers:
+        publisher.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
