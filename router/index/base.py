@@ -8,7 +8,7 @@ Always true for every backend (one contract suite checks them all):
 - a block is present in a plane iff it was stored there more often than it was removed since the engine's
   last ``forget`` (and, for GPU planes, its last ``clear``);
 - ``lookup`` never shows a block of an engine that was forgotten, and never invents one;
-- ``forget`` costs nothing per block the engine held.
+- ``forget`` and ``clear`` take no step per block the engine held.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class IndexStats(NamedTuple):
     """Sizes and odd events of an index, for metrics and ``check_integrity``."""
 
     blocks: int
-    """Distinct block hashes held by anybody."""
+    """Distinct block hashes held by anybody; what a forgotten engine held may count until it is swept."""
     residencies: int
     """(engine, plane, block hash) triples present."""
     extra_copies: int
@@ -90,7 +90,7 @@ class Index(Protocol):
         """Where this engine's bit stands in ``Rows``; None for an engine that never stored anything."""
 
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
-        """Presence of each hash in every plane."""
+        """Presence of each hash in every plane; a negative number is no hash, and nowhere."""
 
     def copies(self, engine_id: str, plane: Plane) -> int:
         """How many distinct hashes this engine holds in a plane."""

@@ -7,37 +7,37 @@ operator named or the fleet already uses, vLLM's fixed default, then the small i
 PYTHONHASHSEED. The last round is long, so ``advance`` does it a slice at a time. Where all fail (xxhash
 with a random seed, a custom hash), the scheme is *unknown* and the engine is read in learned mode.
 
-A root span whose blocks are all masked shows no hash of its own, but the next event of the prompt names the
-hash of the whole span as its parent: ``PendingRoots`` joins the two.
+Only a *plain* root event (every block listed, no extra keys) shows all that its hashes cover, so only such an
+event can prove anything: that the search is worth starting, or that a settled scheme no longer holds. Engines
+that show none (all blocks masked, every prompt with an adapter of unknown path) are searched, or given up,
+after ``_PATIENCE`` root events.
 
-A settled scheme is checked again on a sample of later root events; repeated mismatches start over.
+A settled scheme is checked again on a sample of later root events, and repeated mismatches start over; so is
+a given-up one, which a plain event after all may settle.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 import msgspec
 
-from publisher.block_hash import (
-    ALGORITHMS,
-    DEFAULT_SEED,
-    HashScheme,
-    MultimodalItem,
-    PromptExtras,
-    block_hashes,
-)
-from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
+from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, NO_EXTRAS, HashScheme
+from publisher.events import BlockStored
+from router.index.root_events import PendingRoots, RootEvent, matches
 
 SEEDS_MAX = 1 << 16
 """PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``."""
 
-_SEEDS_PER_SLICE = 256
-"""One slice costs about 3 ms of the event loop."""
+_HASHES_PER_SLICE = 1024
+"""One slice of the search costs about 3 ms of the event loop."""
 
-_PENDING_MAX = 8
+_SEARCH_TOKENS_MAX = 4096
+"""A masked root span is searched with only if it is this short: every seed hashes it whole."""
+
+_PATIENCE = 64
+
 _CHECK_EVERY = 64
 _MISMATCHES_MAX = 3
 
@@ -51,94 +51,6 @@ class Detection(StrEnum):
     LEARNED = "learned"
 
 
-class RootEvent(msgspec.Struct, frozen=True):
-    """A stored event that starts at token 0, ready to be compared with computed hashes."""
-
-    tokens: list[int]
-    block_size: int
-    hashes: list[BlockHash]
-    extras: PromptExtras
-    lookahead: int
-    full: bool
-    """Whether every block of the span is listed, so that hash i covers block i."""
-
-
-class PendingRoots:
-    """Root spans without a listed hash, waiting for an event that continues them (the latest few)."""
-
-    def __init__(self) -> None:
-        self._spans: deque[RootEvent] = deque(maxlen=_PENDING_MAX)
-
-    def add(self, root: RootEvent) -> None:
-        self._spans.append(root)
-
-    def continued_by(self, event: BlockStored) -> Iterator[RootEvent]:
-        """Each waiting span as if it had listed the event's parent as the hash of its end."""
-        if event.parent_block_hash is None or event.block_size == 0:
-            return
-        parent = to_block_hash(event.parent_block_hash)
-        for span in self._spans:
-            if len(span.tokens) % span.block_size == 0:
-                yield msgspec.structs.replace(span, hashes=[parent])
-
-
-def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
-    """The comparable form of ``event``; None if it starts elsewhere or hides what its hashes need."""
-    if event.parent_block_hash is not None or event.block_size == 0:
-        return None
-    extras = event_extras(event, lora_paths)
-    if extras is None:
-        return None
-    try:
-        tokens = event.tokens()
-    except EventDecodeError:
-        return None
-    if len(tokens) < event.block_size:
-        return None
-    hashes = [to_block_hash(wire) for wire in event.block_hashes]
-    full = len(hashes) > 0 and len(tokens) == event.block_size * len(hashes)
-    ahead = event.lookahead_token_ids or []
-    if ahead and ahead[-1]:
-        tokens = tokens + ahead[-1]
-    return RootEvent(tokens, event.block_size, hashes, extras, len(ahead[-1]) if ahead else 0, full)
-
-
-def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras | None:
-    """What entered the hashes of a root event besides tokens; None where the LoRA's path is unknown.
-
-    The length of a multimodal item is not on the wire; the blocks that list it tell how far it reaches.
-    """
-    path = None
-    if event.lora_name is not None:
-        path = lora_paths.get(event.lora_name)
-        if path is None:
-            return None
-    salt: str | None = None
-    reach: dict[tuple[str, int], int] = {}
-    for number, keys in enumerate(event.extra_keys or ()):
-        for position, key in enumerate(keys or ()):
-            if isinstance(key, str):
-                if not (position == 0 and key == event.lora_name):
-                    salt = key
-            elif isinstance(key, list | tuple) and len(key) == 2:
-                start = number * event.block_size + int(key[1])
-                reach[str(key[0]), start] = (number + 1) * event.block_size - start
-    items = tuple(MultimodalItem(name, start, length) for (name, start), length in reach.items())
-    return PromptExtras(event.lora_name, path, salt, items)
-
-
-def matches(root: RootEvent, scheme: HashScheme) -> bool:
-    """Whether ``scheme`` gives the hashes of this event."""
-    if scheme.lookahead != root.lookahead or root.block_size % scheme.hash_block_size:
-        return False
-    per_block = root.block_size // scheme.hash_block_size
-    if root.full:
-        first = root.tokens[: root.block_size + root.lookahead]
-        return block_hashes(first, scheme, root.extras)[per_block - 1 : per_block] == root.hashes[:1]
-    computed = set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block])
-    return computed.issuperset(root.hashes)
-
-
 class SchemeDetector:
     """Detection for one engine; fed with its root events in order."""
 
@@ -148,6 +60,8 @@ class SchemeDetector:
         self._pending = PendingRoots()
         self._search: Iterator[HashScheme | None] | None = None
         self._exhausted = False
+        self._unmatched = 0
+        self._shortest: RootEvent | None = None
         self._since_check = 0
         self._mismatches_in_row = 0
         self.state = Detection.WAITING
@@ -156,29 +70,30 @@ class SchemeDetector:
 
     def wants(self, *, root: bool) -> bool:
         """Whether the next event, starting at token 0 or not, would be looked at (asked for every event)."""
-        if self.state is Detection.NATIVE:
-            self._since_check += root
-            return root and self._since_check >= _CHECK_EVERY
-        return self.state is Detection.WAITING
+        if self.state is Detection.WAITING:
+            return True
+        if not root or self.state is Detection.SEARCHING:
+            return False
+        self._since_check += 1
+        return self._since_check >= _CHECK_EVERY
 
-    def observe(self, root: RootEvent, unit: int) -> None:
-        """Look at one root event; ``unit`` is the gcd of the block sizes known so far."""
-        if self.state is Detection.NATIVE:
+    def observe(self, root: RootEvent | None, unit: int) -> None:
+        """Look at one root event (None: one that hides what its hashes need); ``unit`` is the gcd of the
+        block sizes known so far."""
+        if self.state is Detection.WAITING:
+            self._settle(root, unit)
+        elif root is not None and self.state is Detection.NATIVE:
             self._recheck(root)
-        elif self.state is Detection.WAITING:
-            if root.hashes:
-                self._settle(root, unit)
-            else:
-                self._pending.add(root)
+        elif root is not None and root.plain and self.state is Detection.LEARNED:
+            self._since_check = 0
+            self._try_known(root)
 
     def observe_child(self, event: BlockStored) -> None:
         """Look at an event that goes on from a parent: it may continue a root span that listed no hash."""
         if self.state is not Detection.WAITING:
             return
         for root in self._pending.continued_by(event):
-            scheme = next((s for s in self._candidates(root) if matches(root, s)), None)
-            if scheme is not None:
-                self._found(scheme)
+            if self._try_known(root):
                 return
 
     def advance(self) -> None:
@@ -196,13 +111,39 @@ class SchemeDetector:
         while self._search is not None:
             self.advance()
 
-    def _settle(self, root: RootEvent, unit: int) -> None:
-        for scheme in self._candidates(root):
-            if matches(root, scheme):
-                self._found(scheme)
+    def _settle(self, root: RootEvent | None, unit: int) -> None:
+        if root is not None:
+            if root.hashes and self._try_known(root):
                 return
-        if root.extras.multimodal or not root.full:
-            return  # too little to give up on: a later event may show more
+            if root.plain:
+                self._start_search(root, unit)
+                return
+            self._keep(root)
+        self._unmatched += 1
+        if self._unmatched < _PATIENCE:
+            return
+        if self._shortest is not None:
+            self._start_search(self._shortest, unit)
+        else:
+            self.state = Detection.LEARNED
+
+    def _keep(self, root: RootEvent) -> None:
+        """Remember a span that a child may complete, or the cheapest to search with if no plain one comes."""
+        if not root.hashes:
+            self._pending.add(root)
+        elif root.extras != NO_EXTRAS or len(root.tokens) > _SEARCH_TOKENS_MAX:
+            return
+        elif self._shortest is None or len(root.tokens) < len(self._shortest.tokens):
+            self._shortest = root
+
+    def _try_known(self, root: RootEvent) -> bool:
+        """Settle on the first candidate that gives the event's hashes; False where none does."""
+        scheme = next((s for s in self._candidates(root) if matches(root, s)), None)
+        if scheme is not None:
+            self._found(scheme)
+        return scheme is not None
+
+    def _start_search(self, root: RootEvent, unit: int) -> None:
         self._exhausted = False
         self._search = self._numeric(root, unit)
         self.state = Detection.SEARCHING
@@ -213,14 +154,17 @@ class SchemeDetector:
             for algo in ALGORITHMS:
                 for size in _divisors(root.block_size):
                     yield HashScheme(algo, seed, size, root.lookahead)
-                    if root.extras != PromptExtras():
+                    if root.extras != NO_EXTRAS:
                         yield HashScheme(algo, seed, size, root.lookahead, tagged=False)
 
     def _numeric(self, root: RootEvent, unit: int) -> Iterator[HashScheme | None]:
         sizes = sorted({root.block_size, unit}, reverse=True)
-        for start in range(0, SEEDS_MAX, _SEEDS_PER_SLICE):
+        hashed_tokens = root.block_size if root.full else len(root.tokens)
+        hashes_per_seed = len(ALGORITHMS) * sum(1 + hashed_tokens // size for size in sizes)
+        per_slice = max(1, _HASHES_PER_SLICE // hashes_per_seed)
+        for start in range(0, SEEDS_MAX, per_slice):
             found = None
-            for number in range(start, start + _SEEDS_PER_SLICE):
+            for number in range(start, min(start + per_slice, SEEDS_MAX)):
                 for algo in ALGORITHMS:
                     for size in sizes:
                         scheme = HashScheme(algo, str(number), size, root.lookahead)
@@ -238,9 +182,11 @@ class SchemeDetector:
             self._mismatches_in_row = 0
             return
         other = msgspec.structs.replace(scheme, tagged=not scheme.tagged)
-        if root.extras != PromptExtras() and matches(root, other):
+        if root.extras != NO_EXTRAS and matches(root, other):
             self.scheme = other
             return
+        if not root.plain:
+            return  # its extra keys may be hidden or not what they seem
         self.mismatches += 1
         self._mismatches_in_row += 1
         self._since_check = _CHECK_EVERY  # look at the very next root event too
@@ -249,6 +195,7 @@ class SchemeDetector:
 
     def _found(self, scheme: HashScheme) -> None:
         self._search, self.scheme, self.state = None, scheme, Detection.NATIVE
+        self._unmatched, self._shortest, self._since_check = 0, None, 0
 
 
 def _divisors(size: int) -> list[int]:

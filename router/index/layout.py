@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec.structs import replace
 
 from publisher.events import BlockStored
 from publisher.groups import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+
+_SILENT_ROOTS_MAX = 16
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +62,8 @@ class CacheLayout(msgspec.Struct, frozen=True):
         for spec in (c.spec for c in self.classes):
             if spec.family is Family.WINDOW and not spec.sliding_window:
                 missing.append(f"windows.{spec.group_idx}")
-            if spec.family is Family.CHUNKED and not spec.attention_chunk_size:
+            chunk = spec.attention_chunk_size
+            if spec.family is Family.CHUNKED and (not chunk or chunk % spec.block_size):
                 missing.append("attention_chunk_size")
         return tuple(dict.fromkeys(missing))
 
@@ -72,9 +76,9 @@ def make_layout(
     ``hash_block_size`` is what was detected; None: the greatest common divisor of the block sizes.
     """
     unit = hash_block_size or math.gcd(*(group.block_size for group in groups))
-    partial = facts.partial_hash_hits
-    if partial is None:
-        partial = _partial_hits(groups, unit)
+    partial = _partial_hits(groups, unit)
+    if facts.partial_hash_hits is not None:
+        partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
     alignment = unit if partial else scheduler_block_size(groups)
     if len(groups) == 1 and not partial:
         alignment = groups[0].block_size
@@ -86,33 +90,82 @@ def _partial_hits(groups: tuple[GroupSpec, ...], unit: int) -> bool:
     align = any(
         g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size > unit for g in groups
     )
-    able = all(g.family in {Family.FULL, Family.MAMBA} or g.block_size == unit for g in groups)
-    return align and able and len(groups) > 1
+    return align and len(groups) > 1 and _can_end_inside(groups, unit)
+
+
+def _can_end_inside(groups: tuple[GroupSpec, ...], unit: int) -> bool:
+    """Whether every group could resume at any hash block."""
+    return all(g.family in {Family.FULL, Family.MAMBA} or g.block_size == unit for g in groups)
 
 
 class GroupLearner:
-    """Groups of one engine as its events reveal them."""
+    """Groups of one engine as its events reveal them.
 
-    def __init__(self, facts: ModelFacts) -> None:
+    ``expected`` are the groups it had before a restart. They count until its events say otherwise: by
+    describing one of them differently, or by ``_SILENT_ROOTS_MAX`` prompts long enough to fill its blocks
+    that leave one out. Without them the first short prompts would show some groups only, and hits that the
+    others forbid would be predicted.
+    """
+
+    def __init__(self, facts: ModelFacts, expected: tuple[GroupSpec, ...] = ()) -> None:
         self._facts = facts
         self._groups: dict[int, GroupSpec] = {}
+        self._expected = {group.group_idx: group for group in expected}
+        self._started = False
+        self._silent_roots = 0
         self.assumed_kinds: set[int] = set()
         """Groups whose kind neither an event nor the configuration gave: taken for full attention."""
 
     @property
+    def known(self) -> tuple[GroupSpec, ...]:
+        """Seen and expected groups."""
+        merged = self._expected | self._groups
+        return tuple(merged[idx] for idx in sorted(merged))
+
+    @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        return tuple(self._groups[idx] for idx in sorted(self._groups))
+        """Seen and expected groups; none before the first event."""
+        return self.known if self._started else ()
+
+    @property
+    def expecting(self) -> bool:
+        """Whether groups are expected that no event has confirmed yet."""
+        return bool(self._expected)
 
     def observe(self, event: BlockStored) -> bool:
-        """Learn from one GPU event; True when a group is new or changed."""
+        """Learn from one GPU event with blocks of at least one token; True when the groups changed.
+
+        Raises ``ValueError`` for a kind nobody has described.
+        """
+        before = self.groups
         idx = event.group_idx or 0
         known = self._groups.get(idx)
-        if known is not None and known.block_size >= event.block_size:
-            return False
-        if event.block_size == 0:
-            return False
-        self._groups[idx] = self._describe(idx, event)
-        return True
+        if known is None or known.block_size < event.block_size:
+            self._see(self._describe(idx, event), event)
+        if self._expected:
+            self._count_silence(event)
+        self._started = True
+        return self.groups != before
+
+    def _see(self, seen: GroupSpec, event: BlockStored) -> None:
+        expected = self._expected.get(seen.group_idx)
+        if expected is not None and seen != expected:
+            partial = event.num_tokens() == event.block_size < expected.block_size
+            if partial and replace(seen, block_size=expected.block_size) == expected:
+                return  # perhaps a partial block: its group is shown by an event of more than one
+            self._expected.clear()
+        elif expected is None and self._expected:
+            self._expected.clear()
+        self._expected.pop(seen.group_idx, None)
+        self._groups[seen.group_idx] = seen
+
+    def _count_silence(self, event: BlockStored) -> None:
+        """Count a prompt long enough to show every expected group."""
+        longest = max(group.block_size for group in self._expected.values())
+        if event.parent_block_hash is None and event.num_tokens() >= longest:
+            self._silent_roots += 1
+        if self._silent_roots >= _SILENT_ROOTS_MAX:
+            self._expected.clear()
 
     def _describe(self, idx: int, event: BlockStored) -> GroupSpec:
         kind = event.kv_cache_spec_kind or self._facts.kinds.get(idx)

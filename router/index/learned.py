@@ -19,8 +19,8 @@ from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_
 _ENTRIES_MAX = 2_000_000
 """About 0.5 GB at the worst; engines hold fewer blocks than this."""
 
-_ABSENT = BlockHash(0)
-"""Stands for "no such block": row 0 of any index unless an engine hash is 0 (1 in 2**64)."""
+_ABSENT = BlockHash(-1)
+"""Stands for "no such block": hashes on the wire are never negative, so no index holds it."""
 
 
 class LearnedKeys:
@@ -47,15 +47,13 @@ class LearnedKeys:
             self.unplaced += len(hashes)
             return
         try:
-            tokens = event.tokens()
-        except EventDecodeError:
+            self._learn(event, event.tokens(), parent, unit)
+        except (EventDecodeError, _BadExtraKeysError):
             self.unplaced += len(hashes)
-            return
-        self._learn(event, tokens, parent, unit)
         self._bound()
 
     def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
-        """The engine's hash for each own key; 0 where none is known."""
+        """The engine's hash for each own key; -1, which no index holds, where none is known."""
         get = self._hash_of.get
         return [get(key, _ABSENT) for key in own_keys]
 
@@ -78,10 +76,15 @@ class LearnedKeys:
             self._hash_of[int.from_bytes(parent[-8:], "big")] = block
 
     def _bound(self) -> None:
-        if len(self._hash_of) <= _ENTRIES_MAX:
-            return
-        for key in list(islice(self._hash_of, _ENTRIES_MAX // 2)):
-            self._digest_of.pop(self._hash_of.pop(key), None)
+        tables: tuple[dict[Any, Any], ...] = (self._hash_of, self._digest_of)
+        for table in tables:
+            if len(table) > _ENTRIES_MAX:
+                for key in list(islice(table, _ENTRIES_MAX // 2)):
+                    del table[key]
+
+
+class _BadExtraKeysError(ValueError):
+    """Extra keys that vLLM never writes."""
 
 
 def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
@@ -89,6 +92,8 @@ def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
     keys = event.extra_keys[number] if event.extra_keys and number < len(event.extra_keys) else None
     if not keys:
         return None
+    if not isinstance(keys, list):
+        raise _BadExtraKeysError
     return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
 
 

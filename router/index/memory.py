@@ -2,8 +2,9 @@
 
 Presence is a bit of the block's row; the first copy is the bit itself and only further copies are counted
 (``_Lane.extra``), so a block costs one dictionary entry whatever number of engines and groups hold it.
-An engine has a slot; forgetting it clears the slot's lanes in the row table, which is O(rows), not
-O(blocks). Blocks left on an empty row are swept a slice at a time by later writes.
+An engine has a slot; forgetting it clears the slot's lanes in the row table, whatever number of blocks
+they hold. Blocks left on an empty row are swept a slice at a time by later writes (the list of keys to sweep
+is copied at once: about 10 ms per million blocks).
 
 Used from one thread (the event loop). Not shared between processes.
 """
@@ -24,6 +25,9 @@ _SWEEP_SLICE = 512
 
 _ROWS_MAX = 1 << 16
 """Rows kept before unused ones are dropped (one pass over the blocks, about 0.1 s per million)."""
+
+_STEPS_MAX = 1 << 20
+"""Steps remembered by all lanes together (about 100 MB) before they are dropped with the unused rows."""
 
 
 class _Lane:
@@ -48,7 +52,7 @@ class MemoryIndex:
         self._free_slots: list[int] = []
         self._lanes: dict[str, dict[Plane, _Lane]] = {}
         self._unknown_removals = 0
-        self._rows_max = _ROWS_MAX
+        self._rows_max, self._steps_max = _ROWS_MAX, _STEPS_MAX
         self._sweep: list[BlockHash] = []
         self._empty_rows: frozenset[int] = frozenset()
 
@@ -68,7 +72,10 @@ class MemoryIndex:
         self._housekeep()
 
     def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
-        lane = self._lane(engine_id, plane)
+        lane = self._lanes.get(engine_id, {}).get(plane)
+        if lane is None:
+            self._unknown_removals += len(hashes)
+            return
         row_of, steps, extra = self._row_of, lane.clear, lane.extra
         for block in hashes:
             if extra and block in extra:
@@ -189,7 +196,7 @@ class MemoryIndex:
     def _housekeep(self) -> None:
         if self._sweep:
             self._sweep_slice()
-        elif self._patterns.count > self._rows_max:
+        elif self._patterns.count > self._rows_max or self._patterns.steps_made > self._steps_max:
             self._drop_unused_rows()
 
     def _sweep_slice(self) -> None:

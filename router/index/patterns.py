@@ -38,6 +38,7 @@ class Steps(dict[int, int]):
         same = np.array_equal(words, self._patterns.row(row))
         step = row if same else self._patterns.number_of(words)
         self[row] = step
+        self._patterns.steps_made += 1
         return step
 
 
@@ -48,6 +49,8 @@ class Patterns:
         self._matrix: Words = np.zeros((64, 1), np.uint64)
         self.count = 1
         """Rows kept, row 0 included."""
+        self.steps_made = 0
+        """Steps computed since ``keep_only``: what the lanes together remember, at most."""
         self._numbers: dict[bytes, int] = {self._matrix[0].tobytes(): 0}
         self._columns = 0
 
@@ -94,10 +97,13 @@ class Patterns:
         return frozenset(np.flatnonzero(~self.matrix.any(axis=1)).tolist())
 
     def keep_only(self, used: list[int]) -> dict[int, int]:
-        """Forget all rows but ``used`` and row 0; returns old number -> new number (equal rows merge)."""
+        """Forget all rows but ``used`` and row 0; returns old number -> new number (equal rows merge).
+
+        The caller then clears all steps: they speak of old numbers.
+        """
         old = self._matrix
         self._matrix = np.zeros((max(64, 2 * len(used)), old.shape[1]), np.uint64)
-        self.count = 1
+        self.count, self.steps_made = 1, 0
         self._numbers = {self._matrix[0].tobytes(): 0}
         return {number: self.number_of(old[number]) for number in used} | {0: 0}
 

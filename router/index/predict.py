@@ -134,7 +134,7 @@ class FleetResidency:
             return cached[1]
         scheme, layout = engine.scheme, engine.layout
         if self._remembered is not None and engine.detection is Detection.WAITING:
-            scheme, layout = self._remembered[0], layout or self._remembered[1]
+            scheme, layout = _assumed(*self._remembered, layout)
         if scheme is None or layout is None:
             return EngineHit(engine_id, "unknown", why_unknown=_why_unknown(engine))
         if layout.missing_facts:
@@ -152,6 +152,16 @@ class FleetResidency:
         if self._remembered is not None:
             schemes.append(self._remembered[0])
         return list(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
+
+
+def _assumed(
+    scheme: HashScheme, remembered: CacheLayout, own: CacheLayout | None
+) -> tuple[HashScheme | None, CacheLayout]:
+    """What to predict with until the engine's scheme is detected; no scheme where its groups contradict."""
+    if own is None or set(own.groups) <= set(remembered.groups):
+        return scheme, remembered
+    alike = own.hash_block_size == scheme.hash_block_size and own.lookahead == scheme.lookahead
+    return (scheme if alike else None), own
 
 
 class _Seat(NamedTuple):

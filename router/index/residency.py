@@ -22,11 +22,16 @@ from publisher.events import (
     DecodedBatch,
     to_block_hash,
 )
+from publisher.groups import GroupSpec
 from router.index.base import Index, Plane
-from router.index.detect import Detection, SchemeDetector, learned_scheme, root_event
+from router.index.detect import Detection, SchemeDetector, learned_scheme
 from router.index.hits import evaluate
 from router.index.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
 from router.index.learned import LearnedKeys
+from router.index.root_events import root_event
+
+_SETTLED_MAX = 1024
+"""Distinct (medium, group, block size) remembered; engines have a handful."""
 
 
 class EngineResidency:
@@ -50,10 +55,10 @@ class EngineResidency:
         self.revision = 0
         """Grows whenever layout, scheme or mode may have changed."""
         self._shared_layouts = {} if shared_layouts is None else shared_layouts
-        self._reset()
+        self._reset(expected=())
 
-    def _reset(self) -> None:
-        self._groups = GroupLearner(self.facts)
+    def _reset(self, expected: tuple[GroupSpec, ...]) -> None:
+        self._groups = GroupLearner(self.facts, expected)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
         self._learned: LearnedKeys | None = LearnedKeys()
@@ -100,9 +105,9 @@ class EngineResidency:
         return self._detector.mismatches
 
     def forget(self) -> None:
-        """The engine restarted: nothing it said before holds."""
+        """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
         self.index.forget(self.engine_id)
-        self._reset()
+        self._reset(expected=self._groups.known)
 
     def clear(self) -> None:
         """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
@@ -155,7 +160,8 @@ class EngineResidency:
         plane = self._plane(event.medium, event.group_idx)
         if plane is None or (plane.medium == "GPU" and not self._learn_group(event)):
             return None
-        self._settled[event.medium, event.group_idx, event.block_size] = plane
+        if not self._groups.expecting and len(self._settled) < _SETTLED_MAX:
+            self._settled[event.medium, event.group_idx, event.block_size] = plane
         return plane
 
     def _removed(self, event: BlockRemoved) -> None:
@@ -181,6 +187,9 @@ class EngineResidency:
         return Plane(name, group_idx or 0)
 
     def _learn_group(self, event: BlockStored) -> bool:
+        if event.num_tokens() < max(1, len(event.block_hashes)) * event.block_size or not event.block_size:
+            self.rejected["tokens_do_not_fill_blocks"] += 1
+            return False
         try:
             changed = self._groups.observe(event)
         except ValueError:
@@ -208,9 +217,7 @@ class EngineResidency:
         if event.parent_block_hash is not None:
             self._detector.observe_child(event)
         elif self._groups.groups:
-            root = root_event(event, self.facts.lora_paths)
-            if root is not None:
-                self._detector.observe(root, self._unit())
+            self._detector.observe(root_event(event, self.facts.lora_paths), self._unit())
         self._after_detection()
 
     def _after_detection(self) -> None:
@@ -233,6 +240,8 @@ class EngineResidency:
         scheme, layout = self._detector.scheme, self._layout
         slot = self.index.slot(self.engine_id)
         if event.parent_block_hash is not None or scheme is None or layout is None or slot is None:
+            return False
+        if layout.missing_facts:
             return False
         root = root_event(event, self.facts.lora_paths)
         if root is None or len(root.tokens) != event.num_tokens():

@@ -1,0 +1,117 @@
+"""Stored events that start at token 0: the ones that show both the tokens and the hashes of them.
+
+A root span whose blocks are all masked shows no hash of its own, but the next event of the prompt names the
+hash of the whole span as its parent: ``PendingRoots`` joins the two. Always true: whatever stands in an
+event's extra keys or token ids, reading it gives a ``RootEvent`` or None.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+
+from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras, block_hashes
+from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
+
+_PENDING_MAX = 8
+
+
+class RootEvent(msgspec.Struct, frozen=True):
+    """A stored event that starts at token 0, ready to be compared with computed hashes."""
+
+    tokens: list[int]
+    block_size: int
+    hashes: list[BlockHash]
+    extras: PromptExtras
+    lookahead: int
+    full: bool
+    """Whether every block of the span is listed, so that hash i covers block i."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the event shows all that its hashes cover."""
+        return self.full and self.extras == NO_EXTRAS
+
+
+class PendingRoots:
+    """Root spans without a listed hash, waiting for an event that continues them (the latest few)."""
+
+    def __init__(self) -> None:
+        self._spans: deque[RootEvent] = deque(maxlen=_PENDING_MAX)
+
+    def add(self, root: RootEvent) -> None:
+        self._spans.append(root)
+
+    def continued_by(self, event: BlockStored) -> Iterator[RootEvent]:
+        """Each waiting span as if it had listed the event's parent as the hash of its end."""
+        if event.parent_block_hash is None or event.block_size == 0:
+            return
+        parent = to_block_hash(event.parent_block_hash)
+        for span in self._spans:
+            if len(span.tokens) % span.block_size == 0:
+                yield msgspec.structs.replace(span, hashes=[parent])
+
+
+def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
+    """The comparable form of ``event``; None if it starts elsewhere or hides what its hashes need."""
+    if event.parent_block_hash is not None or event.block_size == 0:
+        return None
+    extras = event_extras(event, lora_paths)
+    if extras is None:
+        return None
+    try:
+        tokens = event.tokens()
+    except EventDecodeError:
+        return None
+    if len(tokens) < event.block_size:
+        return None
+    hashes = [to_block_hash(wire) for wire in event.block_hashes]
+    full = len(hashes) > 0 and len(tokens) == event.block_size * len(hashes)
+    ahead = event.lookahead_token_ids or []
+    if ahead and ahead[-1]:
+        tokens = tokens + ahead[-1]
+    return RootEvent(tokens, event.block_size, hashes, extras, len(ahead[-1]) if ahead else 0, full)
+
+
+def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras | None:
+    """What entered the hashes of a root event besides tokens; None where the LoRA's path is unknown, or where
+    the extra keys are none that vLLM writes.
+
+    The length of a multimodal item is not on the wire; the blocks that list it tell how far it reaches.
+    """
+    path = None
+    if event.lora_name is not None:
+        path = lora_paths.get(event.lora_name)
+        if path is None:
+            return None
+    salt: str | None = None
+    reach: dict[tuple[str, int], int] = {}
+    for number, keys in enumerate(event.extra_keys or ()):
+        if keys is not None and not isinstance(keys, list):
+            return None
+        for position, key in enumerate(keys or ()):
+            match key:
+                case str():
+                    if not (position == 0 and key == event.lora_name):
+                        salt = key
+                case [str() as name, int() as offset]:
+                    start = number * event.block_size + offset
+                    reach[name, start] = (number + 1) * event.block_size - start
+                case _:
+                    return None
+    items = tuple(MultimodalItem(name, start, length) for (name, start), length in reach.items())
+    return PromptExtras(event.lora_name, path, salt, items)
+
+
+def matches(root: RootEvent, scheme: HashScheme) -> bool:
+    """Whether ``scheme`` gives the hashes of this event."""
+    if scheme.lookahead != root.lookahead or root.block_size % scheme.hash_block_size:
+        return False
+    per_block = root.block_size // scheme.hash_block_size
+    if root.full:
+        first = root.tokens[: root.block_size + root.lookahead]
+        return block_hashes(first, scheme, root.extras)[per_block - 1 : per_block] == root.hashes[:1]
+    computed = set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block])
+    return computed.issuperset(root.hashes)
