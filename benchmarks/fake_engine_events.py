@@ -1,10 +1,10 @@
 """Publishes the events that fake engines would, for the sessions of the HTTP load generator.
 
-The load generator (see benchmarks/proxy.py) sends S sessions whose prompts differ only in their last 64 bytes.
-This process computes each session's prompt as the router does, and publishes for one engine per session the
-blocks of the common part: full attention densely, the sliding window at its last boundary. It runs until its
-standard input closes. Arguments: tokenizer directory, then one events port per engine; the replay port is the
-next one.
+The load generator (see benchmarks/proxy.py) sends S sessions whose prompts differ only in their last 64
+bytes. This process computes each session's prompt as the router does, and publishes for one engine per
+session the blocks of the common part: full attention densely, the sliding window at its last boundary. It
+runs until its standard input closes. Arguments: tokenizer directory, then one events port per engine; the
+replay port is the next one.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Decision: hits of one prompt on every engine (look-up and hit rules, hashes given), 1000 and 4000 blocks, 8
 and 64 engines, full attention + sliding window, each engine holding a prefix of its own length beside half
 a million other blocks. Ingest: decode and apply of map-encoded batches, 64 blocks per event and 1 block
-per event (16 events per batch), in blocks per CPU second of one core. Memory: resident set per (engine, group,
-block) after a million blocks. Medians of several rounds; quote ratios, not absolutes, on a shared machine.
+per event (16 events per batch), in blocks per CPU second of one core. Memory: resident set per (engine,
+group, block) after a million blocks. Medians of several rounds; quote ratios on a shared machine.
 """
 
 from __future__ import annotations
