@@ -2,8 +2,7 @@
 
 ``Router`` is one ASGI application. Its own endpoints go to ``control``, everything else to the proxy. Its
 lifespan runs the fleet poller, one feed per engine that publishes events, and the detection ticker, all in
-one task group, so nothing outlives the server. A feed that fails is logged and started again; it never takes
-the router down.
+one task group, so nothing outlives the server.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import structlog
 from router.books import Books
 from router.config import ANY_MODEL, Config
 from router.control import Readiness, create_control, is_control
-from router.feeds.base import FeedState, FeedStats
-from router.feeds.subscriber import Feed
+from router.feeds.base import FeedState
 from router.fleet.poller import FleetPoller
 from router.fleet.registry import EngineStatus, Fleet
+from router.followers import Followers
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
 from router.observe.metrics import Sources
@@ -36,8 +35,8 @@ from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats
 
 _log = structlog.get_logger()
-_FEED_RESTART_S = 1.0
 _DETECTION_TICK_S = 0.05
+_AFTER_FAULT_S = 1.0
 _WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
 
 
@@ -49,18 +48,15 @@ class Router:
         self.fleet = Fleet(config.engines)
         self.books = Books.empty(clock)
         self.scopes = Scopes(self._facts)
-        self.feed_stats: dict[str, FeedStats] = {}
+        self.followers = Followers(self.scopes, clock=clock, settings=config.feeds)
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
         self._started_s = clock()
-        self._feeds: dict[str, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._lora_paths: dict[str, dict[str, str]] = {}
-        models = {name: self._prompts(name) for name in config.models} or {
-            ANY_MODEL: self._prompts(ANY_MODEL)
-        }
+        models = {name: self._prompts(name) for name in (*config.models, ANY_MODEL)}
         self.reader = PromptReader(
             models,
             config.prompts,
@@ -72,7 +68,7 @@ class Router:
         self.planner, self.proxy = self._assemble()
         self._sources = Sources(
             self.fleet,
-            self.feed_stats,
+            self.followers.stats,
             self.scopes,
             self.books,
             self.proxy.board,
@@ -89,7 +85,7 @@ class Router:
         planner = Planner(
             fleet=self.fleet,
             scopes=self.scopes,
-            feeds=self.feed_stats,
+            feeds=self.followers.stats,
             reader=self.reader,
             books=self.books,
             board=board,
@@ -118,15 +114,17 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        jar = aiohttp.DummyCookieJar()
+        async with aiohttp.ClientSession(cookie_jar=jar) as session, asyncio.TaskGroup() as tasks:
             self._session, self._tasks = session, tasks
             poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             background = [tasks.create_task(poller.run()), tasks.create_task(self._detect())]
             try:
                 yield
             finally:
-                for task in [*background, *self._feeds.values()]:
+                for task in background:
                     task.cancel()
+                self.followers.stop_all()
                 self.proxy.close()
                 self.reader.close()
                 self._session = self._tasks = None
@@ -145,25 +143,29 @@ class Router:
         return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
 
     def _warm(self, engine_id: str) -> bool:
-        stats = self.feed_stats.get(engine_id)
+        stats = self.followers.stats.get(engine_id)
         return stats is not None and stats.state in _WARM_STATES
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
     def engine_up(self, status: EngineStatus) -> None:
         """See ``FleetListener``."""
-        base = status.base_model
-        if base is None:
+        base, engine_id = status.base_model, status.engine_id
+        if base is None or self._tasks is None:
             return
+        configured = self.config.model(base).lora_paths
         adapters = {card.id: card.root for card in status.models if card.parent is not None and card.root}
-        self._lora(base).update({name: path for name, path in adapters.items() if path})
-        self.scopes.assign(status.engine_id, base)
+        self._lora(base).update({name: path for name, path in adapters.items() if name not in configured})
+        if not self.followers.follows(status.engine, base):  # new, moved, or another model: known anew
+            self.followers.stop(engine_id)
+            self.scopes.remove(engine_id)
+        self.scopes.assign(engine_id, base)
         if not status.publishes_events:
-            if status.engine_id not in self.books.shadows:
-                self.books.shadows.add(status.engine_id, self.config.model(base).shadow_spec())
-        elif status.engine_id not in self._feeds and self._tasks is not None:
-            self.books.shadows.forget(status.engine_id)
-            self._feeds[status.engine_id] = self._tasks.create_task(self._feed(status))
+            if engine_id not in self.books.shadows:
+                self.books.shadows.add(engine_id, self.config.model(base).shadow_spec())
+        elif not self.followers.follows(status.engine, base):
+            self.books.shadows.forget(engine_id)
+            self.followers.follow(status.engine, base, self._tasks)
 
     def engine_down(self, status: EngineStatus) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
@@ -171,10 +173,7 @@ class Router:
 
     def engine_gone(self, engine_id: str) -> None:
         """See ``FleetListener``."""
-        task = self._feeds.pop(engine_id, None)
-        if task is not None:
-            task.cancel()
-        self.feed_stats.pop(engine_id, None)
+        self.followers.stop(engine_id)
         self.scopes.remove(engine_id)
         self.books.forget(engine_id)
         self.proxy.board.forget(engine_id)
@@ -185,47 +184,44 @@ class Router:
 
     # -- background ---------------------------------------------------------------------------------
 
-    async def _feed(self, status: EngineStatus) -> None:
-        engine = status.engine
-        if engine.events is None:
-            raise AssertionError("an engine without events has no feed")
-        while True:
-            feed = Feed(
-                engine.engine_id,
-                engine.events,
-                engine.replay,
-                engine.topic,
-                self.scopes,
-                clock=self._clock,
-                settings=self.config.feeds,
-            )
-            self.feed_stats[engine.engine_id] = feed.stats
-            try:
-                await feed.run()
-            except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
-                _log.exception("feed failed, starting it again", engine=engine.engine_id)
-            self.scopes.forget(engine.engine_id)
-            await asyncio.sleep(_FEED_RESTART_S)
-
     async def _detect(self) -> None:
         """Seed searches go on a slice at a time also while no events come."""
         while True:
-            searching = self.scopes.advance_detection()
-            await asyncio.sleep(0 if searching else _DETECTION_TICK_S)
+            try:
+                pause_s = 0.0 if self.scopes.advance_detection() else _DETECTION_TICK_S
+            except Exception:  # noqa: BLE001  # costs a detection; the router goes on
+                _log.exception("detection failed")
+                pause_s = _AFTER_FAULT_S
+            await asyncio.sleep(pause_s)
 
     async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._session is None:
             raise OSError("the router is not running")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = {"content-type": "application/json"}
-        async with self._session.post(url, data=body, headers=headers, timeout=timeout) as answer:
-            return answer.status, await answer.read()
+        limit = self.config.fleet.answer_bytes_max
+        try:
+            async with self._session.post(
+                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                pieces, size = [], 0
+                async for piece in answer.content.iter_any():
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > limit:
+                        raise OSError(f"{url}: answer over answer_bytes_max = {limit}")
+                return answer.status, b"".join(pieces)
+        except aiohttp.ClientError as error:
+            raise OSError(f"{url}: {error}") from error
 
     # -- what the prompt reader asks ------------------------------------------------------------------
 
     def _engine_url(self, model: str | None) -> str | None:
+        """The least loaded engine of this model: none is to tokenize for the whole fleet."""
+        now = self._clock()
         ready = [s for s in self.fleet.ready(model) if self.proxy.board.available(s.engine_id)]
-        return ready[0].engine.base_url if ready else None
+        loads = [(self.books.load.load(s.engine_id, now), s.engine.base_url) for s in ready]
+        return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 
     def _is_adapter(self, model: str) -> bool:
         return any(card.id == model and card.parent for s in self.fleet for card in s.models)

@@ -1,16 +1,19 @@
 """Keeps the fleet's picture true: asks every engine what it serves, where its events are, how loaded it is.
 
-One task per engine: ``GET /v1/models`` says whether it is up; the first time it is, ``GET
-/kv_event_sources`` (vLLM 0.31+) tells the event endpoints unless they were configured; ``GET /metrics``
-gives running and waiting requests, so that load from elsewhere is seen. What changes is told to a listener.
-An engine that does not answer is asked again soon; nothing here ever raises to its caller.
+One task per server: ``GET /v1/models`` says whether it is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells
+its ranks and event endpoints unless they were configured, and is repeated as long as it says any, since a
+restart may move them; ``GET /metrics`` gives running and waiting requests, so that load from elsewhere is
+seen. What changes is told to a listener. An engine that does not answer is asked again soon. Whatever a
+server answers, and whatever a listener makes of it, the polling goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -30,6 +33,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     poll_down_interval_s: float = 0.5
     """While an engine does not answer: how quickly its return is noticed."""
     poll_timeout_s: float = 3.0
+    polls_missed_max: int = 3
+    """An engine is down when its port refuses, or after this many polls in a row without a sound answer."""
     gauge_interval_s: float = 2.0
     answer_bytes_max: int = 8 << 20
     warm_up_s_max: float = 30.0
@@ -38,7 +43,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("poll_interval_s", "poll_down_interval_s", "poll_timeout_s", "gauge_interval_s"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"fleet.{name} must be positive and finite, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
 
 
 class FleetListener(Protocol):
@@ -68,11 +73,19 @@ class _Source(msgspec.Struct):
     topic: str = ""
 
 
+_ABSENT = frozenset({401, 403, 404, 405, 501})
+"""Statuses that say for good that this server has no such endpoint for us."""
+_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
+_ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
+_PROBLEM_LENGTH_MAX = 300
+_GAUGE_MAX = 1e9
+"""Beyond this a gauge is nonsense; believing it would overflow the cost of its engine."""
 _GAUGE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}]*)\})?\s+(\S+)",
     re.MULTILINE,
 )
-_RANK = re.compile(rb'engine="(\d+)"')
+_RANK = re.compile(rb'engine="(\d{1,6})"')
 
 
 class FleetPoller:
@@ -86,6 +99,8 @@ class FleetPoller:
         self._settings = settings
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
+        self._missed: dict[str, int] = {}  # polls without an answer, in a row
+        self._settled: set[str] = set()  # servers that are up and said that they publish no events
 
     async def run(self) -> None:
         """Poll every server of the fleet; returns only by cancellation."""
@@ -94,74 +109,98 @@ class FleetPoller:
                 tasks.create_task(self._watch(base_url), name=f"poll {base_url}")
 
     async def _watch(self, base_url: str) -> None:
-        gauges_due = asyncio.get_running_loop().time()
-        models_due = gauges_due
+        now = asyncio.get_running_loop().time
+        models_due = gauges_due = now()
         while True:
-            now = asyncio.get_running_loop().time()
-            up = any(status.up for status in self._ranks(base_url))
-            if now >= models_due:
-                up = await self._ask_models(base_url)
-                pause = self._settings.poll_interval_s if up else self._settings.poll_down_interval_s
-                models_due = asyncio.get_running_loop().time() + pause
-            if up and now >= gauges_due:
-                await self._ask_gauges(base_url)
-                gauges_due = asyncio.get_running_loop().time() + self._settings.gauge_interval_s
+            try:
+                up = any(status.up for status in self._fleet.ranks(base_url))
+                if now() >= models_due:
+                    answered = await self._ask_models(base_url)
+                    up = any(status.up for status in self._fleet.ranks(base_url))
+                    settings = self._settings
+                    models_due = now() + (
+                        settings.poll_interval_s if answered else settings.poll_down_interval_s
+                    )
+                if up and now() >= gauges_due:
+                    await self._ask_gauges(base_url)
+                    gauges_due = now() + self._settings.gauge_interval_s
+            except Exception as error:  # noqa: BLE001  # one server's oddity must not end the polling of all
+                _log.exception("polling failed", server=base_url)
+                for status in self._fleet.ranks(base_url):  # down, so that its next answer is told anew
+                    status.up, status.problem = False, f"polling failed: {error!r}"[:_PROBLEM_LENGTH_MAX]
+                models_due = gauges_due = now() + self._settings.poll_interval_s
+                up = False
             wake = min(models_due, gauges_due) if up else models_due
-            await asyncio.sleep(max(0.0, wake - asyncio.get_running_loop().time()))
-
-    def _ranks(self, base_url: str) -> list[EngineStatus]:
-        return [status for status in self._fleet if status.engine.base_url == base_url]
+            await asyncio.sleep(max(0.0, wake - now()))
 
     async def _ask_models(self, base_url: str) -> bool:
         problem = ""
         models: tuple[ModelCard, ...] = ()
         try:
-            body = await self._get(f"{base_url}/v1/models")
-            models = tuple(msgspec.json.decode(body, type=_Models).data)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, _BadAnswerError) as error:
-            problem = f"GET /v1/models: {type(error).__name__} {error}".strip()
-        if models and not any(status.up for status in self._ranks(base_url)):
-            await self._discover_events(base_url)
-        for status in self._ranks(base_url):
-            self._note(status, models, problem)
+            models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
+            problem = "" if models else "GET /v1/models: no model"
+        except (*_NO_ANSWER, _BadAnswerError) as error:
+            problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
+            missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            up = any(status.up for status in self._fleet.ranks(base_url))
+            if up and not refused and missed < self._settings.polls_missed_max:
+                return False  # slow under load is not down
+        if models:
+            self._missed.pop(base_url, None)
+        changed = await self._discover_events(base_url) if models else []
+        for status in self._fleet.ranks(base_url):
+            self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
 
-    def _note(self, status: EngineStatus, models: tuple[ModelCard, ...], problem: str) -> None:
+    def _note(
+        self, status: EngineStatus, models: tuple[ModelCard, ...], problem: str, *, moved: bool
+    ) -> None:
         was_up, had = status.up, status.models
-        status.up, status.problem = bool(models), problem if not models else ""
+        status.up, status.problem = bool(models), problem
         if models:
             status.models = models
-            if not was_up or had != models:
+            if moved or not was_up or had != models:
                 _log.info("engine up", engine=status.engine_id, models=[card.id for card in models])
                 self._listener.engine_up(status)
         elif was_up:
             _log.warning("engine down", engine=status.engine_id, problem=problem)
             self._listener.engine_down(status)
 
-    async def _discover_events(self, base_url: str) -> None:
-        """Endpoints from the engine itself, for ranks whose endpoints nobody configured."""
+    async def _discover_events(self, base_url: str) -> list[str]:
+        """Ranks and endpoints from the server itself, unless configured; the ids whose addresses changed."""
+        configured = self._fleet.configured(base_url)
+        if any(engine.events is not None for engine in configured):
+            return []
+        if not any(status.up for status in self._fleet.ranks(base_url)):
+            self._settled.discard(base_url)
+        if base_url in self._settled:
+            return []
+        found: Sequence[Engine] = ()
         try:
             body = await self._get(f"{base_url}/kv_event_sources")
-            sources = msgspec.json.decode(body, type=dict[str, _Source])
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, _BadAnswerError):
-            return
-        known = self._ranks(base_url)
-        if any(status.publishes_events for status in known):
-            return
-        for engine in discovered_engines(base_url, sources):
-            self._fleet.add(engine)
-        kept = {engine.engine_id for engine in discovered_engines(base_url, sources)}
-        for status in known:
-            if kept and status.engine_id not in kept:
-                self._fleet.remove(status.engine_id)
-                self._listener.engine_gone(status.engine_id)
+            found = discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
+        except _NO_ANSWER:
+            return []  # what was known stays; asked again at the next poll
+        except _BadAnswerError as error:
+            if error.status == 200:
+                _log.warning("event sources not understood", server=base_url, problem=str(error))
+                self._settled.add(base_url)
+            if error.status not in _ABSENT:
+                return []
+        if not found:
+            self._settled.add(base_url)
+        changed, gone = self._fleet.replace(base_url, found or configured)
+        for engine_id in gone:
+            self._listener.engine_gone(engine_id)
+        return changed
 
     async def _ask_gauges(self, base_url: str) -> None:
         try:
             body = await self._get(f"{base_url}/metrics")
-        except (aiohttp.ClientError, TimeoutError, OSError, _BadAnswerError):
+        except (*_NO_ANSWER, _BadAnswerError):
             return
-        for status in self._ranks(base_url):
+        for status in self._fleet.ranks(base_url):
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
@@ -172,9 +211,9 @@ class FleetPoller:
                 )
 
     async def _get(self, url: str) -> bytes:
-        async with self._session.get(url, timeout=self._timeout) as answer:
+        async with self._session.get(url, timeout=self._timeout, allow_redirects=False) as answer:
             if answer.status != 200:
-                raise _BadAnswerError(f"status {answer.status}")
+                raise _BadAnswerError(f"status {answer.status}", answer.status)
             body = await answer.content.read(self._settings.answer_bytes_max + 1)
             while not answer.content.at_eof() and len(body) <= self._settings.answer_bytes_max:
                 body += await answer.content.read(self._settings.answer_bytes_max + 1 - len(body))
@@ -184,43 +223,74 @@ class FleetPoller:
 
 
 class _BadAnswerError(Exception):
-    """A server answered, but not with what was asked for."""
+    """A server answered, but not with what was asked for. ``status`` 200: nonsense."""
+
+    def __init__(self, message: str, status: int = 200) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def discovered_engines(base_url: str, sources: dict[str, _Source]) -> list[Engine]:
-    """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several."""
+_T = TypeVar("_T")
+
+
+def _decode(body: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except _BAD_JSON as error:
+        raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
+
+
+def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[Engine]:
+    """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
+
+    Sources that publish nothing, or whose endpoint or rank is not one, are left out.
+    """
     host = urlsplit(base_url).hostname or "127.0.0.1"
-    live = {
-        rank: s for rank, s in sources.items() if s.enable_kv_cache_events and s.endpoint and rank.isdigit()
-    }
-    return [
-        Engine(
-            base_url,
-            int(rank) if len(sources) > 1 else None,
-            reachable(source.endpoint or "", host),
-            reachable(source.replay_endpoint, host) if source.replay_endpoint else None,
-            source.topic,
+    live: dict[int, Engine] = {}
+    for rank, source in sources.items():
+        number = int(rank) if re.fullmatch(r"\d{1,6}", rank, re.ASCII) else None
+        if number is None or source is None or not source.enable_kv_cache_events:
+            continue
+        events, replay = (
+            reachable(e, host) if e else None for e in (source.endpoint, source.replay_endpoint)
         )
-        for rank, source in sorted(live.items(), key=lambda item: int(item[0]))
-    ]
+        if events is None or not _ENDPOINT.fullmatch(events):
+            continue
+        if replay is not None and not _ENDPOINT.fullmatch(replay):
+            replay = None
+        named = number if len(sources) > 1 else None
+        live[number] = Engine(base_url, named, events, replay, source.topic)
+    return [live[number] for number in sorted(live)]
+
+
+def _endpoint(said: str | None, host: str) -> str | None:
+    return reachable(said, host) if said and _ENDPOINT.fullmatch(said) else None
 
 
 def reachable(endpoint: str, host: str) -> str:
     """An endpoint as bound (``tcp://*:5557``) in the form others can connect to."""
     address = f"[{host}]" if ":" in host else host
-    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", f"tcp://{address}", endpoint)
+    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)", f"tcp://{address}", endpoint)
 
 
 def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """vLLM's gauges in a metrics page, summed over models; those of one rank if ``dp_rank`` is given."""
+    """vLLM's gauges in a metrics page; those of one rank if ``dp_rank`` is given.
+
+    Requests are summed over models and ranks, of the usage (0..1) the largest counts. Values that are no
+    sensible number (NaN, negative, infinite) are left out.
+    """
     gauges: dict[str, float] = {}
     for match in _GAUGE.finditer(text):
-        name, labels, value = match[1].decode(), match[2] or b"", match[3]
+        name, labels = match[1].decode(), match[2] or b""
         rank = _RANK.search(labels)
         if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
             continue
         try:
-            gauges[name] = gauges.get(name, 0.0) + float(value)
+            value = float(match[3])
         except ValueError:
             continue
-    return {name: value for name, value in gauges.items() if value == value}  # noqa: PLR0124  # drops NaN
+        if not 0 <= value <= _GAUGE_MAX or math.isnan(value):
+            continue
+        known = gauges.get(name, 0.0)
+        gauges[name] = max(known, value) if name == "kv_cache_usage_perc" else known + value
+    return gauges

@@ -7,7 +7,7 @@ seen up serves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -58,7 +58,8 @@ class Fleet:
     """All engines."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
-        self._status: dict[str, EngineStatus] = {e.engine_id: EngineStatus(e) for e in engines}
+        self._configured = {engine.engine_id: engine for engine in engines}
+        self._status = {name: EngineStatus(engine) for name, engine in self._configured.items()}
 
     def __iter__(self) -> Iterator[EngineStatus]:
         return iter(self._status.values())
@@ -70,17 +71,27 @@ class Fleet:
         """The engine's status, or None if there is no such engine."""
         return self._status.get(engine_id)
 
-    def add(self, engine: Engine) -> EngineStatus:
-        """Add an engine, or replace the addresses of one that is known."""
-        status = self._status.get(engine.engine_id)
-        if status is None:
-            status = self._status[engine.engine_id] = EngineStatus(engine)
-        else:
-            status.engine = engine
-        return status
+    def ranks(self, base_url: str) -> list[EngineStatus]:
+        """The engines of one server."""
+        return [status for status in self._status.values() if status.engine.base_url == base_url]
 
-    def remove(self, engine_id: str) -> None:
-        self._status.pop(engine_id, None)
+    def configured(self, base_url: str) -> list[Engine]:
+        """The engines of one server as they were given, whatever it said of itself since."""
+        return [engine for engine in self._configured.values() if engine.base_url == base_url]
+
+    def replace(self, base_url: str, engines: Sequence[Engine]) -> tuple[list[str], list[str]]:
+        """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
+        wanted = {engine.engine_id: engine for engine in engines}
+        gone = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
+        for engine_id in gone:
+            del self._status[engine_id]
+        changed = []
+        for engine_id, engine in wanted.items():
+            status = self._status.setdefault(engine_id, EngineStatus(engine))
+            if status.engine != engine:
+                status.engine = engine
+                changed.append(engine_id)
+        return changed, gone
 
     def ready(self, model: str | None) -> list[EngineStatus]:
         """Engines that answer and serve ``model`` (any model if None), in a stable order."""
