@@ -7,6 +7,7 @@ and in the in-flight prefixes, and closes both exactly once, with the receipt.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -112,8 +113,8 @@ class Planner:
         return self._open(request, decision)
 
     async def explain(self, request: InboundRequest) -> Decision:
-        """The decision ``place`` would make now, with per-class detail; nothing is opened or sent."""
-        return await self._decide(request, frozenset(), detail=True)
+        """The decision ``place`` would make now, with per-class detail; it leaves no trace."""
+        return await self._decide(request, frozenset(), rehearsal=True)
 
     def now(self) -> float:
         """The router's clock, in seconds."""
@@ -125,20 +126,24 @@ class Planner:
         return str(stats.state) if stats is not None else "none"
 
     async def _decide(
-        self, request: InboundRequest, exclude: frozenset[str], *, detail: bool = False
+        self, request: InboundRequest, exclude: frozenset[str], *, rehearsal: bool = False
     ) -> Decision:
         engines = self._askable(request.model, exclude)
+        state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
         if request.path in PROMPT_PATHS:
             read = await self._reader.read(request)
+        schemes: dict[str, HashScheme] = {}
         if isinstance(read, Prompt):
             schemes = {status.engine_id: self._scheme(status.engine_id) for status in engines}
             for scheme in set(schemes.values()):
                 await self._reader.hashes(read, scheme)
-            return self._decide_by_tokens(read, engines, schemes, detail=detail)
-        now = self._clock()
-        keys = read.keys if read is not None else ()
-        return self._decide_by_text(read, keys, request, engines, now)
+        engines = [status for status in engines if self._fleet.get(status.engine_id) is status]
+        if not engines:  # they left while the prompt was being read
+            raise no_ready_engine("The engines of this model have just left; try again shortly.")
+        if isinstance(read, Prompt):
+            return self._decide_by_tokens(read, engines, schemes, state, detail=rehearsal)
+        return self._decide_by_text(read, request, engines, state)
 
     def _askable(self, model: str | None, exclude: frozenset[str]) -> list[EngineStatus]:
         ready = self._fleet.ready(model)
@@ -150,7 +155,13 @@ class Planner:
         return askable
 
     def _decide_by_tokens(
-        self, prompt: Prompt, engines: list[EngineStatus], schemes: dict[str, HashScheme], *, detail: bool
+        self,
+        prompt: Prompt,
+        engines: list[EngineStatus],
+        schemes: dict[str, HashScheme],
+        state: ArmState,
+        *,
+        detail: bool,
     ) -> Decision:
         now = self._clock()
         ids = [status.engine_id for status in engines if status.publishes_events]
@@ -163,7 +174,7 @@ class Planner:
         shadows: dict[str, ShadowHit] = {}
         if len(ids) < len(engines) and not prompt.skips_cache:
             shadows = self._books.shadows.lookup(prompt.token_ids, prompt.hashes)
-        inflight = self._inflight(prompt, set(schemes.values()), now)
+        inflight = {} if prompt.skips_cache else self._inflight(prompt, set(schemes.values()), now)
         nothing = Shared()
         views = tuple(
             self._view(
@@ -176,16 +187,17 @@ class Planner:
         question = ask(
             prompt.num_tokens, hashes, prefix_blocks=self._settings.prefix_blocks, fallback_key=fallback
         )
-        return Decision(prompt, prompt.num_tokens, views, self._choose(views, question))
+        return Decision(prompt, prompt.num_tokens, views, self._choose(views, question, state))
 
     def _decide_by_text(
         self,
         read: TextAffinity | None,
-        keys: Sequence[int],
         request: InboundRequest,
         engines: list[EngineStatus],
-        now: float,
+        state: ArmState,
     ) -> Decision:
+        now = self._clock()
+        keys = read.keys if read is not None else ()
         matched = self._books.affinity.match(keys) if keys else {}
         tokens = text_tokens(len(keys), CHUNK_BYTES)
         views = tuple(
@@ -193,10 +205,11 @@ class Planner:
             for s in engines
         )
         key = keys[-1] if keys else xxhash.xxh3_64_intdigest(request.body)
-        return Decision(read, tokens, views, self._choose(views, Ask(tokens, key, keys[0] if keys else key)))
+        question = Ask(tokens, key, keys[0] if keys else key)
+        return Decision(read, tokens, views, self._choose(views, question, state))
 
-    def _choose(self, views: tuple[View, ...], question: Ask) -> Choice:
-        return self._policy([view.candidate for view in views], question, self._settings, self._arm_state)
+    def _choose(self, views: tuple[View, ...], question: Ask, state: ArmState) -> Choice:
+        return self._policy([view.candidate for view in views], question, self._settings, state)
 
     def _view(
         self,
@@ -316,7 +329,8 @@ class Planner:
             else:  # refused or failed: the engine computed nothing
                 books.inflight.drop(placed.flying)
         read = placed.decision.read
-        if placed.answered and isinstance(read, Prompt):
+        here = self._fleet.get(engine_id) is not None  # else nobody would ever take it out of the books again
+        if here and placed.answered and isinstance(read, Prompt):
             if not placed.prefilled:
                 books.shadows.served(engine_id, read.token_ids, read.hashes)
             books.receipts.add(self._receipt(placed, usage))
@@ -325,7 +339,7 @@ class Planner:
         """The first token arrived: the prompt is computed, and how long that took is known."""
         now = self._clock()
         sample = self._books.load.first_token(placed.ticket, now)
-        if sample is not None:
+        if sample is not None and self._fleet.get(placed.engine_id) is not None:
             self._books.load.rates.observe(placed.engine_id, sample, now)
         if placed.flying is not None:
             self._books.inflight.prefilled(placed.flying)
