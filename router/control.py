@@ -6,13 +6,14 @@ have OpenAI's shape here too.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from router import __version__
 from router.errors import ApiError, bad_request, body_too_large
@@ -20,7 +21,7 @@ from router.explain import explain
 from router.fleet.registry import EngineStatus, Fleet
 from router.observe.metrics import Sources, render_metrics
 from router.planner import Planner
-from router.prompts.body import peek
+from router.prompts.body import decode_leniently, peek
 from router.proxy.base import InboundRequest
 
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
@@ -47,26 +48,67 @@ def create_control(
     body_bytes_max: int,
 ) -> FastAPI:
     """The application for ``is_control`` paths."""
-    app = FastAPI(title="kvatlas", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="kvatlas",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
 
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        headers = {name.decode(): value.decode() for name, value in error.headers}
-        return Response(error.body(), error.status, headers, media_type="application/json")
-
+    _add_errors(app)
     _add_health(app, planner, sources, readiness)
     _add_models(app, sources.fleet)
     _add_insight(app, planner, sources, body_bytes_max)
     return app
 
 
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return _error(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        """What the framework refuses by itself: an unknown path, a method that a path does not have."""
+        if error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}."
+            allow = ((b"allow", (error.headers or {}).get("Allow", "GET").encode()),)
+            return _error(ApiError(405, "method_not_allowed", message, headers=allow))
+        message = f"There is nothing at {request.url.path}."
+        return _error(ApiError(error.status_code, "path_not_found", message, kind="not_found_error"))
+
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:
+        """A fault of ours; the server logs it."""
+        return _error(
+            ApiError(500, "internal_error", "The router failed on this request.", kind="server_error")
+        )
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        """Nobody is there to be answered."""
+        return Response(status_code=400)
+
+
+def _error(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return Response(error.body(), error.status, headers, media_type="application/json")
+
+
+def _get(app: FastAPI, path: str) -> Callable[[Any], Any]:
+    """A route for GET, and for HEAD as probes send it."""
+    return app.api_route(path, methods=["GET", "HEAD"])
+
+
 def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> None:
-    @app.get("/health")
+    @_get(app, "/health")
     async def health() -> dict[str, str]:
         """The process lives."""
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @_get(app, "/ready")
     async def ready() -> JSONResponse:
         """200 once at least one engine answers and its feed has caught up (or had its time)."""
         state = readiness()
@@ -74,26 +116,24 @@ def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Cal
         content = {"ready": state.ready, "reason": state.reason, "engines": engines}
         return JSONResponse(content, 200 if state.ready else 503)
 
-    @app.get("/version")
+    @_get(app, "/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @_get(app, "/metrics")
     async def metrics() -> Response:
         """Prometheus text format. Made in the loop's thread: the numbers are its objects."""
-        page = render_metrics(sources)
-        await asyncio.sleep(0)
-        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(render_metrics(sources), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_models(app: FastAPI, fleet: Fleet) -> None:
-    @app.get("/v1/models")
+    @_get(app, "/v1/models")
     async def models() -> Response:
         """Models of all engines that are up."""
         cards = [msgspec.to_builtins(card) for card in fleet.model_cards()]
         return _json({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model:path}")
+    @_get(app, "/v1/models/{model:path}")
     async def model(model: str) -> Response:
         """One model's card."""
         card = next((card for card in fleet.model_cards() if card.id == model), None)
@@ -105,12 +145,12 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
 
 
 def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
-    @app.get("/kvatlas/engines")
+    @_get(app, "/kvatlas/engines")
     async def engines() -> Response:
         """Every engine as the router sees it."""
         return _json([_full(planner, sources, status) for status in sources.fleet])
 
-    @app.get("/kvatlas/receipts")
+    @_get(app, "/kvatlas/receipts")
     async def receipts() -> Response:
         """The latest receipts, oldest first."""
         return _json(
@@ -126,12 +166,9 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         if "messages" not in raw and "prompt" not in raw:
             raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
         path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
-        inbound = InboundRequest("POST", path, b"", list(request.scope["headers"]), body, peeked.model)
+        headers = list(request.scope["headers"])
+        inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
         return _json(explain(await planner.explain(inbound), planner.feed_state))
-
-    @app.api_route("/kvatlas/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"])
-    async def unknown(rest: str) -> Response:
-        raise ApiError(404, "not_found", f"There is no /kvatlas/{rest}.", kind="not_found_error")
 
 
 async def _body(request: Request, limit_bytes: int) -> bytes:
@@ -139,15 +176,18 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > limit_bytes:
-            raise body_too_large(limit_bytes)
+            error = body_too_large(limit_bytes)
+            error.headers = (*error.headers, (b"connection", b"close"))  # the rest is not read
+            raise error
     return body
 
 
-def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+def _fields(body: bytes) -> set[str]:
+    """Names of the body's fields; as lenient as ``peek``."""
     try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.MsgspecError as error:
-        raise bad_request("invalid_json", f"The request body is not a JSON object: {error}") from None
+        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return set(decode_leniently(body, error))
 
 
 def _json(content: Any) -> Response:

@@ -25,15 +25,19 @@ from router.proxy.stats import ListenStats, ProxyStats
 
 _GAUGES = frozenset(
     {
-        "requests_active",
-        "prefix_bytes",
-        "segment_bytes",
-        "missing_batches",
-        "held_batches",
-        "last_seq",
-        "blocks",
+        "feed_held_batches",
+        "feed_lag_s",
+        "feed_last_batch_monotonic",
+        "feed_last_seq",
+        "feed_missing_batches",
+        "inflight_blocks",
+        "inflight_prompts",
+        "prompts_prefix_bytes",
+        "prompts_segment_bytes",
+        "proxy_requests_active",
     }
 )
+"""Numbers of the stats structs that may fall; every other one is a counter."""
 _NOT_NUMBERS = frozenset({"state", "reason"})
 
 
@@ -212,5 +216,5 @@ def _labelled(engine: str, value: object) -> Iterable[tuple[list[str], float]]:
 
 
 def _family(part: str, name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = GaugeMetricFamily if name in _GAUGES or name.startswith("last_") else CounterMetricFamily
+    kind = GaugeMetricFamily if f"{part}_{name}" in _GAUGES else CounterMetricFamily
     return kind(f"kvatlas_{part}_{name}", f"{part}: {name.replace('_', ' ')}", labels=labels)
