@@ -8,11 +8,12 @@ each value came from, for ``--print-config``.
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,12 +25,27 @@ from router.fleet.engine import Engine
 from router.fleet.poller import FleetSettings
 from router.index.layout import ModelFacts
 from router.policy.base import PolicySettings
-from router.policy.shadow import ShadowSpec
+from router.policy.shadow import ShadowFleet, ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.proxy.settings import ListenSettings, ProxySettings
 
 ENV_PREFIX = "KVATLAS_"
 ANY_MODEL = "*"
+_MAY_BE_ZERO = frozenset(
+    {
+        "drain_s_max",
+        "idle_connections_max",
+        "inline_blocks_max",
+        "inline_chars_max",
+        "linger_s_max",
+        "replay_backoff_s",
+        "retry_after_s_max",
+        "retry_time_s_max",
+        "warm_up_s_max",
+        "worker_queue_len_max",
+    }
+)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class ConfigError(ValueError):
@@ -101,21 +117,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.retention_interval == "dense" else self.retention_interval
 
     def shadow_spec(self) -> ShadowSpec:
-        """The pool assumed for engines of this model that publish no events."""
-        size = self.shadow.block_size or 16
+        """The pool assumed for engines of this model that publish no events. Raises ``ValueError``."""
+        given = self.shadow
+        size = 16 if given.block_size is None else given.block_size
         groups = [GroupSpec(0, "full_attention", size)]
-        if self.shadow.sliding_window is not None:
-            groups.append(GroupSpec(1, "sliding_window", size, sliding_window=self.shadow.sliding_window))
-        given = {
-            "groups": self.shadow.block_size,
-            "num_blocks": self.shadow.num_blocks,
-        }
+        if given.sliding_window is not None:
+            groups.append(GroupSpec(1, "sliding_window", size, sliding_window=given.sliding_window))
         return ShadowSpec(
             groups=tuple(groups),
-            num_blocks=self.shadow.num_blocks or ShadowSpec().num_blocks,
+            num_blocks=ShadowSpec().num_blocks if given.num_blocks is None else given.num_blocks,
             scheme=HashScheme(hash_block_size=size),
-            retention_interval=self.retention(),
-            assumed=tuple(name for name, value in given.items() if value is None),
+            retention_interval=self.retention() if given.sliding_window is not None else 0,
+            assumed=tuple(name for name in ("block_size", "num_blocks") if getattr(given, name) is None),
         )
 
 
@@ -192,11 +205,7 @@ def load(
     for name, settings in (models or {}).items():
         tree.setdefault("models", {}).setdefault(name, {}).update(settings)
         sources |= {f"models.{name}.{key}": "flag" for key in settings}
-    _refuse_unknown(tree, Config, "")
-    try:
-        config = msgspec.convert(tree, Config, strict=False)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(_readable(str(error))) from None
+    config = _build(tree, Config, "")
     _check(config)
     return Loaded(config, sources)
 
@@ -256,29 +265,41 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def _refuse_unknown(tree: Any, struct: type[msgspec.Struct], prefix: str) -> None:
-    """A misspelt key must not be silently ignored."""
+def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
+    """``tree`` as ``struct``, key by key. Raises ``ConfigError`` that names the key and the value."""
     if not isinstance(tree, dict):
-        return
-    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+        raise ConfigError(f"{prefix.rstrip('.')}: expected a table of settings, got {tree!r}")
+    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    values = {}
     for name, value in tree.items():
-        if name not in fields:
-            raise ConfigError(f"unknown key {prefix}{name}; known: {', '.join(sorted(fields))}")
-        inner = fields[name]
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            _refuse_unknown(value, inner, f"{prefix}{name}.")
-        elif name == "models" and isinstance(value, dict):
-            for model, settings in value.items():
-                _refuse_unknown(settings, ModelConfig, f"models.{model}.")
-        elif name == "engines" and isinstance(value, list):
-            for number, engine in enumerate(value):
-                _refuse_unknown(engine, Engine, f"engines[{number}].")
+        if name not in types:
+            raise ConfigError(f"unknown key {prefix}{name}; known: {', '.join(sorted(types))}")
+        values[name] = _value(value, types[name], f"{prefix}{name}")
+    try:
+        return struct(**values)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+    except TypeError:
+        missing = [f.name for f in msgspec.structs.fields(struct) if f.required and f.name not in values]
+        raise ConfigError(f"{prefix.rstrip('.')}: {', '.join(missing)} must be given") from None
 
 
-def _readable(message: str) -> str:
-    """msgspec says ``... - at `$.a.b` ``; put the key first."""
-    text, separator, path = message.rpartition(" - at `$.")
-    return f"{path.rstrip('`')}: {text}" if separator else message
+def _value(value: Any, kind: Any, key: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _build(value, kind, f"{key}.")
+    if key == "models" and isinstance(value, dict):
+        return {name: _build(settings, ModelConfig, f"models.{name}.") for name, settings in value.items()}
+    if key == "engines" and isinstance(value, list):
+        return tuple(_engine(fields, f"engines[{number}].") for number, fields in enumerate(value))
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{key} = {value!r}: {error}") from None
+
+
+def _engine(fields: Any, prefix: str) -> Engine:
+    engine = _build(fields, Engine, prefix)
+    return msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
 
 
 def _check(config: Config) -> None:
@@ -295,19 +316,61 @@ def _check(config: Config) -> None:
         raise ConfigError(f"server.log_format: {config.server.log_format!r} is neither console nor json")
     if not 0 <= config.server.port < 1 << 16:
         raise ConfigError(f"server.port: {config.server.port} is not a port number")
+    for section in ("fleet", "proxy", "listen", "feeds", "prompts"):
+        _check_numbers(section, getattr(config, section))
     for name, model in config.models.items():
         if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
             where = f"models.{name}.tokenizer"
             raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
         for key in ("kinds", "windows"):
-            if not all(idx.isdigit() for idx in getattr(model, key)):
+            if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
+        if model.retention_interval != "dense" and model.retention_interval < 0:
+            raise ConfigError(
+                f"models.{name}.retention_interval = {model.retention_interval}: 0 or more, or dense"
+            )
+        _check_kinds(name, model)
+        _check_shadow(name, model)
+
+
+def _check_kinds(name: str, model: ModelConfig) -> None:
+    try:
+        for idx, kind in model.kinds.items():
+            GroupSpec(int(idx), kind, 16).family  # noqa: B018  # raises for a kind that nobody has described
+    except ValueError as error:
+        raise ConfigError(f"models.{name}.kinds: {error}") from None
+
+
+def _check_shadow(name: str, model: ModelConfig) -> None:
+    try:
+        ShadowFleet().add("", model.shadow_spec())
+    except ValueError as error:
+        raise ConfigError(f"models.{name}.shadow: {error}") from None
+
+
+def _check_numbers(section: str, settings: msgspec.Struct) -> None:
+    """Limits, counts and durations: finite, and above 0 unless 0 plainly says "none" or "at once"."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least_ok = value >= 0 if name in _MAY_BE_ZERO else value > 0
+        if not least_ok or not math.isfinite(value):
+            wanted = "0 or more" if name in _MAY_BE_ZERO else "more than 0"
+            raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
 
 
 def _check_engine(engine: Engine) -> None:
     parts = urlsplit(engine.base_url)
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:
+        port_ok = False
+    extra = parts.query or parts.fragment or parts.username is not None
+    if parts.scheme != "http" or not parts.hostname or not port_ok or extra:
         raise ConfigError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
+    if engine.dp_rank is not None and engine.dp_rank < 0:
+        raise ConfigError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
     for name in ("events", "replay"):
         address = getattr(engine, name)
         if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
