@@ -1,7 +1,8 @@
 """The ``kvatlas`` command. Each subcommand imports what it needs when it runs, so that --help is quick.
 
-Every subcommand checks its input before it starts anything: bad configuration ends with status 2 and one
-line that names the key. Other statuses: 0 done, 1 the answer is no (a probe not exact, a check failed).
+Every subcommand checks its input before it starts anything: bad arguments and bad configuration end with
+status 2 and a message that names the argument or key. Other statuses: 0 done, 1 the answer is no (a probe
+not exact, a check failed).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
 from router.config import ANY_MODEL, ConfigError, load, parse_engine
@@ -148,7 +149,9 @@ def _assignments(texts: list[str]) -> dict[str, object]:
 def main() -> None:
     """Entry point of the ``kvatlas`` command."""
     try:
-        status = app(result_action="return_value")
+        status = app(result_action="return_value", exit_on_error=False)
+    except CycloptsError:  # printed already, with a box around it
+        status = 2
     except ConfigError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
         status = 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import socket
 import sys
 from typing import Any
 
@@ -19,6 +19,30 @@ from router.proxy.server import ProxyServer, listen_config
 from router.proxy.stats import ListenStats
 
 _log = structlog.get_logger()
+
+
+class ListenError(OSError):
+    """The address to listen on cannot be had."""
+
+
+class RouterServer(ProxyServer):
+    """Says where it listens, once it does: port 0 takes a free one."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen. Raises ``ListenError``."""
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # uvicorn's way; it has logged the reason and ended the lifespan
+            raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
+        if self.started:
+            _log.info("listening", url=self.base_url)
+
+    @property
+    def base_url(self) -> str:
+        """Where clients reach this server from its own machine. Only once it is ``started``."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # recognised, not bound
+        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def check(config: Config) -> Router:
@@ -41,23 +65,23 @@ def serve(config: Config) -> int:
     _log.info(
         "kvatlas starts",
         version=__version__,
-        listen=f"http://{config.server.host}:{config.server.port}",
         engines=[engine.engine_id for engine in config.engines],
         policy=config.policy.policy,
     )
     try:
         server.run()
-    except SystemExit:
+    except ListenError as error:
+        _log.error("not started", problem=str(error))
         return 1
     return 0 if server.started else 1
 
 
-def make_server(router: Router) -> ProxyServer:
+def make_server(router: Router) -> RouterServer:
     """The server of this router, not started yet."""
     stats = ListenStats()
     router.listen_stats = stats
     config = router.config
-    server = ProxyServer(
+    server = RouterServer(
         listen_config(
             router,
             host=config.server.host,
@@ -106,9 +130,3 @@ def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(tree, list) and tree and isinstance(tree[0], dict):
         return [leaf for i, value in enumerate(tree) for leaf in _flatten(value, f"{prefix}[{i}]")]
     return [(prefix, tree)]
-
-
-def run_in_loop(router: Router) -> tuple[ProxyServer, asyncio.Task[None]]:
-    """Start serving inside a running loop (tests, the demo); await the task after ``server.drain()``."""
-    server = make_server(router)
-    return server, asyncio.get_running_loop().create_task(server.serve())

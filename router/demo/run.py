@@ -25,7 +25,7 @@ from router.demo.table import live_table
 from router.fleet.engine import Engine
 from router.fleet.poller import FleetSettings
 from router.observe.receipts import Receipt
-from router.serving import configure_logging, make_server
+from router.serving import ListenError, RouterServer, configure_logging, make_server
 
 ENGINE = EngineSettings(
     groups="gptoss-like",
@@ -41,14 +41,21 @@ _REFRESH_S = 0.5
 
 
 def run_demo(*, seconds: float, engines: int, port: int, as_json: bool, keep: bool) -> int:
-    """0 if every request was answered. Raises ``ConfigError`` for arguments that make no sense."""
+    """0 if every request was answered, 130 if a signal ended it before its time.
+
+    Raises ``ConfigError`` for arguments that make no sense.
+    """
     if not 1 <= engines <= 64:
         raise ConfigError(f"--engines: {engines} is not in 1..64")
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port: {port} is not a port number")
     if not 0 < seconds <= 86_400:
         raise ConfigError(f"--seconds: {seconds} is not in 0..86400")
     configure_logging("error", "console")
     with engine_process(engines, ENGINE) as urls:
         summary = uvloop.run(_run(urls, seconds=seconds, port=port, as_json=as_json, keep=keep))
+    if summary is None:
+        return 130
     return 1 if summary["errors"] or not summary["requests"] else 0
 
 
@@ -137,28 +144,51 @@ class _Demo:
         }
 
 
-async def _run(urls: list[str], *, seconds: float, port: int, as_json: bool, keep: bool) -> dict[str, Any]:
+async def _run(
+    urls: list[str], *, seconds: float, port: int, as_json: bool, keep: bool
+) -> dict[str, Any] | None:
+    """The summary; None if a signal came before the load was over."""
     router = Router(_config(urls, port))
     server = make_server(router)
-    console = Console()
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(server.serve())
-        base_url = await _ready(router, server)
-        demo = _Demo(router, len(urls))
-        load = ChatLoad(
-            base_url, ENGINE.model, users=_USERS_PER_ENGINE * len(urls), seed=7, on_done=demo.done
-        )
-        if as_json or not console.is_terminal:
-            await _with_watch(demo, load, seconds, None)
-        else:
-            with Live(console=console, refresh_per_second=4) as live:
-                await _with_watch(demo, load, seconds, live)
-                live.update(demo.picture())
-        summary = demo.summary()
-        print(msgspec.json.encode(summary).decode()) if as_json else _say(console, demo, base_url, keep=keep)
-        if keep:
+    serving = asyncio.create_task(server.serve())
+    showing = asyncio.create_task(_show(router, server, seconds=seconds, as_json=as_json, keep=keep))
+    try:
+        await asyncio.wait({serving, showing}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+        elif keep and showing.exception() is None:
             await serving
+    finally:
         server.drain()
+        await asyncio.wait({serving})
+    try:
+        serving.result()
+    except ListenError as error:
+        raise ConfigError(f"--port: {error}") from None
+    return None if showing.cancelled() else showing.result()
+
+
+async def _show(
+    router: Router, server: RouterServer, *, seconds: float, as_json: bool, keep: bool
+) -> dict[str, Any]:
+    """Run the load, show it, and give the summary."""
+    console = Console()
+    await _ready(router, server)
+    demo = _Demo(router, len(router.fleet))
+    users = _USERS_PER_ENGINE * len(router.fleet)
+    load = ChatLoad(server.base_url, ENGINE.model, users=users, seed=7, on_done=demo.done)
+    if as_json or not console.is_terminal:
+        await _with_watch(demo, load, seconds, None)
+    else:
+        with Live(console=console, refresh_per_second=4) as live:
+            await _with_watch(demo, load, seconds, live)
+            live.update(demo.picture())
+    summary = demo.summary()
+    if as_json:
+        print(msgspec.json.encode(summary).decode(), flush=True)
+    else:
+        _say(console, demo, server.base_url, keep=keep)
     return summary
 
 
@@ -173,15 +203,13 @@ async def _with_watch(demo: _Demo, load: ChatLoad, seconds: float, live: Live | 
     demo.baseline.finish()
 
 
-async def _ready(router: Router, server: Any) -> str:
-    """The router's URL once it is ready for traffic."""
+async def _ready(router: Router, server: RouterServer) -> None:
+    """Wait until the router is ready for traffic."""
     deadline = time.monotonic() + _READY_S_MAX
     while not (server.started and router.readiness().ready):
-        if time.monotonic() > deadline or server.should_exit:
+        if time.monotonic() > deadline:
             raise ConfigError(f"the router did not become ready: {router.readiness().reason}")
         await asyncio.sleep(0.05)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return f"http://{host}:{port}"
 
 
 def _config(urls: list[str], port: int) -> Config:
