@@ -9,12 +9,12 @@ the same load and writes the digests down once both agreed.
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from layouts import Layout
 
 from publisher.block_hash import DEFAULT_SEED, HashScheme, MultimodalItem, PromptExtras
 from publisher.block_pool import HybridBlockPool, PoolRequest
@@ -29,29 +29,6 @@ RESET_CHANCE = 0.02
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One engine's cache; sizes in tokens, ``groups`` as ``GroupSpec`` fields without ``group_idx``."""
-
-    groups: tuple[dict[str, Any], ...]
-    num_blocks: int
-    prefix_match_unit: int | None = None
-    retention_interval: int | None = 0
-    hash_algo: str = "sha256"
-    seed: str | None = None
-    int_hashes: bool = True
-    max_num_batched_tokens: int = 96
-    max_num_seqs: int = 8
-
-    @property
-    def hash_block_size(self) -> int:
-        """As vLLM resolves it: a mode-"all" Mamba group rules out hashing finer than all blocks."""
-        sizes = [group["block_size"] for group in self.groups]
-        if len(sizes) == 1 or any(group.get("mamba_cache_mode") == "all" for group in self.groups):
-            return math.lcm(*sizes)
-        return self.prefix_match_unit or math.gcd(*sizes)
-
-
-@dataclass(frozen=True)
 class Ask:
     """A prompt and what else enters its hashes; ``mm`` is (identifier, offset, length) per item."""
 
@@ -60,87 +37,6 @@ class Ask:
     lora_path: str | None = None
     cache_salt: str | None = None
     mm: tuple[tuple[str, int, int], ...] = ()
-
-
-def full(size: int = 16, **extra: Any) -> dict[str, Any]:
-    return {"kind": "full_attention", "block_size": size, **extra}
-
-
-def window(tokens: int, size: int = 16, **extra: Any) -> dict[str, Any]:
-    return {"kind": "sliding_window", "block_size": size, "sliding_window": tokens, **extra}
-
-
-def chunked(chunk: int, size: int = 16) -> dict[str, Any]:
-    return {"kind": "chunked_local_attention", "block_size": size, "attention_chunk_size": chunk}
-
-
-def mamba(mode: str, size: int = 16, **extra: Any) -> dict[str, Any]:
-    return {"kind": "mamba", "block_size": size, "mamba_cache_mode": mode, **extra}
-
-
-MIXES: dict[str, tuple[dict[str, Any], ...]] = {
-    "full": (full(),),
-    "window": (window(64),),
-    "window_odd": (window(49),),
-    "chunked": (chunked(64),),
-    "mamba_all_alone": (mamba("all"),),
-    "mamba_align_alone": (mamba("align"),),
-    "gemma": (*[window(64)] * 5, full()),
-    "gpt_oss": (full(), window(128)),
-    "two_windows_apart": (window(64), window(96)),
-    "full_two_windows": (full(), window(32), window(96)),
-    "full_two_windows_mamba": (full(), window(32), window(80), mamba("align")),
-    "full_chunked": (full(), chunked(48)),
-    "chunked_first": (chunked(64), chunked(64), full()),
-    "full_chunked_window": (full(), chunked(64), window(40)),
-    "mamba_align_equal": (full(), mamba("align"), mamba("align")),
-    "mamba_align_coarse": (full(), mamba("align", 64)),
-    "mamba_align_same_coarse": (full(64), mamba("align", 64)),
-    "mamba_align_fine": (full(32), mamba("align", 16)),
-    "mamba_align_window": (full(32), window(48), mamba("align", 32)),
-    "mamba_all": (full(), mamba("all")),
-    "mamba_all_window": (full(), mamba("all"), window(64)),
-    "coarse_full": (full(32), window(64, 16)),
-    "coarse_window": (full(16), window(64, 32)),
-    "odd_sizes": (full(48), window(64, 32)),
-    "three_sizes": (full(64), window(40, 16), window(100, 32)),
-    "two_fulls": (full(16), full(32)),
-    "eagle_full": (full(is_eagle=True),),
-    "eagle_window": (window(64, is_eagle=True),),
-    "eagle_hybrid": (full(is_eagle=True), window(64), window(64)),
-    "eagle_window_group": (full(), window(64), window(64, is_eagle=True)),
-    "eagle_sizes": (full(32, is_eagle=True), window(64, 16, is_eagle=True)),
-    "eagle_mamba": (full(is_eagle=True), mamba("align")),
-    "eagle_mamba_coarse": (full(16, is_eagle=True), mamba("align", 64)),
-    "eagle_mamba_all": (full(is_eagle=True), mamba("all", is_eagle=True)),
-}
-UNITS: dict[str, int] = {"mamba_align_same_coarse": 16, "mamba_align_window": 16, "coarse_window": 8}
-"""``prefix_match_unit`` where the hash block is finer than the greatest common divisor."""
-
-
-def families() -> Iterator[tuple[str, Layout]]:
-    """Every mix with retention 0, dense and, where it has an effect, an interval of 128 or more."""
-    for name, groups in MIXES.items():
-        sizes = max(group["block_size"] for group in groups)
-        blocks = sum(400 // group["block_size"] + 3 for group in groups) + 12
-        common = {"groups": groups, "prefix_match_unit": UNITS.get(name)}
-        sparse = any(group["kind"] in {"sliding_window", "mamba"} for group in groups)
-        interval = 128 if 128 % math.lcm(*(group["block_size"] for group in groups)) == 0 else 384
-        for retention in (0, None, interval) if sparse else (0,):
-            label = "dense" if retention is None else f"r{retention}"
-            yield f"{name}.{label}", Layout(**common, num_blocks=blocks, retention_interval=retention)
-        if sparse:
-            yield f"{name}.tight", Layout(**common, num_blocks=blocks * 2 // 3, max_num_seqs=4)
-        yield (
-            f"{name}.big_chunks",
-            Layout(**common | {"max_num_batched_tokens": max(256, 2 * sizes)}, num_blocks=blocks * 2),
-        )
-    hybrid = (full(), window(64))
-    yield "bytes", Layout(groups=hybrid, num_blocks=60, int_hashes=False, max_num_batched_tokens=64)
-    yield "cbor", Layout(groups=hybrid, num_blocks=60, hash_algo="sha256_cbor", seed="7")
-
-
-FAMILIES = dict(families())
 
 
 class PoolScheduler:

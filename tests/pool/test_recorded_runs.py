@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
-from pool_load import FAMILIES, Alone, load_rng, run_load
+from layouts import FAMILIES
+from pool_load import Alone, load_rng, run_load
 
 RECORD = json.loads((Path(__file__).parent / "recorded_runs.json").read_text())
 

@@ -30,7 +30,8 @@ if (
     sys.modules["xxhash"] = ModuleType("xxhash")
 sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
 
-from pool_load import FAMILIES, Alone, Ask, Layout, load_rng, run_load
+from layouts import FAMILIES, Layout
+from pool_load import Alone, Ask, load_rng, run_load
 
 from publisher.events import Event, encode_batch
 

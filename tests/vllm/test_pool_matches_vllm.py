@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 DRIVE_DEADLINE_S = 900
-REQUESTS = 30
+REQUESTS = 20
 FAMILIES_MIN = 150
 
 
@@ -51,7 +51,7 @@ def drive(python: str, model: Path, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(DRIVE_DEADLINE_S + 60)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_every_step_equals_the_real_schedulers(vllm_python: str, tiny_model: Path, seed: int) -> None:
     families = drive(vllm_python, tiny_model, seed)
     assert not [family for family in families if family["difference"] is not None]
