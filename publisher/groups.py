@@ -80,17 +80,21 @@ class SpecClass(msgspec.Struct, frozen=True):
 
 def spec_classes(groups: tuple[GroupSpec, ...]) -> tuple[SpecClass, ...]:
     """Spec classes of a model, full attention first, else in order of their first group."""
-    members: dict[GroupSpec, list[int]] = {}
+    members: dict[GroupSpec, list[GroupSpec]] = {}
     for group in sorted(groups, key=lambda g: g.group_idx):
         if group.family is Family.UNUSED:
             continue
-        key = msgspec.structs.replace(group, group_idx=-1)
-        members.setdefault(key, []).append(group.group_idx)
-    classes = [
-        SpecClass(msgspec.structs.replace(spec, group_idx=idxs[0]), tuple(idxs))
-        for spec, idxs in members.items()
-    ]
+        key = msgspec.structs.replace(group, group_idx=-1, is_eagle=False)
+        members.setdefault(key, []).append(group)
+    classes = [_spec_class(spec, joined) for spec, joined in members.items()]
     return tuple(sorted(classes, key=lambda c: (c.family is not Family.FULL, c.group_idxs[0])))
+
+
+def _spec_class(spec: GroupSpec, members: list[GroupSpec]) -> SpecClass:
+    """The class drops its last block if any member feeds a drafter: vLLM looks them up as one."""
+    eagle = any(group.is_eagle for group in members)
+    idxs = tuple(group.group_idx for group in members)
+    return SpecClass(msgspec.structs.replace(spec, group_idx=idxs[0], is_eagle=eagle), idxs)
 
 
 def scheduler_block_size(groups: tuple[GroupSpec, ...]) -> int:
