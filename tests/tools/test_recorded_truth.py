@@ -32,8 +32,8 @@ def _without_removals(batch: bytes) -> bytes:
 
 
 def _without_one_group(batch: bytes) -> bytes:
-    """A batch in which the stores of group 1 are of a type nobody knows."""
-    marker = b"group_idx\x01"
+    """A batch in which the stores of group 0 are of a type nobody knows."""
+    marker = b"group_idx\x00"
     head, *events = batch.split(b"\xabBlockStored")
     return head + b"".join(
         (b"\xabBlockStoreX" if marker in event else b"\xabBlockStored") + event for event in events
