@@ -24,6 +24,7 @@ from router.proxy.stats import ProxyStats
 from router.proxy.upstream import UpstreamClient
 
 _NO_PEEK = Peek()
+_NO_RETRY = ((b"x-should-retry", b"false"),)
 
 
 class _ClientGoneError(Exception):
@@ -67,7 +68,8 @@ class ProxyApp:
             client = scope.get("client")
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
-            out = await self._read(scope, head, receive)
+            self._check_path(scope["path"])
+            out = self._outbound(scope, head, await self._read_body(head, receive))
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
@@ -84,33 +86,23 @@ class ProxyApp:
             watch.stop()
             self.stats.requests_active -= 1
 
-    async def _read(self, scope: Scope, head: RequestHead, receive: Receive) -> Outbound:
-        path = scope["path"]
+    def _check_path(self, path: str) -> None:
         verdict = judge(path, self.settings.refused_paths)
-        if verdict is not Verdict.FORWARD:
-            raise self._not_passed(verdict)
-        body = await self._read_body(head, receive)
-        look = self._peek(path, scope["method"], head, body)
-        query = scope["query_string"]
+        if verdict is Verdict.FORWARD:
+            return
+        if verdict is Verdict.UNKNOWN:
+            raise ApiError(404, "path_not_found", "There is nothing at this path.", kind="not_found_error")
+        self.stats.paths_refused += 1
+        message = "This path changes an engine for everyone and is not passed on to engines."
+        raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+
+    def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
+        path, method, query = scope["path"], scope["method"], scope["query_string"]
+        look = self._peek(path, method, head, body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
-        request = InboundRequest(
-            scope["method"], path, query, scope["headers"], body, look.model, look.stream
-        )
+        request = InboundRequest(method, path, query, scope["headers"], body, look.model, look.stream)
         return Outbound(request, head, target)
-
-    def _not_passed(self, verdict: Verdict) -> ApiError:
-        if verdict is Verdict.REFUSE:
-            self.stats.paths_refused += 1
-            message = "This path changes an engine for everyone and is not passed on to engines."
-            return ApiError(
-                403,
-                "path_not_proxied",
-                message,
-                kind="permission_error",
-                headers=((b"x-should-retry", b"false"),),
-            )
-        return ApiError(404, "path_not_found", "There is nothing at this path.", kind="not_found_error")
 
     async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
         limit = self.settings.body_bytes_max

@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection to an engine: an asyncio protocol around httptools' response parser.
 
-One exchange at a time: ``start`` sends a request, ``head`` waits for status and headers, ``read`` gives body
-bytes exactly as they arrived together, ``release`` ends the exchange. Interim (1xx) answers are skipped.
+One exchange at a time: ``start`` sends a request, ``has_head`` tells when status and headers are there,
+``read`` gives body bytes exactly as they arrived together, ``release`` ends the exchange. Interim (1xx)
+answers are skipped.
 What always holds: nothing of one answer can reach the next (bytes after an answer's end, and every answer
 whose end is the connection's end, make the connection unfit for reuse); buffered bytes are bounded (reading
 pauses); every wait ends, by data, by the deadline the sweeper watches, or by the connection's loss.
@@ -92,28 +93,38 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             transport.writelines((head, body))
 
-    async def head(self) -> None:
-        """Wait for ``status`` and ``headers``. Raises ``UpstreamError`` (reset, timeout)."""
-        while not self._head_done:
-            if self._error is not None:
-                raise self._error
-            await self._next()
+    def has_head(self) -> bool:
+        """``status`` and ``headers`` are there. Raises ``UpstreamError`` if they never will be."""
+        if not self._head_done and self._error is not None:
+            raise self._error
+        return self._head_done
 
     async def read(self) -> bytes:
-        """The body bytes that have arrived, at least one; ``b""`` at the end of the answer."""
+        """The body bytes that have arrived, at least one; ``b""`` at the end. Raises ``UpstreamError``."""
+        while (data := self.take()) is None:
+            await self.changed()
+        return data
+
+    def take(self) -> bytes | None:
+        """What ``read`` would give without waiting; None: nothing yet."""
         pieces = self._pieces
-        while not pieces:
+        if not pieces:
             if self.complete:
                 return b""
             if self._error is not None:
                 raise self._error
-            await self._next()
+            return None
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._buffered = 0
         if self._paused:
             self._resume()
         return data
+
+    def changed(self) -> asyncio.Future[None]:
+        """Done at the next thing that happens here."""
+        waiter = self._waiter = self._loop.create_future()
+        return waiter
 
     @property
     def finished(self) -> bool:
@@ -153,11 +164,6 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         self._wake()
-
-    def _next(self) -> asyncio.Future[None]:
-        """Done at the next thing that happens here."""
-        waiter = self._waiter = self._loop.create_future()
-        return waiter
 
     def _wake(self) -> None:
         waiter = self._waiter

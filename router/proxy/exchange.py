@@ -58,6 +58,7 @@ class Exchange:
         "_done",
         "_expects",
         "_gone",
+        "_head",
         "_keep_alive",
         "_left",
         "_on_left",
@@ -71,6 +72,8 @@ class Exchange:
     ) -> None:
         scope["extensions"] = {EXTENSION: self.on_disconnect}
         self.started = False
+        """Bytes of the answer have been written."""
+        self._head: bytes | None = None
         self._connection = connection
         self._scope = scope
         self._keep_alive = keep_alive and scope["http_version"] == "1.1"
@@ -129,6 +132,9 @@ class Exchange:
     async def _fail(self) -> None:
         if self.started or self._gone:
             return
+        self._head = None  # what was announced has not been written
+        self._chunked = False
+        self._left = -1
         error = ApiError(500, "internal_error", "The router failed on this request.", kind="server_error")
         body = error.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -174,16 +180,16 @@ class Exchange:
             await asyncio.shield(connection.write_paused)
         if self._gone:
             return
-        if not self.started:
+        if self._head is None:
             if message["type"] != "http.response.start":
                 raise RuntimeError(f"expected http.response.start, got {message['type']}")
-            self._send_head(message)
+            self._head = self._build_head(message)  # goes out with the first of the body, in one packet
         elif self._done or message["type"] != "http.response.body":
             raise RuntimeError(f"unexpected {message['type']}")
         else:
             self._send_body(message.get("body", b""), message.get("more_body", False))
 
-    def _send_head(self, message: Message) -> None:
+    def _build_head(self, message: Message) -> bytes:
         status = message["status"]
         headers = message.get("headers", ())
         lines = [_STATUS_LINES[status]]
@@ -213,29 +219,33 @@ class Exchange:
         block = b"".join(lines)
         if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines):
             raise RuntimeError("a header field of the answer contains a line end")
-        self.started = True
-        self._connection.transport.write(block)
+        return block
 
     def _send_body(self, body: bytes, more: bool) -> None:
-        transport = self._connection.transport
+        if self.started and self._chunked and more and 0 < len(body) < _JOIN_BYTES_MAX:
+            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            return
+        if self._scope["method"] == "HEAD":
+            body = b""
+        if self._left >= 0:
+            self._left -= len(body)
+            if self._left < 0 or (self._left > 0 and not more):
+                raise RuntimeError("the answer's body does not fit its content-length")
+        begin = b""
+        if not self.started:
+            self.started = True
+            begin = self._head or b""
+        end = b""
         if self._chunked:
             if body:
-                if len(body) < _JOIN_BYTES_MAX:
-                    transport.write(
-                        (b"%x\r\n%b\r\n" if more else b"%x\r\n%b\r\n0\r\n\r\n") % (len(body), body)
-                    )
-                else:
-                    end = b"\r\n" if more else b"\r\n0\r\n\r\n"
-                    transport.writelines((b"%x\r\n" % len(body), body, end))
-            elif not more:
-                transport.write(b"0\r\n\r\n")
-        elif self._scope["method"] != "HEAD":
-            if self._left >= 0:
-                self._left -= len(body)
-                if self._left < 0 or (self._left > 0 and not more):
-                    raise RuntimeError("the answer's body does not fit its content-length")
-            if body:
-                transport.write(body)
+                begin = b"%b%x\r\n" % (begin, len(body))
+                end = b"\r\n"
+            if not more:
+                end += b"0\r\n\r\n"
+        if len(body) < _JOIN_BYTES_MAX:
+            self._connection.transport.write(b"%b%b%b" % (begin, body, end))
+        else:
+            self._connection.transport.writelines((begin, body, end))
         if not more:
             self._done = True
             self._wake()

@@ -7,7 +7,7 @@ retry. A placement ends exactly once, with ``finished`` or ``failed``, also when
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -166,7 +166,9 @@ class Forwarder:
                 )
                 return Refusal(connection.status, head.fields, body)
             visit.answered()
-            first = await connection.read()
+            first = connection.take()
+            if first is None:
+                first = await connection.read()
             if head.sse:
                 await self._relay_events(connection, visit, head, first, send)
             else:
@@ -181,7 +183,7 @@ class Forwarder:
                 self._client.done(connection)
             visit.finish(None)
 
-    async def _ask(self, placement: Placement, out: Outbound) -> UpstreamConnection:
+    def _ask(self, placement: Placement, out: Outbound) -> Awaitable[UpstreamConnection]:
         request = out.request
         origin = self._client.origin(placement.base_url)
         has_body = request.body or out.head.content_length is not None or request.method == "POST"
@@ -195,7 +197,7 @@ class Forwarder:
         )
         settings = self._settings
         timeout_s = settings.stream_head_timeout_s if request.stream else settings.first_byte_timeout_s
-        return await self._client.exchange(origin, request.method, head, request.body, timeout_s)
+        return self._client.exchange(origin, request.method, head, request.body, timeout_s)
 
     async def _read_refusal(self, connection: UpstreamConnection) -> bytes:
         """The body of an error answer. One that is too long to keep counts as no answer."""

@@ -34,8 +34,8 @@ _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-
 class RequestHead(msgspec.Struct, gc=False):
     """A client's header fields, gone through once."""
 
-    fields: bytes
-    """The kept ones as they go on the wire, each with its line end."""
+    fields: list[Header]
+    """The kept ones and the added ones."""
     request_id: bytes
     content_length: int | None
     """As declared; None without one."""
@@ -44,7 +44,7 @@ class RequestHead(msgspec.Struct, gc=False):
 
 def read_request_headers(headers: list[Header], client_host: str | None) -> RequestHead:
     """Sort a request's header fields. Raises ``ValueError`` on a content-length that is no number."""
-    lines: list[bytes] = []
+    kept: list[Header] = []
     request_id = b""
     forwarded_for = b""
     named: set[bytes] = set()
@@ -52,7 +52,7 @@ def read_request_headers(headers: list[Header], client_host: str | None) -> Requ
     json = False
     for name, value in headers:
         if name not in _NOT_FORWARDED:
-            lines.append(b"%b: %b\r\n" % (name, value))
+            kept.append((name, value))
             if name == b"x-request-id":
                 request_id = value
             elif name == b"content-type":
@@ -65,35 +65,38 @@ def read_request_headers(headers: list[Header], client_host: str | None) -> Requ
             named.update(token.strip() for token in value.lower().split(b","))
     named -= _NEVER_NAMED
     if named:
-        lines = [line for line in lines if line.partition(b":")[0] not in named]
+        kept = [field for field in kept if field[0] not in named]
     if not request_id or b"x-request-id" in named:
         request_id = b"%032x" % random.getrandbits(128)
-        lines.append(b"x-request-id: %b\r\n" % request_id)
+        kept.append((b"x-request-id", request_id))
     if client_host:
         host = client_host.encode()
         forwarded_for = forwarded_for + b", " + host if forwarded_for else host
     if forwarded_for:
-        lines.append(b"x-forwarded-for: %b\r\n" % forwarded_for)
-    return RequestHead(b"".join(lines), request_id, content_length, json)
+        kept.append((b"x-forwarded-for", forwarded_for))
+    return RequestHead(kept, request_id, content_length, json)
 
 
 def request_head(
-    method: str, target: bytes, host: bytes, fields: bytes, *, own: tuple[Header, ...], length: int | None
+    method: str,
+    target: bytes,
+    host: bytes,
+    fields: list[Header],
+    *,
+    own: tuple[Header, ...],
+    length: int | None,
 ) -> bytes:
     """The head of a forwarded request, with its blank line. ``length`` None: no body, no content-length.
 
     ``own`` fields (the placement's) replace the client's of the same name.
     """
-    extra = b""
     if own:
         names = {name.lower() for name, _ in own}
-        fields = b"".join(
-            line for line in fields.splitlines(keepends=True) if line.partition(b":")[0] not in names
-        )
-        extra = b"".join([b"%b: %b\r\n" % field for field in own])
-    if length is not None:
-        extra += b"content-length: %d\r\n" % length
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (method.encode(), target, host, fields, extra)
+        fields = [field for field in fields if field[0] not in names]
+        fields.extend(own)
+    lines = b"\r\n".join([b": ".join(field) for field in fields])
+    end = b"\r\n\r\n" if length is None else b"\r\ncontent-length: %d\r\n\r\n" % length
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b" % (method.encode(), target, host, lines, end)
 
 
 class AnswerHead(msgspec.Struct, gc=False):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from typing import Any, cast
-from urllib.parse import unquote
 
 import httptools
 from uvicorn.server import ServerState
@@ -20,6 +19,7 @@ from uvicorn.server import ServerState
 from router.errors import ApiError, bad_request
 from router.proxy.exchange import Exchange, error_answer
 from router.proxy.listen import ListenConfig
+from router.proxy.scope import connection_scope, request_scope
 from router.proxy.sweeper import NEVER
 
 _UPGRADE_FIELDS = frozenset((b"upgrade", b"connection", b"http2-settings"))
@@ -76,9 +76,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn's set of its own protocols
         self._sweeper.add(self)
-        self._server = _address(transport.get_extra_info("sockname"))
-        self._client = _address(transport.get_extra_info("peername"))
-        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        self._scope = connection_scope(transport, self._app_state)
         self.deadline = self.clock() + self.settings.header_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -183,7 +181,10 @@ class ClientConnection(asyncio.Protocol):
         if parser.should_upgrade():
             return
         self._in_head = False
-        exchange = Exchange(self, self._scope(), parser.should_keep_alive(), self._expects)
+        scope = request_scope(
+            self._scope, parser.get_http_version(), parser.get_method(), self._url, self._headers
+        )
+        exchange = Exchange(self, scope, parser.should_keep_alive(), self._expects)
         self._reading = exchange
         if self._current is None:
             self.deadline = self.clock() + self.settings.body_timeout_s
@@ -211,30 +212,6 @@ class ClientConnection(asyncio.Protocol):
         exchange.body_ended()
         if exchange is self._current and self.write_paused is None:
             self.deadline = NEVER
-
-    def _scope(self) -> dict[str, Any]:
-        url = self._url
-        if url.startswith(b"/"):
-            raw_path, _, query = url.partition(b"?")
-        else:  # absolute or asterisk form
-            parsed = httptools.parse_url(url) if url != b"*" else None
-            raw_path, query = (parsed.path or b"/", parsed.query or b"") if parsed else (url, b"")
-        path = raw_path.decode("latin-1")
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "scheme": self._scheme,
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "root_path": "",
-            "headers": self._headers,
-            "server": self._server,
-            "client": self._client,
-            "state": self._app_state.copy(),
-        }
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Parse the request again without its offer to upgrade, which a server may ignore.
@@ -349,7 +326,3 @@ class ClientConnection(asyncio.Protocol):
         self._lingered_bytes += size
         if self._lingered_bytes > _LINGER_BYTES_MAX:
             self.abort()
-
-
-def _address(name: Any) -> tuple[str, int] | None:
-    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

@@ -89,7 +89,8 @@ class UpstreamClient:
         if connection is not None:
             try:
                 connection.start(method, head, body, head_timeout_s)
-                await connection.head()
+                while not connection.has_head():
+                    await connection.changed()
             except UpstreamError as error:
                 if error.reason != "reset" or connection.answered:
                     raise
@@ -102,7 +103,8 @@ class UpstreamClient:
         connection = await self._connect(origin)
         try:
             connection.start(method, head, body, head_timeout_s)
-            await connection.head()
+            while not connection.has_head():
+                await connection.changed()
         except BaseException:
             connection.abort()
             raise
