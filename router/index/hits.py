@@ -2,8 +2,9 @@
 
 The engine's scheduler searches group by group until no group shrinks the hit. Here the same number is
 found the other way round: a boundary is *valid* for a spec class if the class could resume there, and the
-hit is the largest aligned boundary below the prompt's last token that is valid in every class. All engines
-of a 64-bit word are evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked
+hit is the largest aligned boundary below the prompt's last token that is valid in every class (where EAGLE
+windows make the order of the search matter, ``fixed_point.py`` follows the engine's loop). All engines of a
+64-bit word are evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked
 against its scheduler on recorded traces; block size bs, boundary x in tokens):
 
 - full: every block before x present. If hits may end inside a block: also x inside a block of which a
@@ -26,6 +27,7 @@ import numpy as np
 
 from publisher.groups import Family, SpecClass
 from router.index.base import WORD_BITS, Plane, Rows, Words
+from router.index.fixed_point import ClassTable, dropping_window, fixed_point, longest, order_matters
 from router.index.layout import CacheLayout
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
@@ -56,8 +58,12 @@ def evaluate(
     """
     boundaries = max(0, num_tokens - 1) // layout.alignment
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, media) for c in layout.classes]
-    joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
-    hit = _largest(joint, layout.alignment)
+    if order_matters(layout):
+        tables = [_table(rows, layout, c, v, word, media) for c, v in zip(layout.classes, valid, strict=True)]
+        hit = [boundary * layout.alignment for boundary in fixed_point(tables, boundaries)]
+    else:
+        joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
+        hit = _largest(joint, layout.alignment)
     trunks = [v for v, c in zip(valid, layout.classes, strict=True) if c.family is Family.FULL]
     trunk = _largest(np.bitwise_and.reduce(trunks), layout.alignment) if trunks else hit
     by_class = [_largest(v, layout.alignment) for v in valid] if detail else []
@@ -90,7 +96,7 @@ def _valid(
         case Family.FULL:
             return _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=eagle)
         case Family.WINDOW:
-            return _at(_window(blocks, _blocks_needed(spec_class) + eagle), step, boundaries, shift=eagle)
+            return _at(_window(blocks, _blocks_needed(spec_class, eagle)), step, boundaries, shift=eagle)
         case Family.CHUNKED:
             return _chunked(blocks, spec_class, step, boundaries)
         case _:
@@ -130,12 +136,32 @@ def _full_inside(units: Words, per_block: int) -> Words:
     return inside
 
 
-def _blocks_needed(spec_class: SpecClass) -> int:
-    """Contiguous blocks before a boundary that hold all but the newest token of a window."""
+def _table(
+    rows: Rows, layout: CacheLayout, spec_class: SpecClass, valid: Words, word: int, media: Sequence[str]
+) -> ClassTable:
+    """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
+    if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
+        return ClassTable(spec_class.family, longest(valid))
+    per_block, boundaries = spec_class.block_size // layout.hash_block_size, len(valid)
+    blocks = _class_presence(rows, spec_class, word, media)[per_block - 1 :: per_block]
+    step, needed = layout.alignment // spec_class.block_size, _blocks_needed(spec_class, 1)
+    whole = _window(blocks, needed).copy()
+    whole[: needed - 1] = 0
+    dropping = dropping_window(
+        _at(whole, step, boundaries, shift=1),
+        _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=1),
+        blocks_per_boundary=step,
+    )
+    plain = longest(_at(_window(blocks, _blocks_needed(spec_class, 0)), step, boundaries))
+    return ClassTable(spec_class.family, plain, dropping)
+
+
+def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
+    """Contiguous blocks that hold all but the newest token of a window, and with EAGLE one more behind."""
     window = spec_class.spec.sliding_window
     if window is None:
         raise ValueError(f"{spec_class.label}: sliding window size unknown; configure windows for this model")
-    return max(1, -(-(window - 1) // spec_class.block_size))
+    return max(1, -(-(window - 1) // spec_class.block_size) + eagle)
 
 
 def _window(blocks: Words, needed: int) -> Words:
