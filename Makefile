@@ -3,7 +3,7 @@
 #   ARGS="..."          passed on to the program behind the target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint format types check clean
+.PHONY: help demo test test-vllm lint format types check docs clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -40,6 +40,9 @@ types: $(DEV) ## Static types, strict
 	@$(BIN)/mypy
 
 check: lint types test ## What must pass before a change is pushed
+
+docs: $(DEV) ## Write docs/cli.md, configuration.md and metrics.md anew from the code
+	@$(BIN)/python scripts/generate_reference.py
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -56,7 +56,9 @@ class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the block pool of engines that publish no events (None: assumed, and marked so)."""
 
     num_blocks: int | None = None
+    """Blocks of the engine's KV cache, all groups together."""
     block_size: int | None = None
+    """Tokens per block."""
     sliding_window: int | None = None
     """Adds a sliding-window group of this many tokens to the full-attention group."""
 
@@ -69,23 +71,37 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tokenizer: str | None = None
+    """Without it an engine is asked for the tokens of each prompt."""
     chat_template: str | None = None
     """File or text, where the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """As the engines were started with ``--chat-template-content-format``."""
     default_chat_template_kwargs: dict[str, Any] = {}
+    """As the engines were started with ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
+    """As the engines were started with ``--exclude-tools-when-tool-choice-none``."""
     lora_paths: dict[str, str] = {}
+    """Adapter name -> path; what an engine's ``/v1/models`` says is added for names not given here."""
     attention_chunk_size: int | None = None
+    """Tokens; needed where the model has chunked local attention."""
     mamba_cache_mode: str | None = None
+    """``align`` or ``all``, as the engines use it; matters where the model has Mamba groups."""
     eagle_groups: tuple[int, ...] = ()
+    """Numbers of the groups whose look-up drops the last block (EAGLE or MTP drafter, vLLM before 0.33)."""
     partial_hash_hits: bool | None = None
+    """Whether hits may end inside a block; derived from the groups where not set."""
     report_mode_full: bool = False
+    """Requests set ``kv_cache_report_mode=full``; better never do."""
     retention_interval: int | Literal["dense"] = 0
     """The engines' ``prefix_cache_retention_interval`` in tokens (0 is vLLM's default since 0.29)."""
     hash_seeds: tuple[str, ...] = ()
+    """The engines' PYTHONHASHSEED, if it is set there; tried first when the scheme is detected."""
     kinds: dict[str, str] = {}
+    """Group number -> kind, for vLLM 0.20 and 0.21, whose events do not tell it."""
     windows: dict[str, int] = {}
+    """Group number -> sliding window in tokens, for vLLM 0.20 and 0.21."""
     shadow: ShadowConfig = ShadowConfig()
+    """The pool assumed for engines that publish no events."""
 
     def facts(self) -> ModelFacts:
         """The part the index needs."""

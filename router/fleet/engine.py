@@ -12,10 +12,15 @@ class Engine(msgspec.Struct, frozen=True):
     """
 
     base_url: str
+    """``http://host:port``, without ``/v1``."""
     dp_rank: int | None = None
+    """The data-parallel rank of this entry; sent to the server as ``x-data-parallel-rank``."""
     events: str | None = None
+    """ZMQ address its events are published at, e.g. ``tcp://host:5557``."""
     replay: str | None = None
+    """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
     topic: str = ""
+    """What the engine's ``--kv-events-config`` says; "" takes every topic."""
 
     @property
     def engine_id(self) -> str:

@@ -1,0 +1,276 @@
+"""Writes the reference pages from the code: docs/cli.md, docs/configuration.md and docs/metrics.md.
+
+    python scripts/generate_reference.py [--out docs]
+
+Commands and flags come from the cyclopts application, settings from ``router.config.Config``, metrics from
+what the exporter yields for a small router. Texts live in the code only: flag helps, class docstrings, and
+the string below a field, which is read from the source. The same code gives the same bytes; a test compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from cyclopts import App
+from prometheus_client.metrics_core import Metric
+from struct_source import Field, code, fields, prose, shown, table
+
+from publisher.engine import EngineSettings
+from publisher.simulator.settings import PRESETS
+from router.app import Router
+from router.cli import app
+from router.config import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.engine import Engine
+from router.index.detect import Detection
+from router.index.layout import ModelFacts
+from router.observe.metrics import RouterCollector, Sources
+from router.observe.receipts import Outcome
+from router.policy import arms
+from router.proxy.stats import ListenStats
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = """\
+[server]
+host = "0.0.0.0"
+port = 8000
+
+[[engines]]                        # asked for its event endpoints (vLLM 0.31 and later)
+base_url = "http://10.0.0.11:8000"
+
+[[engines]]                        # told them
+base_url = "http://10.0.0.12:8000"
+events = "tcp://10.0.0.12:5557"
+replay = "tcp://10.0.0.12:5558"
+
+[models."*"]                       # any served model; a served name instead of * wins over it
+tokenizer = "/models/my-model"
+
+[proxy]
+first_byte_timeout_s = 300
+"""
+_MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
+_CLI = """\
+Status: 0 done; 1 the answer is no; 2 bad arguments or configuration; 130 interrupted. Flags of `serve` win
+over environment variables, those over the file; what no flag says is in [configuration.md](configuration.md).
+`--help` works everywhere, `kvatlas --version` prints the version.
+"""
+_CONFIGURATION = f"""\
+`kvatlas serve --config FILE` reads TOML. Four sources, the later one winning: defaults, the file,
+environment variables (`{ENV_PREFIX}<SECTION>_<KEY>`), flags (`--set SECTION.KEY=VALUE`). Unknown keys and
+values that cannot be used are refused at start, with the key and the remedy.
+`kvatlas serve --config FILE --check-config` checks and stops; `--print-config` prints every value and where
+it came from. Names end in their unit (`_s` seconds, `_bytes`, `_tokens`); `_max` is a bound.
+"""
+_ENGINES = """\
+One table per engine; on the command line
+`--engine URL[,events=..][,replay=..][,topic=..][,dp-rank=N]`.
+"""
+_METRICS = """\
+`GET /metrics`, Prometheus text format. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and
+`NAME_count`. `engine` is the engine's id (`http://host:port`, with `#dpN` for a data-parallel rank), `model`
+the name of a base model. Which of them to watch: [operations.md](operations.md).
+"""
+_FLAGS = ("argument", "default", "meaning")
+
+
+# -- docs/cli.md ------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """Every command with its arguments."""
+    parts = [_MADE, "# Command line\n", f"{app.help}\n", _CLI]
+    for name in commands():
+        command = app[name]
+        parts += [f"## kvatlas {name}\n", f"{prose(command.help)}\n", table(_FLAGS, _flags(command))]
+        if name == "engine":
+            parts += [
+                "### Keys of `kvatlas engine --set`\n",
+                f"{prose(EngineSettings.__doc__)}\n",
+                f"Presets of `groups`: {', '.join(map(code, PRESETS))}.\n",
+                table(
+                    ("key", "type", "default"),
+                    ((code(f.name), code(f.kind), _engine_default(f)) for f in fields(EngineSettings)),
+                ),
+            ]
+    return "\n".join(parts)
+
+
+def commands() -> list[str]:
+    """Names of the subcommands."""
+    return [name for name in app if not name.startswith("-")]
+
+
+def flag_names(command: App) -> dict[str, set[str]]:
+    """Every flag of a command with its aliases and its negative form, by its first name."""
+    return {argument.names[0]: set(argument.names) for argument in command.assemble_argument_collection()}
+
+
+def _flags(command: App) -> Iterator[tuple[str, str, str]]:
+    for argument in command.assemble_argument_collection():
+        names = ", ".join(map(code, argument.names))
+        default = argument.field_info.default
+        if default is None or default is False or default is inspect.Parameter.empty:
+            default = ""
+        yield names, code(default), prose(argument.parameter.help)
+
+
+def _engine_default(field: Field) -> str:
+    if field.name == "tokenizer_dir":
+        return "the shipped demo tokenizer"
+    return "`none`" if field.default is None else shown(field.default)
+
+
+# -- docs/configuration.md --------------------------------------------------------------------------------
+
+
+def configuration_page() -> str:
+    """Every section and key."""
+    parts = [
+        _MADE,
+        "# Configuration\n",
+        _CONFIGURATION,
+        f"```toml\n{EXAMPLE}```\n",
+        "## `[[engines]]`\n",
+        f"{prose(Engine.__doc__)}\n",
+        _ENGINES,
+        _keys(Engine),
+        '## `[models."NAME"]`\n',
+        f"{prose(_text_of(Config, 'models'))}\n",
+        f"{prose(ModelConfig.__doc__)}\n",
+        _keys(ModelConfig),
+        f"`ModelFacts`: {prose(ModelFacts.__doc__)}\n",
+        '### `[models."NAME".shadow]`\n',
+        f"{prose(ShadowConfig.__doc__)}\n",
+        _keys(ShadowConfig),
+    ]
+    for name, struct in SECTIONS.items():
+        parts += [f"## `[{name}]`\n", f"{prose(struct.__doc__)}\n", _keys(struct, section=name)]
+        if name == "policy":
+            parts += [_policies()]
+        if name == "proxy":
+            refused = sorted(struct().refused_paths)  # type: ignore[attr-defined]
+            parts += [f"`refused_paths` by default: {', '.join(map(code, refused))}.\n"]
+    return "\n".join(parts)
+
+
+def _text_of(struct: type[msgspec.Struct], name: str) -> str:
+    return next(field.text for field in fields(struct) if field.name == name)
+
+
+def _keys(struct: type[msgspec.Struct], section: str | None = None) -> str:
+    head = ["key", "type", "default", "meaning"]
+    rows = [[code(f.name), code(f.kind), shown(f.default), f.text] for f in fields(struct)]
+    if section is not None:
+        head.insert(3, "environment")
+        for row, field in zip(rows, fields(struct), strict=True):
+            plain = isinstance(field.default, bool | int | float | str)
+            row.insert(3, code(f"{ENV_PREFIX}{section}_{field.name}".upper()) if plain else "")
+    return table(head, rows)
+
+
+def _policies() -> str:
+    rows = [(code(name), prose(arms.policy(name).__doc__)) for name in sorted(arms.POLICIES)]
+    return "Policies:\n\n" + table(("name", "what it does"), rows)
+
+
+# -- docs/metrics.md --------------------------------------------------------------------------------------
+
+
+def metrics_page() -> str:
+    """Every metric family."""
+    sources = _sources()
+    texts = _stats_texts(sources)
+    rows = [
+        (code(name), kind, ", ".join(map(code, labels)), texts.get(name, text))
+        for name, kind, labels, text in families(sources)
+    ]
+    values = [
+        ("`state` of `kvatlas_feed_state`", [str(state) for state in FeedState]),
+        ("`mode` of `kvatlas_index_mode`", [str(state) for state in Detection]),
+        ("`outcome` of `kvatlas_receipts_total`", list(get_args(Outcome))),
+    ]
+    return "\n".join(
+        [
+            _MADE,
+            "# Metrics\n",
+            _METRICS,
+            table(("name", "type", "labels", "meaning"), rows),
+            "Label values:\n",
+            table(("label", "values"), ((label, ", ".join(map(code, names))) for label, names in values)),
+        ]
+    )
+
+
+def families(sources: Sources) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """(name as exported, type, labels, help) of every family."""
+    for family in RouterCollector(sources).collect():
+        suffix = "_total" if family.type == "counter" else ""
+        yield f"{family.name}{suffix}", family.type, _labels(family), family.documentation
+
+
+def _labels(family: Metric) -> tuple[str, ...]:
+    return tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001  # nowhere else before a sample
+
+
+def _sources() -> Sources:
+    """The sources of a router with one engine, in no use."""
+    router = Router(Config(engines=(Engine("http://engine:8000"),)))
+    sources = Sources(
+        router.fleet,
+        {"http://engine:8000": FeedStats()},
+        router.scopes,
+        router.books,
+        router.proxy.board,
+        router.proxy.stats,
+        router.reader.stats,
+        ListenStats,
+    )
+    router.reader.close()
+    return sources
+
+
+def _stats_texts(sources: Sources) -> dict[str, str]:
+    """What is written below the fields of the stats structs, by metric name."""
+    books = sources.books
+    structs: dict[str, msgspec.Struct] = {
+        "feed": FeedStats(),
+        "proxy": sources.proxy,
+        "listen": ListenStats(),
+        "prompts": sources.prompts,
+        "inflight": books.inflight.stats,
+        "affinity": books.affinity.stats,
+        "shadow": books.shadows.stats,
+        "load": books.load.stats,
+    }
+    texts: dict[str, str] = {}
+    for part, stats in structs.items():
+        for field in fields(type(stats)):
+            text = re.sub(r"^Gauge(: |\.$)", "", field.text)
+            if text:
+                name = f"kvatlas_{part}_{field.name}"
+                texts[name] = texts[f"{name}_total"] = text[0].upper() + text[1:]
+    return texts
+
+
+PAGES = {"cli.md": cli_page, "configuration.md": configuration_page, "metrics.md": metrics_page}
+
+
+def main() -> None:
+    """Write all pages."""
+    parser = argparse.ArgumentParser(description="Write the reference pages from the code.")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (out / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
