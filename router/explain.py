@@ -23,6 +23,7 @@ def explain(decision: Decision, feed_state: Callable[[str], str]) -> dict[str, A
             "hit_tokens": decision.view.expected_tokens,
             "uncached_tokens": decision.choice.uncached_tokens,
         },
+        "index_problem": decision.index_problem,
         "engines": [
             _engine(
                 view, msgspec.to_builtins(cost), feed_state(view.status.engine_id), decision.prompt_tokens
@@ -47,7 +48,8 @@ def _engine(view: View, cost: dict[str, Any], feed: str, prompt_tokens: int) -> 
         "feed": feed,
         "mode": "shadow" if view.shadow is not None else view.hit.mode if view.hit is not None else "none",
         "why_unknown": view.hit.why_unknown if view.hit is not None else "",
-        "hit_tokens": {"GPU": candidate.hit_tokens, "offloaded": candidate.offloaded_tokens},
+        "stale": view.hit is not None and view.hit.stale,
+        "hit_tokens": _hit_tokens(view),
         "trunk_tokens": candidate.trunk_tokens,
         "inflight_tokens": view.shared.common_tokens,
         "coming_tokens": view.shared.coming_tokens,
@@ -61,6 +63,14 @@ def _engine(view: View, cost: dict[str, Any], feed: str, prompt_tokens: int) -> 
         },
         "cost": cost,
     }
+
+
+def _hit_tokens(view: View) -> dict[str, int]:
+    """What the engine holds; also where that is too old for the choice to count on it."""
+    hit, candidate = view.hit, view.candidate
+    if hit is not None and hit.stale:
+        return {"GPU": hit.hit_tokens, "offloaded": hit.offloaded_tokens - hit.hit_tokens}
+    return {"GPU": candidate.hit_tokens, "offloaded": candidate.offloaded_tokens}
 
 
 def ended_by(hit: EngineHit, prompt_tokens: int) -> dict[str, Any] | None:

@@ -28,13 +28,14 @@ from router.policy.affinity import text_tokens
 from router.policy.arms import ArmState, policy
 from router.policy.base import Ask, Candidate, Choice, Confidence, PolicySettings, ask
 from router.policy.inflight import InflightPrompt, keeps
-from router.policy.load import Ticket
+from router.policy.load import NO_OTHERS, EngineLoad, Ticket
 from router.policy.shadow import ShadowHit
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.proxy.base import InboundRequest, Usage
 from router.proxy.breaker import BreakerBoard
+from router.replicas.base import NO_LOOK, Look, SharedView
 
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
@@ -72,6 +73,8 @@ class Decision(msgspec.Struct, frozen=True):
     prompt_tokens: int
     views: tuple[View, ...]
     choice: Choice
+    index_problem: str = ""
+    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
 
     @property
     def view(self) -> View:
@@ -93,6 +96,7 @@ class Planner:
         settings: PolicySettings,
         retention: Callable[[str], int | None],
         expose_decision: bool,
+        shared: SharedView | None = None,
     ) -> None:
         self._fleet = fleet
         self._scopes = scopes
@@ -103,6 +107,7 @@ class Planner:
         self._settings = settings
         self._retention = retention
         self._expose = expose_decision
+        self._shared = shared
         self._clock = books.now
         self._policy = policy(settings.policy)
         self._arm_state = ArmState()
@@ -123,7 +128,9 @@ class Planner:
     def feed_state(self, engine_id: str) -> str:
         """State of the engine's feed, ``none`` where it publishes nothing."""
         stats = self._feeds.get(engine_id)
-        return str(stats.state) if stats is not None else "none"
+        if stats is not None:
+            return str(stats.state)
+        return (self._shared.feed_state(engine_id) if self._shared is not None else None) or "none"
 
     async def _decide(
         self, request: InboundRequest, exclude: frozenset[str], *, rehearsal: bool = False
@@ -138,12 +145,23 @@ class Planner:
             schemes = {status.engine_id: self._scheme(status.engine_id) for status in engines}
             for scheme in set(schemes.values()):
                 await self._reader.hashes(read, scheme)
+        look = await self._look(read, engines) if self._shared is not None else NO_LOOK
         engines = [status for status in engines if self._fleet.get(status.engine_id) is status]
         if not engines:  # they left while the prompt was being read
             raise no_ready_engine("The engines of this model have just left; try again shortly.")
         if isinstance(read, Prompt):
-            return self._decide_by_tokens(read, engines, schemes, state, detail=rehearsal)
-        return self._decide_by_text(read, request, engines, state)
+            return self._decide_by_tokens(read, engines, schemes, state, look, detail=rehearsal)
+        return self._decide_by_text(read, request, engines, state, look)
+
+    async def _look(self, read: Prompt | TextAffinity | None, engines: list[EngineStatus]) -> Look:
+        """What other replicas know of these engines: the one wait that a shared index costs."""
+        if self._shared is None:
+            return NO_LOOK
+        models = {s.engine_id: s.base_model for s in engines if s.publishes_events}
+        known = {engine_id: model for engine_id, model in models.items() if model is not None}
+        return await self._shared.look(
+            read if isinstance(read, Prompt) and not read.skips_cache else None, known
+        )
 
     def _askable(self, model: str | None, exclude: frozenset[str]) -> list[EngineStatus]:
         ready = self._fleet.ready(model)
@@ -160,16 +178,17 @@ class Planner:
         engines: list[EngineStatus],
         schemes: dict[str, HashScheme],
         state: ArmState,
+        look: Look,
         *,
         detail: bool,
     ) -> Decision:
         now = self._clock()
         ids = [status.engine_id for status in engines if status.publishes_events]
-        hits: dict[str, EngineHit] = {}
+        hits: dict[str, EngineHit] = dict(look.hits)
         for model in {status.base_model for status in engines}:
             if model is not None and not prompt.skips_cache:
                 hits |= self._scopes.scope(model).predict(
-                    prompt, [i for i in ids if self._model(i) == model], detail=detail
+                    prompt, [i for i in ids if self._model(i) == model and i not in look.hits], detail=detail
                 )
         shadows: dict[str, ShadowHit] = {}
         if len(ids) < len(engines) and not prompt.skips_cache:
@@ -178,7 +197,12 @@ class Planner:
         nothing = Shared()
         views = tuple(
             self._view(
-                s, hits.get(s.engine_id), shadows.get(s.engine_id), inflight.get(s.engine_id, nothing), now
+                s,
+                hits.get(s.engine_id),
+                shadows.get(s.engine_id),
+                inflight.get(s.engine_id, nothing),
+                self._load(s.engine_id, look, now),
+                now,
             )
             for s in engines
         )
@@ -187,7 +211,8 @@ class Planner:
         question = ask(
             prompt.num_tokens, hashes, prefix_blocks=self._settings.prefix_blocks, fallback_key=fallback
         )
-        return Decision(prompt, prompt.num_tokens, views, self._choose(views, question, state))
+        choice = self._choose(views, question, state)
+        return Decision(prompt, prompt.num_tokens, views, choice, look.problem)
 
     def _decide_by_text(
         self,
@@ -195,18 +220,26 @@ class Planner:
         request: InboundRequest,
         engines: list[EngineStatus],
         state: ArmState,
+        look: Look,
     ) -> Decision:
         now = self._clock()
         keys = read.keys if read is not None else ()
         matched = self._books.affinity.match(keys) if keys else {}
         tokens = text_tokens(len(keys), CHUNK_BYTES)
         views = tuple(
-            self._view(s, None, None, Shared(text_tokens(matched.get(s.engine_id, 0), CHUNK_BYTES)), now)
+            self._view(
+                s,
+                None,
+                None,
+                Shared(text_tokens(matched.get(s.engine_id, 0), CHUNK_BYTES)),
+                self._load(s.engine_id, look, now),
+                now,
+            )
             for s in engines
         )
         key = keys[-1] if keys else xxhash.xxh3_64_intdigest(request.body)
         question = Ask(tokens, key, keys[0] if keys else key)
-        return Decision(read, tokens, views, self._choose(views, question, state))
+        return Decision(read, tokens, views, self._choose(views, question, state), look.problem)
 
     def _choose(self, views: tuple[View, ...], question: Ask, state: ArmState) -> Choice:
         return self._policy([view.candidate for view in views], question, self._settings, state)
@@ -217,13 +250,15 @@ class Planner:
         hit: EngineHit | None,
         shadow: ShadowHit | None,
         shared: Shared,
+        load: EngineLoad,
         now: float,
     ) -> View:
-        load = self._books.load.load(status.engine_id, now)
         tokens, trunk, offloaded = 0, 0, 0
         confidence: Confidence = "none"
         if hit is not None and hit.mode == "unknown" and self._known_empty(status):
             confidence = "exact"
+        elif hit is not None and hit.stale:  # nothing to count on, but a better bet than elsewhere
+            trunk = hit.trunk_tokens
         elif hit is not None and hit.mode != "unknown":
             tokens, trunk, confidence = hit.hit_tokens, hit.trunk_tokens, _CONFIDENCE[hit.mode]
             offloaded = hit.offloaded_tokens - hit.hit_tokens
@@ -249,10 +284,13 @@ class Planner:
     def _known_empty(self, status: EngineStatus) -> bool:
         """Its history is known and it never stored a block: it cannot hit (unless chunk starts do)."""
         engine = self._scopes.engine(status.engine_id)
-        ready = self.feed_state(status.engine_id) == FeedState.READY
-        return (
-            ready and engine is not None and engine.layout is None and not engine.facts.attention_chunk_size
-        )
+        feed = self._feeds.get(status.engine_id)
+        if feed is None or feed.state is not FeedState.READY:
+            return False
+        return engine is not None and engine.layout is None and not engine.facts.attention_chunk_size
+
+    def _load(self, engine_id: str, look: Look, now: float) -> EngineLoad:
+        return self._books.load.load(engine_id, now, look.load.get(engine_id, NO_OTHERS))
 
     def _inflight(self, prompt: Prompt, schemes: set[HashScheme], now: float) -> dict[str, Shared]:
         """What the prompt shares with prompts in flight, per engine."""
@@ -270,6 +308,8 @@ class Planner:
         view = decision.view
         engine = self._scopes.engine(view.status.engine_id)
         layout = engine.layout if engine is not None else None
+        if layout is None and self._shared is not None:
+            layout = self._shared.layout(view.status.engine_id)
         if layout is None:
             return ()
         return keeps(
@@ -286,6 +326,9 @@ class Planner:
         engine = self._scopes.engine(engine_id)
         if engine is not None and engine.scheme is not None:
             return engine.scheme
+        elsewhere = self._shared.scheme(engine_id) if self._shared is not None else None
+        if elsewhere is not None:
+            return elsewhere
         shadows = self._books.shadows
         return shadows.spec(engine_id).scheme if engine_id in shadows else HashScheme()
 
@@ -351,11 +394,12 @@ class Planner:
         view, decision = placed.decision.view, placed.decision
         predicted = view.candidate.confidence != "none"
         mode = "shadow" if view.shadow is not None else view.candidate.confidence
+        unpredicted = "fallback" if decision.index_problem else "none"
         return Receipt(
             request_id=_request_id(placed.request),
             engine_id=placed.engine_id,
             model=placed.request.model or "",
-            mode=mode if predicted else "none",
+            mode=mode if predicted else unpredicted,
             feed=self.feed_state(placed.engine_id),
             prompt_tokens=decision.prompt_tokens,
             predicted_tokens=view.expected_tokens if predicted else None,
@@ -363,6 +407,7 @@ class Planner:
             trunk_tokens=view.candidate.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reason=decision.choice.reason,
+            index_problem=decision.index_problem,
             ttft_s=placed.ttft_s,
         )
 

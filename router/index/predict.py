@@ -58,6 +58,8 @@ class EngineHit(msgspec.Struct, frozen=True):
     """A hit is a multiple of this."""
     by_class: tuple[ClassHit, ...] = ()
     why_unknown: str = ""
+    stale: bool = False
+    """Nobody keeps this engine's residency up to date at the moment: to be shown, not to be counted on."""
 
 
 class FleetResidency:
@@ -68,7 +70,7 @@ class FleetResidency:
         self.index: Index = index if index is not None else MemoryIndex()
         self._engines: dict[str, EngineResidency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
-        self._seats: dict[str, tuple[int, _Seat]] = {}
+        self._seats: dict[str, tuple[int, Seat]] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
 
     def engine(self, engine_id: str) -> EngineResidency:
@@ -109,22 +111,22 @@ class FleetResidency:
     ) -> dict[str, EngineHit]:
         """Hits of ``prompt`` on each engine. One look-up per hash scheme, whatever the number of engines."""
         answers: dict[str, EngineHit] = {}
-        native: dict[HashScheme, list[_Seat]] = {}
+        native: dict[HashScheme, list[Seat]] = {}
         for engine_id in engine_ids:
             seat = self._seat(engine_id)
             if isinstance(seat, EngineHit):
                 answers[engine_id] = seat
             elif seat.learned is not None:
                 rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
-                answers |= _evaluate(rows, prompt.num_tokens, [seat], "learned", detail=detail)
+                answers |= seat_hits(rows, prompt.num_tokens, [seat], "learned", detail=detail)
             else:
                 native.setdefault(seat.scheme, []).append(seat)
         for scheme, seats in native.items():
             rows = self.index.lookup(prompt.hashes(scheme))
-            answers |= _evaluate(rows, prompt.num_tokens, seats, "native", detail=detail)
+            answers |= seat_hits(rows, prompt.num_tokens, seats, "native", detail=detail)
         return answers
 
-    def _seat(self, engine_id: str) -> _Seat | EngineHit:
+    def _seat(self, engine_id: str) -> Seat | EngineHit:
         """All a prediction needs of one engine, or the answer that nothing can be predicted and why."""
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -141,7 +143,7 @@ class FleetResidency:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit(engine_id, "unknown", why_unknown=why)
         slot = self.index.slot(engine_id)
-        seat = _Seat(engine_id, scheme, layout, slot or _NOWHERE, engine.learned)
+        seat = Seat(engine_id, scheme, layout, slot or NOWHERE, engine.learned)
         if slot is not None:
             self._seats[engine_id] = engine.revision, seat
         return seat
@@ -164,21 +166,24 @@ def _assumed(
     return (scheme if alike else None), own
 
 
-class _Seat(NamedTuple):
+class Seat(NamedTuple):
+    """All that a prediction needs of one engine."""
+
     engine_id: str
     scheme: HashScheme
     layout: CacheLayout
     slot: Slot
-    learned: LearnedKeys | None
+    learned: LearnedKeys | None = None
 
 
-_NOWHERE = Slot(-1, 0)
+NOWHERE = Slot(-1, 0)
 """A word no column has: the rows of an engine that stored nothing yet are empty."""
 
 
-def _evaluate(
-    rows: Rows, num_tokens: int, seats: list[_Seat], mode: Mode, *, detail: bool
+def seat_hits(
+    rows: Rows, num_tokens: int, seats: list[Seat], mode: Mode, *, detail: bool
 ) -> dict[str, EngineHit]:
+    """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
     offload = any(plane.medium != "GPU" for plane, _ in rows.columns)
     on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, detail=detail))
     anywhere = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, media=MEDIA))

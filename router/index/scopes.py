@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from publisher.events import DecodedBatch
+from router.index.base import Index
 from router.index.layout import ModelFacts
 from router.index.predict import FleetResidency
 from router.index.residency import EngineResidency
@@ -18,8 +19,14 @@ from router.index.residency import EngineResidency
 class Scopes:
     """Base model -> residency of the engines that serve it."""
 
-    def __init__(self, facts_of: Callable[[str], ModelFacts]) -> None:
+    def __init__(
+        self,
+        facts_of: Callable[[str], ModelFacts],
+        index_of: Callable[[str], Index] | None = None,
+    ) -> None:
+        """``index_of`` makes the index of a model; without it every model has one in memory."""
         self._facts_of = facts_of
+        self._index_of = index_of
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
 
@@ -35,8 +42,12 @@ class Scopes:
         """The residency of one model, made on first use."""
         found = self._by_model.get(base_model)
         if found is None:
-            found = self._by_model[base_model] = FleetResidency(self._facts_of(base_model))
+            found = self._by_model[base_model] = self._new_scope(base_model)
         return found
+
+    def _new_scope(self, base_model: str) -> FleetResidency:
+        index = None if self._index_of is None else self._index_of(base_model)
+        return FleetResidency(self._facts_of(base_model), index)
 
     def models(self) -> dict[str, FleetResidency]:
         return self._by_model

@@ -26,7 +26,11 @@ Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request on one engine; tokens. ``mode`` says where the prediction came from."""
+    """One request on one engine; tokens.
+
+    ``mode`` says where the prediction came from; ``fallback``: there was none, because the index shared
+    with other replicas did not answer in time.
+    """
 
     request_id: str
     engine_id: str
@@ -40,6 +44,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     actual_tokens: int | None = None
     reason: str = ""
     ttft_s: float | None = None
+    index_problem: str = ""
+    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
 
     @property
     def outcome(self) -> Outcome:

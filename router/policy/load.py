@@ -8,7 +8,8 @@ instead of drifting. Where evidence cannot come (an answer that is not streamed)
 counts as done after its time and the next one starts.
 
 Load that the router did not cause (other routers, direct clients) is what the engine's own gauges show beyond
-the account, while they are fresh; each such prompt counts as one of the size this router sends there.
+the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
+replicas tell each other (``own``, ``OthersLoad``) is better and sooner known, and counts where it is more.
 
 Always true: queue_s >= 0; an engine without awaited prompts and foreign load has queue 0; ending a request
 twice changes nothing. Times are the caller's clock and must not go backwards.
@@ -61,6 +62,20 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     idle_s: float
 
 
+class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What other replicas have in flight at one engine; ``tokens`` of it are yet to be computed."""
+
+    running: int = 0
+    waiting: int = 0
+    tokens: int = 0
+
+    def plus(self, other: OthersLoad) -> OthersLoad:
+        """Both together."""
+        return OthersLoad(
+            self.running + other.running, self.waiting + other.waiting, self.tokens + other.tokens
+        )
+
+
 class _Account:
     """What is open at one engine; a new object after ``forget``, so that old tickets touch nothing new."""
 
@@ -102,6 +117,9 @@ class Ticket(msgspec.Struct, eq=False):
     streams: bool
     awaited: bool = True
     ended: bool = False
+
+
+NO_OTHERS = OthersLoad()
 
 
 class LoadAccount:
@@ -184,26 +202,49 @@ class LoadAccount:
         """Seconds of prefill still to do there before a prompt sent now would start."""
         return self.load(engine_id, now).queue_s
 
-    def load(self, engine_id: str, now: float) -> EngineLoad:
-        """Everything a candidate needs to know of the load of one engine."""
+    def load(self, engine_id: str, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
+        """Everything a candidate needs to know of the load of one engine.
+
+        ``others`` is what other replicas told. The engine's gauges, where fresh, show their requests too, so
+        the larger of both counts.
+        """
         account = self._accounts.get(engine_id)
         if account is None:
-            return EngineLoad(0.0, 0, 0, 0, 0, math.inf)
+            queue_s = others.tokens * self.rates.prefill_s_per_token(engine_id, now) if others.tokens else 0.0
+            return EngineLoad(
+                queue_s, others.running, others.waiting, 0, others.running + others.waiting, math.inf
+            )
         rate = self._advance(engine_id, account, now)
         foreign_running, foreign_waiting = self._foreign(account, now)
-        queue_s = foreign_waiting * account.mean_tokens * rate
-        if account.awaited:
-            head = next(iter(account.awaited))
-            head_done_s = min(now - account.head_s, head.uncached_tokens * rate)
-            queue_s += account.awaited_tokens * rate - head_done_s
+        foreign_tokens = max(foreign_waiting * account.mean_tokens, others.tokens)
+        foreign_running = max(foreign_running, others.running)
+        foreign_waiting = max(foreign_waiting, others.waiting)
         return EngineLoad(
-            max(0.0, queue_s),
+            max(0.0, foreign_tokens * rate + self._own_queue_s(account, rate, now)),
             account.running + foreign_running,
             len(account.awaited) + foreign_waiting,
             account.awaited_tokens,
             foreign_running + foreign_waiting,
             now - account.last_admit_s,
         )
+
+    def own(self, now: float) -> dict[str, OthersLoad]:
+        """What this router alone has in flight, for other replicas; engines without anything are absent."""
+        told = {}
+        for engine_id, account in self._accounts.items():
+            rate = self._advance(engine_id, account, now)
+            if account.awaited or account.running:
+                tokens = round(self._own_queue_s(account, rate, now) / rate) if rate > 0 else 0
+                told[engine_id] = OthersLoad(account.running, len(account.awaited), max(0, tokens))
+        return told
+
+    @staticmethod
+    def _own_queue_s(account: _Account, rate: float, now: float) -> float:
+        """Seconds of prefill in what this router awaits there, less what the head has had time for."""
+        if not account.awaited:
+            return 0.0
+        head = next(iter(account.awaited))
+        return account.awaited_tokens * rate - min(now - account.head_s, head.uncached_tokens * rate)
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet or restarted: its requests are gone with it."""
