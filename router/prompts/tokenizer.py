@@ -75,14 +75,11 @@ class SegmentTokenizer:
         """Where barriers begin, but for one at 0; window by window, so that other threads get their turn."""
         assert self.barrier is not None  # noqa: S101  # asked by ``split`` only
         begin, overlap = 1, self._barrier_chars_max - 1
-        while begin < len(text):
+        while begin < len(text):  # barriers never overlap each other, so a window may begin inside one
             end = begin + _WINDOW_CHARS
-            following = end
-            for match in self.barrier.finditer(text, begin, end + overlap):
-                if match.start() < end:
-                    yield match.start()
-                    following = max(following, match.end())
-            begin = following
+            matches = self.barrier.finditer(text, begin, end + overlap)
+            yield from (match.start() for match in matches if match.start() < end)
+            begin = end
 
     def known(self, texts: list[str]) -> list[Ids | None]:
         """The cached ids of each segment, None where there are none."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme, PromptExtras, block_hashes
+from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
 from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys, token_keys
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.stats import PromptStats
@@ -76,6 +76,57 @@ def forgetful_prompt(reader: PromptReader, body: dict[str, Any]) -> Prompt:
     local._cache = PrefixCache(PromptStats(), 0)
     local.tokenizer._cache.clear()
     return read_exact(reader, body)
+
+
+def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
+    warm, other = fresh(folder), fresh(folder)
+    past = [say("system", "Be brief."), say("user", "Hel"), say("assistant", "wor")]
+    for ends in (
+        ("Hel", "wor"),
+        ("Hello", "wor"),
+        ("Hel", "world"),
+        ("Hello", "world"),
+        ("He", "w"),
+        ("", ""),
+    ):
+        body = chat(past[0], say("user", ends[0]), say("assistant", ends[1]), say("user", "And?"))
+        assert read_exact(warm, body).token_ids == forgetful_prompt(other, body).token_ids
+    assert warm.stats.prefix_hits > 0
+    warm.close()
+    other.close()
+
+
+def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.local.message_keys", lambda scope, raws: [7] * len(raws))
+    monkeypatch.setattr("router.prompts.cache.token_keys", lambda scope, ids: [8])
+    warm, other = fresh(folder), fresh(folder)
+    rng = random.Random(4)
+    for _ in range(20):
+        fields = rng.choice([{}, {"tools": cases.TOOLS}, {"cache_salt": "x"}, {"reasoning_effort": "low"}])
+        body = chat(*conversation(rng, rng.randint(1, 3)), **fields)
+        prompt = read_exact(warm, body)
+        assert prompt.token_ids == forgetful_prompt(other, body).token_ids
+        assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
+        ids = [rng.randint(0, 3) for _ in range(rng.randint(1, 60))]
+        completion = read_exact(
+            warm, {"prompt": ids, **{k: v for k, v in fields.items() if k == "cache_salt"}}, "/v1/completions"
+        )
+        assert list(completion.token_ids) == ids
+        assert completion.hashes(SCHEME) == block_hashes(ids, SCHEME, completion.extras)
+    warm.close()
+    other.close()
+
+
+def test_hashes_are_not_inherited_across_extras() -> None:
+    ids = ids_of(range(64))
+    parent = Entry([1], b"", ids, PromptExtras(cache_salt="x"))
+    parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
+    parent.chains[SCHEME].extend(ids)
+    child, sibling = Entry([2], b"", ids, PromptExtras()), Entry([3], b"", ids, parent.extras)
+    child.inherit(parent, 64)
+    sibling.inherit(parent, 40)
+    assert child.chains == {}
+    assert sibling.chains[SCHEME].hashes == parent.chains[SCHEME].hashes[:2]
 
 
 def test_a_next_turn_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None:
