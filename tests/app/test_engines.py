@@ -21,7 +21,7 @@ from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config import ANY_MODEL, ShadowConfig, parse_engine
 from router.fleet.engine import Engine
-from router.fleet.poller import FleetSettings
+from router.fleet.settings import FleetSettings
 from router.prompts.config import PromptSettings
 from router.proxy.base import InboundRequest
 
