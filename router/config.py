@@ -22,7 +22,7 @@ from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
 from router.feeds.base import FeedSettings
 from router.fleet.engine import Engine
-from router.fleet.poller import FleetSettings
+from router.fleet.settings import FleetSettings
 from router.index.layout import ModelFacts
 from router.policy.base import PolicySettings
 from router.policy.shadow import ShadowFleet, ShadowSpec

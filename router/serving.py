@@ -127,6 +127,6 @@ def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(tree, dict) and tree:
         pairs = [(f"{prefix}.{name}" if prefix else name, value) for name, value in tree.items()]
         return [leaf for name, value in pairs for leaf in _flatten(value, name)]
-    if isinstance(tree, list) and tree and isinstance(tree[0], dict):
+    if isinstance(tree, list | tuple) and tree and isinstance(tree[0], dict):
         return [leaf for i, value in enumerate(tree) for leaf in _flatten(value, f"{prefix}[{i}]")]
     return [(prefix, tree)]

@@ -23,7 +23,7 @@ from router.demo.load import ChatLoad, ChatOutcome
 from router.demo.summary import Tally
 from router.demo.table import live_table
 from router.fleet.engine import Engine
-from router.fleet.poller import FleetSettings
+from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
 from router.serving import ListenError, RouterServer, configure_logging, make_server
 

@@ -1,10 +1,11 @@
-"""Hits where the order of the engine's search matters: EAGLE on sliding-window groups.
+"""Hits where the order of the engine's search matters: some models with EAGLE on sliding-window groups.
 
-Everywhere else the largest boundary valid in every class is what the engine's search ends at. A window
-class with the EAGLE flag breaks that: it looks one block further and drops it only once per candidate length,
-so that a boundary found later needs no block behind it; and where its blocks are smaller than the alignment,
-a run that reaches block 0 but not the whole window loses a whole alignment unit. So the engine's own loop is
-done here, for 64 engines at once: each class answers "the longest prefix of at most L" from a table over L.
+Everywhere else the largest boundary valid in every class is what the engine's search ends at. A window class
+with the EAGLE flag looks one block further and drops it. That breaks the rule in two ways: where its blocks
+are smaller than the alignment, a run that reaches block 0 but not back over the whole window loses a whole
+alignment unit; and where a second class drops too, a prefix shortened by that one is not asked for a block
+behind it again. So the engine's own loop is done here, for 64 engines at once: each class answers "the
+longest prefix of at most L" from a table over L.
 
 Facts: ``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32.
 Boundaries are numbered in alignment units; tables have a row per limit 0..boundaries, a column per engine.
@@ -35,13 +36,12 @@ class ClassTable(NamedTuple):
 
 
 def order_matters(layout: CacheLayout) -> bool:
-    """Whether hits of this layout need the loop: an EAGLE window class beside others, unless the only other
-    is full attention and blocks are as large as the alignment."""
-    eagle = [c for c in layout.classes if c.spec.is_eagle and c.family is Family.WINDOW]
-    if not eagle or layout.lookahead or len(layout.classes) == 1:
+    """Whether hits of this layout need the loop."""
+    dropping = [c for c in layout.classes if c.spec.is_eagle and c.family is not Family.FULL]
+    windows = [c for c in dropping if c.family is Family.WINDOW]
+    if not windows or layout.lookahead:
         return False
-    beside_full = len(layout.classes) == 2 and layout.classes[0].family is Family.FULL
-    return not beside_full or eagle[0].block_size != layout.alignment
+    return len(dropping) > 1 or windows[0].block_size != layout.alignment
 
 
 def longest(valid: Words) -> Table:

@@ -9,7 +9,7 @@ against its scheduler on recorded traces; block size bs, boundary x in tokens):
 
 - full: every block before x present. If hits may end inside a block: also x inside a block of which a
   longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
-- window w: the last ceil((w-1)/bs) blocks before x present, or all of them back to block 0. EAGLE: one
+- window w >= 2: the last ceil((w-1)/bs) blocks before x present, or all of them back to block 0. EAGLE: one
   more block, after x, present too.
 - chunked local: every block from the start of x's chunk to x present; a chunk's start needs nothing.
 - Mamba: the state at x present.
@@ -141,7 +141,8 @@ def _table(
 ) -> ClassTable:
     """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
     if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
-        return ClassTable(spec_class.family, longest(valid))
+        plain = longest(valid)
+        return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)
     per_block, boundaries = spec_class.block_size // layout.hash_block_size, len(valid)
     blocks = _class_presence(rows, spec_class, word, media)[per_block - 1 :: per_block]
     step, needed = layout.alignment // spec_class.block_size, _blocks_needed(spec_class, 1)

@@ -34,8 +34,9 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """New text above this is tokenized in a worker thread: below, it takes under 4 ms."""
     inline_blocks_max: int = 1024
     """New blocks above this are hashed in a worker thread: below, it takes under 3 ms."""
-    prompt_bytes_max: int = 4 << 20
-    """Bodies above this go by affinity: about a million tokens, more than engines take."""
+    prompt_bytes_max: int = 1 << 20
+    """Bodies above this go by affinity: about 260,000 tokens of English. Raising it is exact too, but taking
+    over a tokenized text holds the GIL, and so the event loop, for 20 to 40 ms per megabyte."""
     worker_threads: int = 2
     worker_queue_len_max: int = 64
     engine_timeout_s: float = 1.0

@@ -4,8 +4,10 @@ A next turn finds its conversation by the raw bytes of its messages, decodes onl
 whole text (cheap), compares it with the former text up to the last cut that agrees, and tokenizes only
 what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
 
-Costs on the event loop (``benchmarks/prompts.py``, one core, 35 KB chat, 12 messages): an exact repeat
-15 us, a next turn with 200 new characters 150 us of which 90 are the tokenizer's, hashing included.
+Measured by ``python -m benchmarks.prompts`` on one shared core, 30 KB chat of 10 messages, 9,260 tokens,
+hashing included: first sight 10 ms, exact repeat 14 us, next turn 80-125 us where its new texts are in the
+tokenizer's cache, 150-190 us with 140 new characters. The event loop is held 1-36 ms by bodies of 16 KB to
+1 MB, 5 ms by 10 MB (which go by affinity).
 
 Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
 ``inline_chars_max`` new characters runs in a worker thread.
@@ -39,6 +41,8 @@ from router.prompts.workers import Workers
 
 _INLINE_BODY_BYTES: Final = 1 << 18
 """Rendering takes about 0.6 us per KB: 0.2 ms for this much."""
+_INLINE_MESSAGES: Final = 128
+"""New messages take about 15 us each to decode, check and render: 2 ms for so many."""
 _CONTEXTS_MAX: Final = 256
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -118,7 +122,8 @@ class LocalModel:
         def render() -> _Rendered:
             return self._render(raws, parent, shared, template, context)
 
-        rendered = await self._workers.run(render) if size > _INLINE_BODY_BYTES else render()
+        long = size > _INLINE_BODY_BYTES or len(raws) - shared > _INLINE_MESSAGES
+        rendered = await self._workers.run(render) if long else render()
         entry = Entry(keys, scope, ids_of(()), extras, raws, rendered.conversation, rendered.shapes)
         cuts = None if special or body.truncate_prompt_tokens else parent
         known = await self._tokenize(entry, rendered.text, cuts)

@@ -17,7 +17,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.fleet.engine import Engine
-from router.fleet.poller import FleetSettings
+from router.fleet.settings import FleetSettings
 from router.proxy.settings import ListenSettings
 from router.serving import RouterServer, make_server
 

@@ -15,7 +15,7 @@ from publisher.engine import EngineSettings, SimulatedEngine
 from router import __version__
 from router.config import ANY_MODEL, Config, ServerConfig
 from router.fleet.engine import Engine
-from router.fleet.poller import FleetSettings
+from router.fleet.settings import FleetSettings
 from router.policy.base import PolicySettings
 from router.proxy.settings import ProxySettings
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme, PromptExtras, block_hashes
+from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
 from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys, token_keys
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.stats import PromptStats
@@ -76,6 +76,50 @@ def forgetful_prompt(reader: PromptReader, body: dict[str, Any]) -> Prompt:
     local._cache = PrefixCache(PromptStats(), 0)
     local.tokenizer._cache.clear()
     return read_exact(reader, body)
+
+
+def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
+    warm, other = fresh(folder), fresh(folder)
+    text = "The router asks which engine holds the longest prefix of this prompt"
+    for end in (*range(len(text)), *range(len(text), 0, -1)):
+        body = chat(say("system", "Be brief."), say("user", text[:end]), say("assistant", "Yes."))
+        assert read_exact(warm, body).token_ids == forgetful_prompt(other, body).token_ids
+    assert warm.stats.prefix_hits > 100
+    warm.close()
+    other.close()
+
+
+def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.local.message_keys", lambda scope, raws: [7] * len(raws))
+    monkeypatch.setattr("router.prompts.cache.token_keys", lambda scope, ids: [8])
+    warm, other = fresh(folder), fresh(folder)
+    rng = random.Random(4)
+    for _ in range(60):
+        fields = rng.choice([{}, {"tools": cases.TOOLS}, {"cache_salt": "x"}, {"reasoning_effort": "low"}])
+        body = chat(*conversation(random.Random(rng.randint(0, 2)), 2), **fields)
+        prompt = read_exact(warm, body)
+        assert prompt.token_ids == forgetful_prompt(other, body).token_ids
+        assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
+        ids = list(range(rng.randint(40, 42)))
+        completion = read_exact(
+            warm, {"prompt": ids, **{k: v for k, v in fields.items() if k == "cache_salt"}}, "/v1/completions"
+        )
+        assert list(completion.token_ids) == ids
+        assert completion.hashes(SCHEME) == block_hashes(ids, SCHEME, completion.extras)
+    warm.close()
+    other.close()
+
+
+def test_hashes_are_not_inherited_across_extras() -> None:
+    ids = ids_of(range(64))
+    parent = Entry([1], b"", ids, PromptExtras(cache_salt="x"))
+    parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
+    parent.chains[SCHEME].extend(ids)
+    child, sibling = Entry([2], b"", ids, PromptExtras()), Entry([3], b"", ids, parent.extras)
+    child.inherit(parent, 64)
+    sibling.inherit(parent, 40)
+    assert child.chains == {}
+    assert sibling.chains[SCHEME].hashes == parent.chains[SCHEME].hashes[:2]
 
 
 def test_a_next_turn_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None:

@@ -70,6 +70,19 @@ def test_bytes_behind_an_answer_make_it_unfit_for_reuse(late: bytes) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("late", [b"x", answer(200, b"poison")])
+def test_bytes_behind_an_answer_that_was_read_are_never_given(late: bytes) -> None:
+    async def main() -> None:
+        connection, _ = _made()
+        connection.data_received(answer(200, b"right"))
+        assert await connection.read() == b"right"
+        connection.data_received(late)
+        assert await connection.read() == b""
+        assert not connection.release()
+
+    run(main())
+
+
 def test_whole_answer_can_be_followed_by_another() -> None:
     async def main() -> None:
         connection, transport = _made()

@@ -25,12 +25,14 @@ from .rig import (
 )
 
 QUICK = ListenSettings(header_timeout_s=0.3, body_timeout_s=0.3, keepalive_timeout_s=0.3, drain_s_max=0.5)
+PATIENT = ListenSettings(header_timeout_s=1.0, body_timeout_s=1.0, keepalive_timeout_s=1.0, drain_s_max=0.5)
+"""For tests in which somebody else must be in time."""
 GOOD = says(200, b"{}")
 
 
 def test_half_open_heads_are_timed_out_and_others_are_served() -> None:
     async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url, listen=QUICK) as rig:
+        async with Engine(GOOD) as engine, routing(engine.url, listen=PATIENT) as rig:
             held = [await rig.connect() for _ in range(200)]
             for _, writer in held:
                 writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nx-")
@@ -62,7 +64,7 @@ def test_a_byte_now_and_then_does_not_help() -> None:
 
 def test_silent_and_idle_connections_are_closed() -> None:
     async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url, listen=QUICK) as rig:
+        async with Engine(GOOD) as engine, routing(engine.url, listen=PATIENT) as rig:
             silent, silent_writer = await rig.connect()
             used, used_writer = await rig.connect()
             used_writer.write(request())
@@ -77,7 +79,7 @@ def test_silent_and_idle_connections_are_closed() -> None:
 
 def test_slow_head_on_a_kept_connection() -> None:
     async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url, listen=QUICK) as rig:
+        async with Engine(GOOD) as engine, routing(engine.url, listen=PATIENT) as rig:
             reader, writer = await rig.connect()
             writer.write(request() + b"POST /v1/")
             assert (await read_answer(reader)).status == 200
@@ -104,12 +106,12 @@ def test_body_that_stops() -> None:
 
 def test_slow_but_steady_body_passes() -> None:
     async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url, listen=QUICK) as rig:
+        async with Engine(GOOD) as engine, routing(engine.url, listen=PATIENT) as rig:
             reader, writer = await rig.connect()
             data = request()
             for i in range(0, len(data), 8):
                 writer.write(data[i : i + 8])
-                await asyncio.sleep(0.03 if i > len(data) - 80 else 0)
+                await asyncio.sleep(0.15 if i > len(data) - 80 else 0)
             assert (await read_answer(reader)).status == 200
             writer.close()
 
@@ -119,10 +121,10 @@ def test_slow_but_steady_body_passes() -> None:
 def test_waiting_for_the_engine_is_not_the_clients_fault() -> None:
     async def main() -> None:
         async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(1.0)  # far beyond every time-out of the listener
+            await asyncio.sleep(2.0)  # beyond every time-out of the listener
             await GOOD(engine, call, writer)
 
-        async with Engine(script) as engine, routing(engine.url, listen=QUICK) as rig:
+        async with Engine(script) as engine, routing(engine.url, listen=PATIENT) as rig:
             assert (await ask(rig)).status == 200
 
     run(main())
@@ -182,7 +184,7 @@ def test_connections_are_bounded() -> None:
 def test_stream_to_a_reading_client_is_not_cut() -> None:
     async def main() -> None:
         script = writes(SSE_HEAD, *[chunk(event(str(i))) for i in range(100)], b"0\r\n\r\n")
-        async with Engine(script) as engine, routing(engine.url, listen=QUICK) as rig:
+        async with Engine(script) as engine, routing(engine.url, listen=PATIENT) as rig:
             got = await ask(rig, request(STREAM))
             assert got.whole
             assert got.body.count(b"data:") == 100

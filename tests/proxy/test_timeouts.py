@@ -9,7 +9,7 @@ import pytest
 
 from router.proxy.settings import ProxySettings
 
-from .rig import SSE_HEAD, STREAM, Engine, ask, request, routing, run, says, until, writes
+from .rig import SSE_HEAD, STREAM, Call, Engine, ask, request, routing, run, says, until, writes
 
 GOOD = says(200, b"{}")
 
@@ -90,11 +90,19 @@ def test_idle_connections_are_closed_before_the_engine_would() -> None:
 
 
 def test_slow_but_steady_stream_is_not_timed_out() -> None:
+    """The whole takes longer than the time-out, no pause in it does."""
+
     async def main() -> None:
-        pieces = [b"6\r\ndata: \r\n", *[b"1\r\nx\r\n"] * 60, b"2\r\n\n\n\r\n0\r\n\r\n"]
-        settings = ProxySettings(idle_timeout_s=0.25)  # the whole takes longer, no pause does
-        async with Engine(writes(SSE_HEAD, *pieces)) as engine, routing(engine.url, settings=settings) as rig:
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            writer.write(SSE_HEAD + b"6\r\ndata: \r\n")
+            for _ in range(30):
+                await asyncio.sleep(0.05)
+                writer.write(b"1\r\nx\r\n")
+            writer.write(b"2\r\n\n\n\r\n0\r\n\r\n")
+
+        settings = ProxySettings(idle_timeout_s=1.0)
+        async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
             got = await ask(rig, request(STREAM))
-            assert got.body == b"data: " + b"x" * 60 + b"\n\n"
+            assert got.body == b"data: " + b"x" * 30 + b"\n\n"
 
     run(main())

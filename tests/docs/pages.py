@@ -1,0 +1,57 @@
+"""The repository's Markdown pages, and what they name: links, commands, settings, metrics."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_INLINE = re.compile(r"`([^`\n]+)`")
+
+
+def files() -> list[Path]:
+    """What git tracks or would track, and is there."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        return [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+    names = sorted(set(listed.stdout.decode().split("\0")) - {""})
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def pages() -> list[Path]:
+    """Every Markdown page."""
+    return [path for path in files() if path.suffix == ".md"]
+
+
+def links(page: Path) -> Iterator[str]:
+    """Targets of the page's links, code left out."""
+    text = _INLINE.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
+    yield from _LINK.findall(text)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the page's headings, as GitHub makes them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def inline_code(page: Path) -> list[str]:
+    """Everything between single backticks."""
+    return _INLINE.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def command_lines(page: Path, program: str) -> Iterator[list[str]]:
+    """Words of every use of ``program`` in code blocks and inline code."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line for block in _FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *inline_code(page)]:
+        words = shlex.split(line, comments=True) if line.startswith(f"{program} ") else []
+        if words:
+            yield words[1:]

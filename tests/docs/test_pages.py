@@ -1,0 +1,87 @@
+"""What the pages name exists: link targets, commands and flags, make targets, settings, metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from router.cli import app
+from router.config import SECTIONS
+
+from .pages import ROOT, anchors, command_lines, files, inline_code, links, pages
+
+MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
+"""Paths of the machine this was written on, and hosts that an installation may not need."""
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", pages(), ids=page_id)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page_id(page)}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page_id(page)}: {link}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=page_id)
+def test_commands_and_flags_exist(page: Path) -> None:
+    for words in command_lines(page, "kvatlas"):
+        if words[0] in {"--version", "--help"}:
+            continue
+        command = app[words[0]]
+        known = {name for argument in command.assemble_argument_collection() for name in argument.names}
+        flags = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+        assert flags <= known | {"--help"}, f"{page_id(page)}: kvatlas {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=page_id)
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for words in command_lines(page, "make"):
+        assert re.search(rf"^{re.escape(words[0])}:", makefile, re.MULTILINE), f"make {words[0]}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=page_id)
+def test_settings_exist(page: Path) -> None:
+    pattern = re.compile(rf"({'|'.join(SECTIONS)})\.([a-z_]+)(\*?)")
+    for text in inline_code(page):
+        named = pattern.fullmatch(text)
+        if named is None:
+            continue
+        section, key, wildcard = named.groups()
+        known = SECTIONS[section].__struct_fields__
+        found = any(name.startswith(key) for name in known) if wildcard else key in known
+        assert found or key in {"md", "py"}, f"{page_id(page)}: {text}"
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if p.name != "metrics.md"], ids=page_id)
+def test_metrics_exist(page: Path) -> None:
+    listed = set(inline_code(ROOT / "docs" / "metrics.md"))
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"\bkvatlas_[a-z_]+", text)):
+        assert name in listed, f"{page_id(page)}: {name}"
+
+
+def test_the_readme_starts_with_two_commands() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "```sh\nmake demo\nmake test\n```" in text
+
+
+def test_nothing_names_the_machine_it_was_written_on() -> None:
+    named = []
+    for path in files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        named += [f"{page_id(path)}: {word}" for word in MACHINE_WORDS.findall(text)]
+    assert not named

@@ -1,0 +1,46 @@
+"""The reference pages are what the code says now, byte for byte, and their example can be used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from router.config import load
+
+from .pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import generate_reference  # noqa: PLC0415
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    return generate_reference
+
+
+@pytest.mark.parametrize("name", ["cli.md", "configuration.md", "metrics.md"])
+def test_page_is_what_the_code_says(reference: ModuleType, name: str) -> None:
+    kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert kept == reference.PAGES[name](), f"docs/{name} is out of date: run `make docs`"
+
+
+def test_no_page_is_left_out(reference: ModuleType) -> None:
+    assert set(reference.PAGES) == {"cli.md", "configuration.md", "metrics.md"}
+
+
+def test_the_configuration_example_can_be_used(reference: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    example = tmp_path / "kvatlas.toml"
+    example.write_text(reference.EXAMPLE.replace("/models/my-model", str(tmp_path)))
+    config = load(example, environ={}).config
+    assert [engine.base_url for engine in config.engines] == [
+        "http://10.0.0.11:8000",
+        "http://10.0.0.12:8000",
+    ]
+    assert config.engines[1].events == "tcp://10.0.0.12:5557"
+    assert config.model("any").tokenizer == str(tmp_path)

@@ -1,0 +1,98 @@
+"""The fleet as last seen: ids are unique, readiness follows what was seen, replacing keeps what stays."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.engine import Engine
+from router.fleet.registry import Fleet, ModelCard
+
+URL = "http://h:1"
+
+
+def up(fleet: Fleet, engine_id: str, *cards: ModelCard) -> None:
+    status = fleet.get(engine_id)
+    assert status is not None
+    status.up, status.models = True, cards
+
+
+def test_an_engine_never_seen_serves_nothing() -> None:
+    fleet = Fleet([Engine(URL)])
+    assert len(fleet) == 1
+    assert fleet.ready(None) == []
+    assert not fleet.knows("m")
+    assert fleet.model_cards() == []
+
+
+def test_ready_engines_answer_are_not_draining_and_serve_the_model() -> None:
+    fleet = Fleet([Engine(f"http://h:{n}") for n in range(4)])
+    for n in range(3):
+        up(fleet, f"http://h:{n}", ModelCard("a" if n else "b"))
+    last = fleet.get("http://h:2")
+    assert last is not None
+    last.draining = True
+    assert [s.engine_id for s in fleet.ready("a")] == ["http://h:1"]
+    assert [s.engine_id for s in fleet.ready("b")] == ["http://h:0"]
+    assert [s.engine_id for s in fleet.ready(None)] == ["http://h:0", "http://h:1"]
+    last.up = False
+    assert fleet.knows("a")
+    assert not fleet.knows("c")
+
+
+def test_cards_are_joined_with_the_length_that_fits_everywhere() -> None:
+    fleet = Fleet([Engine(f"http://h:{n}") for n in range(3)])
+    up(fleet, "http://h:0", ModelCard("a", max_model_len=500), ModelCard("x", parent="a"))
+    up(fleet, "http://h:1", ModelCard("a", max_model_len=300))
+    up(fleet, "http://h:2", ModelCard("a"))
+    assert [(c.id, c.max_model_len) for c in fleet.model_cards()] == [("a", 300), ("x", None)]
+
+
+def test_the_base_model_is_the_first_card_without_a_parent() -> None:
+    fleet = Fleet([Engine(URL)])
+    up(fleet, URL, ModelCard("lora", parent="base"), ModelCard("base"), ModelCard("alias"))
+    status = fleet.get(URL)
+    assert status is not None
+    assert status.base_model == "base"
+    assert status.serves("lora")
+
+
+def test_ranks_replace_the_server_and_the_server_its_ranks() -> None:
+    fleet = Fleet([Engine("http://other"), Engine(URL)])
+    ranks = [Engine(URL, 0, "tcp://h:1"), Engine(URL, 1, "tcp://h:2")]
+    assert fleet.replace(URL, ranks) == ([], [URL])
+    assert [s.engine for s in fleet.ranks(URL)] == ranks
+    assert fleet.configured(URL) == [Engine(URL)]
+    up(fleet, f"{URL}#dp0", ModelCard("m"))
+    moved = Engine(URL, 0, "tcp://h:9")
+    assert fleet.replace(URL, [moved, ranks[1]]) == ([f"{URL}#dp0"], [])
+    status = fleet.get(f"{URL}#dp0")
+    assert status is not None
+    assert (status.engine, status.up) == (moved, True)  # it only moved
+    assert fleet.replace(URL, fleet.configured(URL)) == ([], [f"{URL}#dp0", f"{URL}#dp1"])
+    assert [s.engine_id for s in fleet] == ["http://other", URL]
+
+
+engines = st.builds(
+    Engine,
+    st.sampled_from(["http://a", "http://b"]),
+    st.none() | st.integers(0, 3),
+    st.none() | st.sampled_from(["tcp://h:1", "tcp://h:2"]),
+)
+
+
+@given(st.lists(engines, max_size=6), st.lists(st.lists(engines, max_size=4), max_size=5))
+def test_replacing_always_ends_with_what_was_asked_for(
+    first: list[Engine], steps: list[list[Engine]]
+) -> None:
+    fleet = Fleet(first)
+    others = [s.engine for s in fleet if s.engine.base_url == "http://b"]
+    for step in steps:
+        wanted = {e.engine_id: e for e in step if e.base_url == "http://a"}
+        before = {s.engine_id: s.engine for s in fleet.ranks("http://a")}
+        changed, gone = fleet.replace("http://a", list(wanted.values()))
+        assert {s.engine_id: s.engine for s in fleet.ranks("http://a")} == wanted
+        assert set(gone) == set(before) - set(wanted)
+        assert set(changed) == {i for i, e in wanted.items() if i in before and before[i] != e}
+    assert [s.engine for s in fleet if s.engine.base_url == "http://b"] == others
+    assert len({s.engine_id for s in fleet}) == len(fleet)

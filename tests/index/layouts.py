@@ -1,0 +1,137 @@
+"""Shared by the hit tests: groups, residency by block number, and random models of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from publisher.block_hash import HashScheme
+from publisher.events import BlockHash
+from publisher.groups import GroupSpec
+from publisher.pool.layout import pool_layout
+from router.index.base import Plane, Rows
+from router.index.hits import WordHits, evaluate
+from router.index.layout import CacheLayout, ModelFacts, make_layout
+from router.index.memory import MemoryIndex
+
+ENGINE = "engine"
+
+
+def full(idx: int = 0, size: int = 16, **extra: Any) -> GroupSpec:
+    return GroupSpec(idx, "full_attention", size, **extra)
+
+
+def window(idx: int, tokens: int, size: int = 16, **extra: Any) -> GroupSpec:
+    return GroupSpec(idx, "sliding_window", size, sliding_window=tokens, **extra)
+
+
+def chunked(idx: int, chunk: int, size: int = 16) -> GroupSpec:
+    return GroupSpec(idx, "chunked_local_attention", size, attention_chunk_size=chunk)
+
+
+def mamba(idx: int, mode: str = "all", size: int = 16, **extra: Any) -> GroupSpec:
+    return GroupSpec(idx, "mamba", size, mamba_cache_mode=mode, **extra)
+
+
+def layout_of(
+    *groups: GroupSpec, unit: int | None = None, lookahead: int = 0, facts: ModelFacts | None = None
+) -> CacheLayout:
+    return make_layout(groups, facts or ModelFacts(), unit, lookahead)
+
+
+def hashes_of(num_tokens: int, layout: CacheLayout) -> list[BlockHash]:
+    """A prompt's hashes: 1000, 1001, ... one per hash block."""
+    count = max(0, (num_tokens - layout.lookahead) // layout.hash_block_size)
+    return [BlockHash(1000 + number) for number in range(count)]
+
+
+def rows_of(
+    units: Mapping[int, Iterable[int]],
+    num_tokens: int,
+    layout: CacheLayout,
+    *,
+    medium: str = "GPU",
+) -> Rows:
+    """Rows for one engine (bit 0 of word 0) that holds these hash blocks, by group."""
+    index = MemoryIndex()
+    for group, numbers in units.items():
+        index.store(ENGINE, Plane(medium, group), [BlockHash(1000 + number) for number in numbers])
+    return index.lookup(hashes_of(num_tokens, layout))
+
+
+def whole_blocks(layout: CacheLayout, group: int, numbers: Iterable[int]) -> list[int]:
+    """The hash blocks that end the given blocks of a group."""
+    size = next(spec.block_size for spec in layout.groups if spec.group_idx == group)
+    per_block = size // layout.hash_block_size
+    return [(number + 1) * per_block - 1 for number in numbers]
+
+
+def evaluate_one(
+    layout: CacheLayout, num_tokens: int, units: Mapping[int, Iterable[int]], **options: Any
+) -> WordHits:
+    return evaluate(rows_of(units, num_tokens, layout), layout, num_tokens, **options)
+
+
+def hit(layout: CacheLayout, num_tokens: int, held: Mapping[int, Iterable[int]]) -> int:
+    """The hit for blocks held, by group, in numbers of that group's own blocks."""
+    units = {group: whole_blocks(layout, group, numbers) for group, numbers in held.items()}
+    return evaluate_one(layout, num_tokens, units).hit[0]
+
+
+_SIZES = st.sampled_from([16, 16, 16, 32, 48, 64])
+
+
+@st.composite
+def group_mixes(draw: st.DrawFn) -> tuple[GroupSpec, ...]:
+    """One to four groups of any kind vLLM would run together."""
+    count = draw(st.integers(1, 4))
+    mode = draw(st.sampled_from(["align", "all"]))
+    base = draw(st.sampled_from([16, 16, 32]))
+    groups: list[GroupSpec] = []
+    for idx in range(count):
+        size = base if draw(st.booleans()) else draw(_SIZES)
+        eagle = draw(st.integers(0, 3)) == 0
+        match draw(st.sampled_from(["full", "full", "window", "window", "window", "chunked", "mamba"])):
+            case "full":
+                groups.append(full(idx, size, is_eagle=eagle))
+            case "window":
+                groups.append(window(idx, draw(st.integers(2, 150)), size, is_eagle=eagle))
+            case "chunked":
+                groups.append(chunked(idx, size * draw(st.integers(1, 5)), size))
+            case _:
+                groups.append(mamba(idx, mode, size, is_eagle=eagle))
+    return tuple(groups)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> CacheLayout:
+    """The layout of a random mix, as the pool and the index both accept it."""
+    groups = draw(group_mixes().filter(_runs))
+    return make_layout(groups, ModelFacts(), _unit(groups))
+
+
+def _unit(groups: Sequence[GroupSpec]) -> int:
+    return make_layout(tuple(groups), ModelFacts(), None).hash_block_size
+
+
+def _runs(groups: tuple[GroupSpec, ...]) -> bool:
+    try:
+        pool_layout(groups, HashScheme(hash_block_size=_unit(groups)), None)
+    except ValueError:
+        return False
+    return True
+
+
+@st.composite
+def residencies(draw: st.DrawFn, layout: CacheLayout, num_tokens: int) -> dict[int, set[int]]:
+    """Hash blocks held per group: mostly long runs with holes, as engines that evict have."""
+    count = num_tokens // layout.hash_block_size
+    units: dict[int, set[int]] = {}
+    for group in layout.groups:
+        limit = draw(st.integers(0, count))
+        holes = draw(st.sets(st.integers(0, max(count - 1, 0)), max_size=draw(st.sampled_from([0, 2, 8]))))
+        strays = draw(st.sets(st.integers(0, max(count - 1, 0)), max_size=6))
+        units[group.group_idx] = {n for n in (set(range(limit)) - holes) | strays if n < count}
+    return units
