@@ -1,0 +1,36 @@
+"""Whether somebody who keeps writing a number is still alive, told without comparing two machines' clocks.
+
+Every replica counts up in what it writes; whoever reads notes, by its own clock, when the number last
+changed. Always true: a writer that stopped counts as dead ``limit_s`` after the reader first saw its last
+number, and a record found for the first time is given the benefit of the doubt for that long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class Pulse:
+    """Last beats by name."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def beat(self, name: str, number: int, now: float) -> bool:
+        """Note the number that ``name`` shows at ``now``; whether it is alive."""
+        seen = self._seen.get(name)
+        if seen is None or seen[0] != number:
+            self._seen[name] = number, now
+            return True
+        return now - seen[1] <= self._limit_s
+
+    def silent_s(self, name: str, now: float) -> float:
+        """Seconds since its number last changed; 0 for a name never seen."""
+        seen = self._seen.get(name)
+        return 0.0 if seen is None else now - seen[1]
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget those that are gone."""
+        for name in self._seen.keys() - set(names):
+            del self._seen[name]
