@@ -32,6 +32,17 @@ EngineFlags = Annotated[
     ),
 ]
 
+IndexFlag = Annotated[
+    str | None,
+    Parameter(
+        help="Index shared by several replicas: redis://, rediss://, redis+sentinel://, redis+cluster:// "
+        "(docs/redis.md). Without a password; see --index-file."
+    ),
+]
+IndexFileFlag = Annotated[
+    Path | None, Parameter(help="File that holds the URL of the shared index, for one with a password.")
+]
+
 
 @app.command
 def serve(
@@ -44,6 +55,8 @@ def serve(
     host: Annotated[str | None, Parameter(help="Address to listen on.")] = None,
     port: Annotated[int | None, Parameter(help="Port to listen on; 0 takes a free one.")] = None,
     policy: Annotated[str | None, Parameter(help="Placement policy.")] = None,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
     expose_decision: Annotated[
         bool | None, Parameter(help="Answer with x-kvatlas-engine and x-kvatlas-hit-tokens.")
     ] = None,
@@ -64,12 +77,17 @@ def serve(
         "server.expose_decision": expose_decision,
         "server.log_level": log_level,
         "policy.policy": policy,
+        "index.url": index,
     }
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
     given |= _assignments(set_ or [])
     models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
     loaded = load(
-        config, flags=given, engines=tuple(parse_engine(text) for text in engine or []), models=models
+        config,
+        flags=given,
+        index_file=index_file,
+        engines=tuple(parse_engine(text) for text in engine or []),
+        models=models,
     )
     from router import serving
 

@@ -24,10 +24,12 @@ from router.feeds.base import FeedSettings
 from router.fleet.engine import Engine
 from router.fleet.settings import FleetSettings
 from router.index.layout import ModelFacts
+from router.index.shared.settings import has_password
 from router.policy.base import PolicySettings
 from router.policy.shadow import ShadowFleet, ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.proxy.settings import ListenSettings, ProxySettings
+from router.replicas.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
 ANY_MODEL = "*"
@@ -38,6 +40,7 @@ _MAY_BE_ZERO = frozenset(
         "inline_blocks_max",
         "inline_chars_max",
         "linger_s_max",
+        "partitions",
         "replay_backoff_s",
         "retry_after_s_max",
         "retry_time_s_max",
@@ -173,6 +176,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     listen: ListenSettings = ListenSettings()
     feeds: FeedSettings = FeedSettings()
     prompts: PromptSettings = PromptSettings()
+    index: IndexSettings = IndexSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
@@ -187,6 +191,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "listen": ListenSettings,
     "feeds": FeedSettings,
     "prompts": PromptSettings,
+    "index": IndexSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""
 
@@ -203,16 +208,28 @@ def load(
     *,
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, Any] | None = None,
+    index_file: Path | None = None,
     engines: tuple[Engine, ...] = (),
     models: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Loaded:
-    """Merge all sources. ``flags`` maps ``section.key`` to a value. Raises ``ConfigError``."""
+    """Merge all sources. ``flags`` maps ``section.key`` to a value; ``index_file`` holds ``index.url``.
+
+    Raises ``ConfigError``, also for a password among the flags, which every user of the machine can read.
+    """
     tree = _read_toml(path) if path is not None else {}
     sources = dict.fromkeys(_leaves(tree), f"file {path}")
     for key, text, name in _environment(environ):
         _put(tree, key, text)
         sources[key] = f"environment {name}"
+    if index_file is not None:
+        _put(tree, "index.url", _read_url(index_file))
+        sources["index.url"] = f"file {index_file}"
     for key, value in (flags or {}).items():
+        if key == "index.url" and has_password(str(value)):
+            raise ConfigError(
+                "index.url: a password on the command line can be read by every user of this machine; put the "
+                f"URL into a file (--index-file PATH) or into the environment ({ENV_PREFIX}INDEX_URL)"
+            )
         _put(tree, key, value)
         sources[key] = "flag"
     if engines:
@@ -249,6 +266,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"configuration file {path}: {error}") from None
+
+
+def _read_url(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--index-file {path}: {error}") from None
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -332,7 +356,7 @@ def _check(config: Config) -> None:
         raise ConfigError(f"server.log_format: {config.server.log_format!r} is neither console nor json")
     if not 0 <= config.server.port < 1 << 16:
         raise ConfigError(f"server.port: {config.server.port} is not a port number")
-    for section in ("fleet", "proxy", "listen", "feeds", "prompts"):
+    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index"):
         _check_numbers(section, getattr(config, section))
     for name, model in config.models.items():
         if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():

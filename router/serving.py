@@ -13,6 +13,7 @@ import structlog
 from router import __version__
 from router.app import Router
 from router.config import Config, ConfigError, Loaded
+from router.index.shared.settings import redacted
 from router.policy.arms import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.server import ProxyServer, listen_config
@@ -116,10 +117,11 @@ def describe(loaded: Loaded) -> str:
     """The merged configuration, one ``key = value`` line each, with the source of what is not a default."""
     lines = []
     for key, value in _flatten(msgspec.to_builtins(loaded.config)):
+        shown = redacted(value) if key == "index.url" else value
         source = next(
             (s for k, s in loaded.sources.items() if key == k or key.startswith(f"{k}[")), "default"
         )
-        lines.append(f"{key} = {msgspec.json.encode(value).decode()}  # {source}\n")
+        lines.append(f"{key} = {msgspec.json.encode(shown).decode()}  # {source}\n")
     return "".join(lines)
 
 
