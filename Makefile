@@ -18,8 +18,9 @@ demo_option = $(if $(filter command,$(origin $(1))),--$(2) $($(1)))
 help: ## Show what there is to run
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(ROUTER) ## A fleet of simulated engines behind the router, live (SECONDS=30 ENGINES=4 ARGS="--json")
-	@$(BIN)/kvatlas demo $(call demo_option,SECONDS,seconds) $(call demo_option,ENGINES,engines) $(ARGS)
+demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines behind the router, live (SECONDS=30 ENGINES=4 DEMO_REPLICAS=2 ARGS="--json")
+	@$(BIN)/kvatlas demo $(call demo_option,SECONDS,seconds) $(call demo_option,ENGINES,engines) \
+		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## All tests but those that need a real vLLM
 	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)

@@ -146,11 +146,25 @@ def demo(
     keep: Annotated[
         bool, Parameter(help="Stay up after the load, to be tried with curl.", negative="")
     ] = False,
+    replicas: Annotated[
+        int, Parameter(help="How many routers share one index (a server is started for it, or --index).")
+    ] = 1,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
 ) -> int:
     """Simulated engines, the router and a chat load on this machine, with a live table."""
     from router.demo.run import run_demo
 
-    return run_demo(seconds=seconds, engines=engines, port=port, as_json=json, keep=keep)
+    shared = load(flags={} if index is None else {"index.url": index}, index_file=index_file).config.index
+    return run_demo(
+        seconds=seconds,
+        engines=engines,
+        port=port,
+        as_json=json,
+        keep=keep,
+        replicas=replicas,
+        index=shared,
+    )
 
 
 def _assignments(texts: list[str]) -> dict[str, object]:

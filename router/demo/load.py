@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import aiohttp
@@ -53,12 +54,18 @@ class ChatOutcome(msgspec.Struct, frozen=True):
 
 
 class ChatLoad:
-    """Runs users against a base URL; every finished request is told to ``on_done``."""
+    """Runs users against routers, in turn; every finished request is told to ``on_done``."""
 
     def __init__(
-        self, base_url: str, model: str, *, users: int, seed: int, on_done: Callable[[ChatOutcome], None]
+        self,
+        base_urls: Sequence[str],
+        model: str,
+        *,
+        users: int,
+        seed: int,
+        on_done: Callable[[ChatOutcome], None],
     ) -> None:
-        self._url = f"{base_url}/v1/chat/completions"
+        self._urls = cycle([f"{base_url}/v1/chat/completions" for base_url in base_urls])
         self._model = model
         self._users = users
         self._rng = random.Random(seed)
@@ -108,7 +115,7 @@ class ChatLoad:
         }
         outcome = ChatOutcome(messages, max_tokens, at_s)
         try:
-            async with session.post(self._url, json=body) as answer:
+            async with session.post(next(self._urls), json=body) as answer:
                 if answer.status == 200:
                     outcome = await self._read(answer, outcome)
                 else:

@@ -1,4 +1,4 @@
-"""Runs the demo: engines in a process of their own, the router and the load in this one."""
+"""Runs the demo: engines in a process of their own, the router (or several) and the load in this one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -20,11 +20,13 @@ from router.app import Router
 from router.config import ANY_MODEL, Config, ConfigError, ModelConfig, ServerConfig
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.load import ChatLoad, ChatOutcome
+from router.demo.store import store_process
 from router.demo.summary import Tally
 from router.demo.table import live_table
 from router.fleet.engine import Engine
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
+from router.replicas.settings import IndexSettings
 from router.serving import ListenError, RouterServer, configure_logging, make_server
 
 ENGINE = EngineSettings(
@@ -40,10 +42,20 @@ _READY_S_MAX = 30.0
 _REFRESH_S = 0.5
 
 
-def run_demo(*, seconds: float, engines: int, port: int, as_json: bool, keep: bool) -> int:
+def run_demo(
+    *,
+    seconds: float,
+    engines: int,
+    port: int,
+    as_json: bool,
+    keep: bool,
+    replicas: int = 1,
+    index: IndexSettings | None = None,
+) -> int:
     """0 if every request was answered, 130 if a signal ended it before its time.
 
-    Raises ``ConfigError`` for arguments that make no sense.
+    Several ``replicas`` share ``index``; without one, a server is started for them. Raises ``ConfigError``
+    for arguments that make no sense.
     """
     if not 1 <= engines <= 64:
         raise ConfigError(f"--engines: {engines} is not in 1..64")
@@ -51,9 +63,16 @@ def run_demo(*, seconds: float, engines: int, port: int, as_json: bool, keep: bo
         raise ConfigError(f"--port: {port} is not a port number")
     if not 0 < seconds <= 86_400:
         raise ConfigError(f"--seconds: {seconds} is not in 0..86400")
+    if not 1 <= replicas <= 16:
+        raise ConfigError(f"--replicas: {replicas} is not in 1..16")
     configure_logging("error", "console")
-    with engine_process(engines, ENGINE) as urls:
-        summary = uvloop.run(_run(urls, seconds=seconds, port=port, as_json=as_json, keep=keep))
+    with ExitStack() as stack:
+        index = index or IndexSettings()
+        if replicas > 1 and not index.is_shared:
+            index = IndexSettings(url=stack.enter_context(store_process()))
+        urls = stack.enter_context(engine_process(engines, ENGINE))
+        configs = [_config(urls, port if n == 1 else 0, index, f"demo-{n}") for n in range(1, replicas + 1)]
+        summary = uvloop.run(_run(configs, seconds=seconds, as_json=as_json, keep=keep))
     if summary is None:
         return 130
     return 1 if summary["errors"] or not summary["requests"] else 0
@@ -92,14 +111,15 @@ def engine_process(count: int, settings: EngineSettings) -> Iterator[list[str]]:
 class _Demo:
     """What is counted while the load runs."""
 
-    def __init__(self, router: Router, engines: int) -> None:
-        self.router = router
+    def __init__(self, routers: Sequence[Router], engines: int) -> None:
+        self.routers = routers
         self.ours = Tally()
         self.per_engine: dict[str, Tally] = {}
         self.baseline = RoundRobinBaseline(engines, ENGINE)
         self.started_s = time.monotonic()
         self._outcomes: asyncio.Queue[ChatOutcome] = asyncio.Queue()
-        router.books.receipts.listener = self._receipt
+        for router in routers:
+            router.books.receipts.listener = self._receipt
 
     def done(self, outcome: ChatOutcome) -> None:
         """One request ended."""
@@ -130,54 +150,58 @@ class _Demo:
 
     def picture(self) -> Any:
         elapsed_s = time.monotonic() - self.started_s
-        return live_table(self.router, self.per_engine, self.ours, self.baseline.tally(), elapsed_s)
+        return live_table(self.routers, self.per_engine, self.ours, self.baseline.tally(), elapsed_s)
 
     def summary(self) -> dict[str, Any]:
         """The final figures (docs: README, "Try it")."""
-        receipts = self.router.books.receipts
-        compared = sum(receipts.total(outcome) for outcome in ("exact", "over", "under"))
+        books = [router.books.receipts for router in self.routers]
+        compared = sum(book.total(outcome) for book in books for outcome in ("exact", "over", "under"))
         return {
             **self.ours.as_json(),
-            "predicted_exact": receipts.total("exact"),
+            "predicted_exact": sum(book.total("exact") for book in books),
             "predicted_total": compared,
             "baseline": {"policy": "round-robin", **self.baseline.tally().as_json()},
         }
 
 
 async def _run(
-    urls: list[str], *, seconds: float, port: int, as_json: bool, keep: bool
+    configs: Sequence[Config], *, seconds: float, as_json: bool, keep: bool
 ) -> dict[str, Any] | None:
     """The summary; None if a signal came before the load was over."""
-    router = Router(_config(urls, port))
-    server = make_server(router)
-    serving = asyncio.create_task(server.serve())
-    showing = asyncio.create_task(_show(router, server, seconds=seconds, as_json=as_json, keep=keep))
+    routers = [Router(config) for config in configs]
+    servers = [make_server(router) for router in routers]
+    serving = [asyncio.create_task(server.serve()) for server in servers]
+    showing = asyncio.create_task(_show(routers, servers, seconds=seconds, as_json=as_json, keep=keep))
     try:
-        await asyncio.wait({serving, showing}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
+        await asyncio.wait({*serving, showing}, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.done() for task in serving):
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
         elif keep and showing.exception() is None:
-            await serving
+            await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        server.drain()
-        await asyncio.wait({serving})
+        for server in servers:
+            server.drain()
+        await asyncio.wait(serving)
     try:
-        serving.result()
+        for task in serving:
+            task.result()
     except ListenError as error:
         raise ConfigError(f"--port: {error}") from None
     return None if showing.cancelled() else showing.result()
 
 
 async def _show(
-    router: Router, server: RouterServer, *, seconds: float, as_json: bool, keep: bool
+    routers: Sequence[Router], servers: Sequence[RouterServer], *, seconds: float, as_json: bool, keep: bool
 ) -> dict[str, Any]:
     """Run the load, show it, and give the summary."""
     console = Console()
-    await _ready(router, server)
-    demo = _Demo(router, len(router.fleet))
-    users = _USERS_PER_ENGINE * len(router.fleet)
-    load = ChatLoad(server.base_url, ENGINE.model, users=users, seed=7, on_done=demo.done)
+    for router, server in zip(routers, servers, strict=True):
+        await _ready(router, server)
+    engines = len(routers[0].fleet)
+    demo = _Demo(routers, engines)
+    urls = [server.base_url for server in servers]
+    load = ChatLoad(urls, ENGINE.model, users=_USERS_PER_ENGINE * engines, seed=7, on_done=demo.done)
     if as_json or not console.is_terminal:
         await _with_watch(demo, load, seconds, None)
     else:
@@ -188,7 +212,7 @@ async def _show(
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
     else:
-        _say(console, demo, server.base_url, keep=keep)
+        _say(console, demo, urls[0], keep=keep)
     return summary
 
 
@@ -212,12 +236,13 @@ async def _ready(router: Router, server: RouterServer) -> None:
         await asyncio.sleep(0.05)
 
 
-def _config(urls: list[str], port: int) -> Config:
+def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> Config:
     return Config(
         server=ServerConfig(port=port, expose_decision=True),
         engines=tuple(Engine(url) for url in urls),
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
+        index=msgspec.structs.replace(index, replica=replica),
     )
 
 

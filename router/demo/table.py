@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -12,27 +14,29 @@ from router.observe.receipts import EngineReceipts
 
 
 def live_table(
-    router: Router, per_engine: dict[str, Tally], ours: Tally, baseline: Tally, elapsed_s: float
+    routers: Sequence[Router], per_engine: dict[str, Tally], ours: Tally, baseline: Tally, elapsed_s: float
 ) -> Group:
-    """The picture now."""
-    table = Table(title=f"kvatlas demo: {len(router.fleet)} engines, {elapsed_s:.0f} s", pad_edge=False)
+    """The picture now; ``routers`` are replicas of one fleet."""
+    router = routers[0]
+    count = f"{len(router.fleet)} engines" + (f", {len(routers)} routers" if len(routers) > 1 else "")
+    table = Table(title=f"kvatlas demo: {count}, {elapsed_s:.0f} s", pad_edge=False)
     table.add_column("engine", no_wrap=True)
     for name in ("reqs", "predicted", "actual", "exact", "KV", "TTFT p50"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", no_wrap=True)
     for status in router.fleet:
-        sums = router.books.receipts.engines.get(status.engine_id, EngineReceipts())
+        sums = [r.books.receipts.engines.get(status.engine_id, EngineReceipts()) for r in routers]
         tally = per_engine.get(status.engine_id, Tally())
         usage = "-" if status.kv_usage is None else f"{status.kv_usage:.0%}"
         table.add_row(
             status.engine_id.removeprefix("http://"),
             str(tally.requests),
-            f"{sums.predicted_tokens:,}",
-            f"{sums.actual_tokens:,}",
+            f"{sum(s.predicted_tokens for s in sums):,}",
+            f"{sum(s.actual_tokens for s in sums):,}",
             _exact(sums),
             usage,
             _ms(tally.ttft_ms(0.5)),
-            router.planner.feed_state(status.engine_id),
+            _feed(routers, status.engine_id),
         )
     return Group(table, Text(_compare(ours, baseline)))
 
@@ -46,9 +50,18 @@ def _compare(ours: Tally, baseline: Tally) -> str:
     )
 
 
-def _exact(sums: EngineReceipts) -> str:
-    compared = sum(sums.outcomes.get(name, 0) for name in ("exact", "over", "under"))
-    return "-" if not compared else f"{sums.outcomes.get('exact', 0)}/{compared}"
+def _feed(routers: Sequence[Router], engine_id: str) -> str:
+    """State of the feed, and which of several routers follows it."""
+    state = routers[0].planner.feed_state(engine_id)
+    if len(routers) == 1:
+        return state
+    who = next((str(n) for n, r in enumerate(routers, 1) if engine_id in r.followers.stats), "nobody")
+    return f"{state} at {who}"
+
+
+def _exact(sums: list[EngineReceipts]) -> str:
+    compared = sum(s.outcomes.get(name, 0) for s in sums for name in ("exact", "over", "under"))
+    return "-" if not compared else f"{sum(s.outcomes.get('exact', 0) for s in sums)}/{compared}"
 
 
 def _ms(value: float | None) -> str:

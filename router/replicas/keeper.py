@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import structlog
 
+from router.index.shared.link import IndexUnavailable
 from router.replicas.division import Member, divide
 from router.replicas.roll import Roll
 
@@ -65,8 +66,6 @@ class Estate(Protocol):
 
 
 class LeaseKeeper:
-    """``trouble`` are the exceptions that mean the server cannot be used now."""
-
     def __init__(
         self,
         me: str,
@@ -76,7 +75,6 @@ class LeaseKeeper:
         *,
         lease_s: float,
         clock: Callable[[], float],
-        trouble: tuple[type[Exception], ...],
     ) -> None:
         self.stats = LeaseStats()
         self.held: dict[str, Held] = {}
@@ -87,7 +85,6 @@ class LeaseKeeper:
         self._roll = roll
         self._lease_s = lease_s
         self._clock = clock
-        self._trouble = trouble
         self._wanted: dict[str, str] = {}
         self._free_since: dict[str, float] = {}
         self._wake = asyncio.Event()
@@ -130,7 +127,7 @@ class LeaseKeeper:
                 async with asyncio.timeout(self._lease_s):
                     await self._tick()
                 self._failing = False
-            except (*self._trouble, TimeoutError) as error:
+            except (IndexUnavailable, TimeoutError) as error:
                 self.stats.failed_ticks += 1
                 if not self._failing:
                     _log.warning("leases cannot be kept", problem=f"{type(error).__name__}: {error}")

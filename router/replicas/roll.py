@@ -1,6 +1,6 @@
 """The roll of live replicas: each one signs it every tick, with the engines it would follow.
 
-One hash in the index's namespace, one field per replica. Always true: a replica that stopped signing is off
+One hash in the scope of each model, one field per replica. Always true: a replica that stopped signing is off
 the roll after the lease time, and its field is deleted by whoever notices ten times later; the whole hash
 goes by itself when nobody signs any more.
 """
@@ -8,7 +8,7 @@ goes by itself when nobody signs any more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -31,20 +31,26 @@ class _Signature(msgspec.Struct, array_like=True):
 _DECODE = msgspec.msgpack.Decoder(_Signature)
 
 
+class Command(Protocol):
+    """Carries out one command at the server, see ``router.index.shared.connect.Client.command``."""
+
+    async def __call__(self, *args: bytes | str | int) -> Any: ...
+
+
 class Roll:
-    """``redis`` is the connected client; ``started`` a number no earlier life of this replica had."""
+    """One scope's roll, kept at ``key``; ``started`` is a number no earlier life of this replica had."""
 
     def __init__(
         self,
-        redis: Any,
-        key: str | bytes,
+        command: Command,
+        key: bytes,
         me: str,
         *,
         started: int,
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._redis = redis
+        self._command = command
         self._key = key
         self._me = me
         self._started = started
@@ -57,16 +63,14 @@ class Roll:
         """Sign, and read who is alive; this one is among them."""
         self._beat += 1
         own = msgspec.msgpack.encode(_Signature(self._started, self._beat, me.held, sorted(me.wants)))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(self._key, self._me, own)
-            pipe.pexpire(self._key, round(self._lease_s * _HASH_LEASES * 1000))
-            pipe.hgetall(self._key)
-            _, _, fields = await pipe.execute()
-        return await self._alive(fields, me)
+        await self._command("HSET", self._key, self._me, own)
+        await self._command("PEXPIRE", self._key, round(self._lease_s * _HASH_LEASES * 1000))
+        flat = await self._command("HGETALL", self._key)
+        return await self._alive(dict(zip(flat[::2], flat[1::2], strict=True)), me)
 
     async def leave(self) -> None:
         """Strike this replica off."""
-        await self._redis.hdel(self._key, self._me)
+        await self._command("HDEL", self._key, self._me)
 
     async def _alive(self, fields: dict[bytes, bytes], me: Member) -> dict[str, Member]:
         now = self._clock()
@@ -87,5 +91,5 @@ class Roll:
                 dead.append(field)
         self._pulse.keep_only([field.decode(errors="replace") for field in fields])
         if dead:
-            await self._redis.hdel(self._key, *dead)
+            await self._command("HDEL", self._key, *dead)
         return live
