@@ -23,7 +23,7 @@ from router.control import Readiness, create_control, is_control
 from router.feeds.base import FeedState
 from router.fleet.poller import FleetPoller
 from router.fleet.registry import EngineStatus, Fleet
-from router.followers import Followers
+from router.followers import Followers, Following
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
 from router.observe.metrics import Sources
@@ -33,6 +33,7 @@ from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats
+from router.replicas.service import SharedIndex
 
 _log = structlog.get_logger()
 _DETECTION_TICK_S = 0.05
@@ -47,8 +48,15 @@ class Router:
         self.config = config
         self.fleet = Fleet(config.engines)
         self.books = Books.empty(clock)
-        self.scopes = Scopes(self._facts)
+        self.shared = (
+            SharedIndex(config.index, self.books.load, clock=clock) if config.index.is_shared else None
+        )
+        self.scopes = Scopes(self._facts, None if self.shared is None else self.shared.index_of)
         self.followers = Followers(self.scopes, clock=clock, settings=config.feeds)
+        self._following: Following = self.followers
+        if self.shared is not None:
+            self.shared.attach(self.followers, self.scopes)
+            self._following = self.shared
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
@@ -75,6 +83,7 @@ class Router:
             self.proxy.stats,
             self.reader.stats,
             lambda: self.listen_stats,
+            self.shared,
         )
         self._control = create_control(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -92,6 +101,7 @@ class Router:
             settings=self.config.policy,
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
+            shared=None if self.shared is None else self.shared.sight,
         )
         return planner, ProxyApp(planner, self.config.proxy, clock=self._clock, board=board)
 
@@ -119,12 +129,16 @@ class Router:
             self._session, self._tasks = session, tasks
             poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             background = [tasks.create_task(poller.run()), tasks.create_task(self._detect())]
+            if self.shared is not None:
+                background.append(tasks.create_task(self.shared.run()))
             try:
                 yield
             finally:
                 for task in background:
                     task.cancel()
-                self.followers.stop_all()
+                if self.shared is not None:
+                    await self.shared.close()
+                self._following.stop_all()
                 self.proxy.close()
                 self.reader.close()
                 self._session = self._tasks = None
@@ -136,6 +150,8 @@ class Router:
         up = self.fleet.ready(None)
         if not up:
             return Readiness(False, "no engine answers yet")
+        if self.shared is not None and self.shared.problem:
+            return Readiness(True, f"without the shared index: {self.shared.problem}")
         cold = [s.engine_id for s in up if s.publishes_events and not self._warm(s.engine_id)]
         waited = self._clock() - self._started_s > self.config.fleet.warm_up_s_max
         if cold and not waited:
@@ -143,8 +159,7 @@ class Router:
         return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
 
     def _warm(self, engine_id: str) -> bool:
-        stats = self.followers.stats.get(engine_id)
-        return stats is not None and stats.state in _WARM_STATES
+        return self.planner.feed_state(engine_id) in _WARM_STATES
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
@@ -156,16 +171,16 @@ class Router:
         configured = self.config.model(base).lora_paths
         adapters = {card.id: card.root for card in status.models if card.parent is not None and card.root}
         self._lora(base).update({name: path for name, path in adapters.items() if name not in configured})
-        if not self.followers.follows(status.engine, base):  # new, moved, or another model: known anew
-            self.followers.stop(engine_id)
+        if not self._following.follows(status.engine, base):  # new, moved, or another model: known anew
+            self._following.stop(engine_id)
             self.scopes.remove(engine_id)
         self.scopes.assign(engine_id, base)
         if not status.publishes_events:
             if engine_id not in self.books.shadows:
                 self.books.shadows.add(engine_id, self.config.model(base).shadow_spec())
-        elif not self.followers.follows(status.engine, base):
+        elif not self._following.follows(status.engine, base):
             self.books.shadows.forget(engine_id)
-            self.followers.follow(status.engine, base, self._tasks)
+            self._following.follow(status.engine, base, self._tasks)
 
     def engine_down(self, status: EngineStatus) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
@@ -173,7 +188,7 @@ class Router:
 
     def engine_gone(self, engine_id: str) -> None:
         """See ``FleetListener``."""
-        self.followers.stop(engine_id)
+        self._following.stop(engine_id)
         self.scopes.remove(engine_id)
         self.books.forget(engine_id)
         self.proxy.board.forget(engine_id)

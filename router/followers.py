@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
@@ -18,6 +19,22 @@ from router.fleet.engine import Engine
 
 _log = structlog.get_logger()
 _RESTART_S = 1.0
+
+
+class Following(Protocol):
+    """Sees to it that engines are followed: here, or by whichever replica has the lease."""
+
+    def follows(self, engine: Engine, model: str) -> bool:
+        """Whether this engine is followed, at these addresses and for this model."""
+
+    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+        """Begin to follow an engine that is not followed."""
+
+    def stop(self, engine_id: str) -> None:
+        """Stop following; nothing happens if not followed."""
+
+    def stop_all(self) -> None:
+        """Stop following every engine."""
 
 
 class Followers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
@@ -13,11 +14,13 @@ import structlog
 from router import __version__
 from router.app import Router
 from router.config import Config, ConfigError, Loaded
-from router.index.shared.settings import redacted
+from router.index.shared.registry import IndexRefused
+from router.index.shared.settings import SettingsError, redacted
 from router.policy.arms import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.server import ProxyServer, listen_config
 from router.proxy.stats import ListenStats
+from router.replicas.service import check_index
 
 _log = structlog.get_logger()
 
@@ -56,12 +59,30 @@ def check(config: Config) -> Router:
         return Router(config)
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
+    except SettingsError as error:
+        raise ConfigError(f"index: {error}") from None
+
+
+def check_shared_index(config: Config) -> None:
+    """Refuse an index of another schema. One that cannot be reached is no reason not to start.
+
+    Raises ``ConfigError``.
+    """
+    if not config.index.is_shared:
+        return
+    try:
+        problem = asyncio.run(check_index(config.index))
+    except IndexRefused as error:
+        raise ConfigError(f"index: {error}") from None
+    if problem:
+        _log.warning("starting without the shared index", index=redacted(config.index.url), problem=problem)
 
 
 def serve(config: Config) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     configure_logging(config.server.log_level, config.server.log_format)
     router = check(config)
+    check_shared_index(config)
     server = make_server(router)
     _log.info(
         "kvatlas starts",

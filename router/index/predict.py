@@ -113,7 +113,7 @@ class FleetResidency:
         answers: dict[str, EngineHit] = {}
         native: dict[HashScheme, list[Seat]] = {}
         for engine_id in engine_ids:
-            seat = self._seat(engine_id)
+            seat = self.seat(engine_id)
             if isinstance(seat, EngineHit):
                 answers[engine_id] = seat
             elif seat.learned is not None:
@@ -126,7 +126,7 @@ class FleetResidency:
             answers |= seat_hits(rows, prompt.num_tokens, seats, "native", detail=detail)
         return answers
 
-    def _seat(self, engine_id: str) -> Seat | EngineHit:
+    def seat(self, engine_id: str) -> Seat | EngineHit:
         """All a prediction needs of one engine, or the answer that nothing can be predicted and why."""
         engine = self._engines.get(engine_id)
         if engine is None:

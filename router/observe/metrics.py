@@ -22,6 +22,7 @@ from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
+from router.replicas.service import SharedIndex
 
 _GAUGES = frozenset(
     {
@@ -31,6 +32,9 @@ _GAUGES = frozenset(
         "feed_last_seq",
         "feed_missing_batches",
         "inflight_blocks",
+        "lease_held",
+        "lease_replicas",
+        "lease_wanted",
         "inflight_prompts",
         "prompts_prefix_bytes",
         "prompts_segment_bytes",
@@ -52,6 +56,7 @@ class Sources(msgspec.Struct):
     proxy: ProxyStats
     prompts: PromptStats
     listen: Callable[[], ListenStats | None]
+    shared: SharedIndex | None = None
 
 
 class RouterCollector:
@@ -76,6 +81,10 @@ class RouterCollector:
         yield from _numbers("inflight", s.books.inflight.stats)
         yield from _numbers("affinity", s.books.affinity.stats)
         yield from _numbers("shadow", s.books.shadows.stats)
+        if s.shared is not None:
+            yield from _numbers("lease", s.shared.keeper.stats)
+            yield from _numbers("look", s.shared.sight.stats)
+            yield from _by_label("model", "mirror", s.shared.mirror_stats())
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources
@@ -195,6 +204,11 @@ def _numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
 
 def _by_engine(part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
     """One family per number over several engines' stats structs of one type."""
+    return _by_label("engine", part, stats_of)
+
+
+def _by_label(label: str, part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
+    """One family per number over several stats structs of one type, each with its value of ``label``."""
     if not stats_of:
         return
     for name in next(iter(stats_of.values())).__struct_fields__:
@@ -202,7 +216,7 @@ def _by_engine(part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Me
         if name in _NOT_NUMBERS or any(isinstance(v, str) for v in values.values()):
             continue
         by_reason = any(isinstance(v, dict) for v in values.values())
-        family = _family(part, name, ["engine", "reason"] if by_reason else ["engine"])
+        family = _family(part, name, [label, "reason"] if by_reason else [label])
         for engine, value in values.items():
             for labels, number in _labelled(engine, value):
                 family.add_metric(labels, number)

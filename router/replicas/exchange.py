@@ -40,13 +40,13 @@ class LoadExchange:
         started: int,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self._me = me.encode()
+        self._me = me
         self._own = own
         self._beat = started
         self._pulse = Pulse(silence_s)
         self._told: dict[str, OthersLoad] = {}
         self._told_s = float("-inf")
-        self._decoded: dict[bytes, tuple[bytes, LoadTold | None]] = {}
+        self._decoded: dict[str, tuple[bytes, LoadTold | None]] = {}
 
     def field(self, now: float) -> bytes | None:
         """What to write now; None while the others need hear nothing new."""
@@ -60,24 +60,24 @@ class LoadExchange:
         told = _DECODE.decode(field)
         self._beat, self._told, self._told_s = told.beat, told.engines, now
 
-    def others(self, fields: Mapping[bytes, bytes], now: float) -> dict[str, OthersLoad]:
+    def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
         """What all other live replicas together have in flight, by engine."""
         total: dict[str, OthersLoad] = {}
         for name, value in fields.items():
             if name == self._me:
                 continue
             told = self._decode(name, value)
-            if told is None or not self._pulse.beat(name.decode(errors="replace"), told.beat, now):
+            if told is None or not self._pulse.beat(name, told.beat, now):
                 continue
             for engine_id, load in told.engines.items():
                 known = total.get(engine_id)
                 total[engine_id] = load if known is None else known.plus(load)
         if len(self._decoded) > len(fields):
             self._decoded = {name: kept for name, kept in self._decoded.items() if name in fields}
-            self._pulse.keep_only([name.decode(errors="replace") for name in fields])
+            self._pulse.keep_only(fields.keys())
         return total
 
-    def _decode(self, name: bytes, value: bytes) -> LoadTold | None:
+    def _decode(self, name: str, value: bytes) -> LoadTold | None:
         """A field decoded; the same bytes are decoded once."""
         known = self._decoded.get(name)
         if known is not None and known[0] == value:

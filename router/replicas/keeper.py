@@ -1,6 +1,6 @@
 """Keeps this replica's leases: renews, takes, gives and loses them, and has the feeds follow.
 
-One tick every third of the lease time. Whoever holds the lease of an engine is the only one whose writes the
+One tick every ``renew_s``. Whoever holds the lease of an engine is the only one whose writes the
 server accepts (the token fences them), and follows its feed. Always true: a feed runs here only after its
 lease was had; once a lease is known to be lost nothing more of that engine is written and it is dropped at
 once; trouble with the server costs ticks, never the task. A lease that ran out while the server was away is
@@ -16,12 +16,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 import structlog
 
+from router.fleet.engine import Engine
+from router.index.shared.leases import Leases
 from router.index.shared.link import IndexUnavailable
+from router.index.shared.registry import IndexRefused
 from router.replicas.division import Member, divide
 from router.replicas.roll import Roll
 
 _log = structlog.get_logger()
-_TICKS_PER_LEASE = 3
 
 
 class LeaseStats(msgspec.Struct):
@@ -46,19 +48,24 @@ class Held(NamedTuple):
     until_s: float
 
 
-class LeaseStore(Protocol):
-    """Leases at the server; see ``router.index.shared.leases``."""
+class Wanted(NamedTuple):
+    """An engine this replica would follow."""
 
-    async def acquire(self, model: str, engine_id: str, replica: str) -> int | None: ...
-    async def renew(self, model: str, engine_id: str, token: int) -> bool: ...
-    async def release(self, model: str, engine_id: str, token: int) -> None: ...
-    async def holders(self, model: str) -> Mapping[str, str]: ...
+    engine: Engine
+    model: str
+
+
+class Desk(NamedTuple):
+    """Where the leases of one model are had, and who else wants them."""
+
+    leases: Leases
+    roll: Roll
 
 
 class Estate(Protocol):
     """What comes and goes with a lease."""
 
-    async def enter(self, model: str, engine_id: str, token: int, *, again: bool) -> None:
+    async def enter(self, wanted: Wanted, token: int, *, again: bool) -> None:
         """The lease was had: take over at the server, then follow the feed (``again``: it runs already)."""
 
     def leave(self, model: str, engine_id: str) -> None:
@@ -69,33 +76,38 @@ class LeaseKeeper:
     def __init__(
         self,
         me: str,
-        store: LeaseStore,
+        desk_of: Callable[[str], Desk],
         estate: Estate,
-        roll: Roll,
         *,
         lease_s: float,
+        renew_s: float,
         clock: Callable[[], float],
     ) -> None:
+        """``desk_of`` gives a model's desk, always the same one."""
         self.stats = LeaseStats()
         self.held: dict[str, Held] = {}
         self.others_alive = False
         self._me = me
-        self._store = store
+        self._desk_of = desk_of
         self._estate = estate
-        self._roll = roll
         self._lease_s = lease_s
+        self._renew_s = renew_s
         self._clock = clock
-        self._wanted: dict[str, str] = {}
+        self._wanted: dict[str, Wanted] = {}
         self._free_since: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._failing = False
 
-    def want(self, engine_id: str, model: str) -> None:
-        """Follow this engine of ``model``, if its lease can be had."""
-        if self._wanted.get(engine_id) != model:
-            self.unwant(engine_id)
-            self._wanted[engine_id] = model
+    def want(self, engine: Engine, model: str) -> None:
+        """Follow this engine of ``model``, if its lease can be had; moved, or of another model, anew."""
+        if not self.wants(engine, model):
+            self.unwant(engine.engine_id)
+            self._wanted[engine.engine_id] = Wanted(engine, model)
             self._wake.set()
+
+    def wants(self, engine: Engine, model: str) -> bool:
+        """Whether this engine is wanted, at these addresses and for this model."""
+        return self._wanted.get(engine.engine_id) == (engine, model)
 
     def unwant(self, engine_id: str) -> None:
         """Follow this engine no longer; its lease runs out by itself where it cannot be released."""
@@ -104,6 +116,10 @@ class LeaseKeeper:
         held = self.held.pop(engine_id, None)
         if held is not None:
             self._estate.leave(held.model, engine_id)
+
+    def follows(self, engine_id: str) -> bool:
+        """Whether the feed runs here; perhaps elsewhere too by now."""
+        return engine_id in self.held
 
     def sure_of(self, engine_id: str) -> bool:
         """Whether nobody else can be following this engine now."""
@@ -132,6 +148,11 @@ class LeaseKeeper:
                 if not self._failing:
                     _log.warning("leases cannot be kept", problem=f"{type(error).__name__}: {error}")
                 self._failing = True
+            except IndexRefused as error:
+                self.stats.failed_ticks += 1
+                if not self._failing:
+                    _log.error("the shared index refuses this replica", why=str(error))
+                self._failing = True
             except Exception:  # noqa: BLE001  # a fault of ours must not end the feeds of this replica for good
                 self.stats.failed_ticks += 1
                 _log.exception("lease keeping failed")
@@ -143,12 +164,13 @@ class LeaseKeeper:
         for engine_id, held in list(self.held.items()):
             del self.held[engine_id]
             self._estate.leave(held.model, engine_id)
-            await self._store.release(held.model, engine_id, held.token)
-        await self._roll.leave()
+            await self._desk_of(held.model).leases.release(engine_id, held.token)
+        for model in {wanted.model for wanted in self._wanted.values()}:
+            await self._desk_of(model).roll.leave()
 
     async def _pause(self) -> None:
         """Until the next tick; sooner if something changed and the server can be used."""
-        pause_s = self._lease_s / _TICKS_PER_LEASE
+        pause_s = self._renew_s
         if self._failing:
             await asyncio.sleep(pause_s)
             return
@@ -159,10 +181,21 @@ class LeaseKeeper:
             pass
 
     async def _tick(self) -> None:
-        await asyncio.gather(*[self._renew(engine_id, held) for engine_id, held in list(self.held.items())])
-        live = await self._roll.sign(Member(frozenset(self._wanted), len(self.held)))
-        self.stats.replicas, self.others_alive = len(live), len(live) > 1
-        holder_of = await self._holders()
+        alive = 1
+        for model in sorted({wanted.model for wanted in self._wanted.values()}):
+            desk = self._desk_of(model)
+            await self._renew(model, desk)
+            held = sum(held.model == model for held in self.held.values())
+            engines = [wanted.engine for wanted in self._wanted.values() if wanted.model == model]
+            live = await desk.roll.sign(engines, held)
+            alive = max(alive, len(live))
+            await self._move(desk, live, await self._holders(desk, engines))
+        self.stats.replicas, self.others_alive = alive, alive > 1
+
+    async def _move(
+        self, desk: Desk, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
+    ) -> None:
+        """Take and give what the division says."""
         now = self._clock()
         for engine_id, holder in holder_of.items():
             if holder is None:
@@ -177,62 +210,71 @@ class LeaseKeeper:
             patience_s=self._lease_s,
         )
         for engine_id in plan.take:
-            await self._take(engine_id)
+            await self._take(desk, engine_id)
         if plan.give is not None:
-            await self._give(plan.give)
+            await self._give(desk, plan.give)
 
-    async def _holders(self) -> dict[str, str | None]:
-        """Who holds each engine that is wanted here. What this replica lost track of is nobody's."""
+    async def _holders(self, desk: Desk, engines: list[Engine]) -> dict[str, str | None]:
+        """Who holds each engine. A lease of an earlier life of this replica is nobody's."""
+        leases = await desk.leases.holders()
         found: dict[str, str | None] = {}
-        for model in set(self._wanted.values()):
-            holders = await self._store.holders(model)
-            for engine_id in [e for e, m in self._wanted.items() if m == model]:
-                holder = holders.get(engine_id)
-                found[engine_id] = self._me if engine_id in self.held else holder
-                if holder == self._me and engine_id not in self.held:
-                    found[engine_id] = None  # an earlier life of this replica: the server decides
+        for engine_id in [engine.engine_id for engine in engines]:
+            lease = leases.get(engine_id)
+            holder = lease.holder if lease is not None and lease.held and lease.holder != self._me else None
+            found[engine_id] = self._me if engine_id in self.held else holder
         return found
 
-    async def _renew(self, engine_id: str, held: Held) -> None:
+    async def _renew(self, model: str, desk: Desk) -> None:
+        """Renew what is held; what was lost without anybody taking it is won back."""
+        held = {engine_id: held for engine_id, held in self.held.items() if held.model == model}
+        if not held:
+            return
         asked_s = self._clock()
-        if await self._store.renew(held.model, engine_id, held.token):
-            if self.held.get(engine_id) is held:
-                self.held[engine_id] = held._replace(until_s=asked_s + self._lease_s)
-            return
-        token = await self._store.acquire(held.model, engine_id, self._me)
-        if self.held.get(engine_id) is not held:
-            return
-        if token is None:
-            self.lost(engine_id)
-            return
+        lost = await desk.leases.renew({engine_id: one.token for engine_id, one in held.items()})
+        for engine_id, one in held.items():
+            if self.held.get(engine_id) is not one:
+                continue
+            if engine_id not in lost:
+                self.held[engine_id] = one._replace(until_s=asked_s + self._lease_s)
+            elif not await self._win_back(desk, engine_id, one):
+                self.lost(engine_id)
+
+    async def _win_back(self, desk: Desk, engine_id: str, held: Held) -> bool:
+        asked_s = self._clock()
+        wanted = self._wanted[engine_id]
+        token = await desk.leases.acquire(engine_id, above=held.token)
+        if token is None or self.held.get(engine_id) is not held:
+            return False
         self.held[engine_id] = Held(held.model, token, asked_s + self._lease_s)
         self.stats.won_back += 1
         _log.info("lease won back", engine=engine_id, token=token)
-        await self._estate.enter(held.model, engine_id, token, again=True)
+        await self._estate.enter(wanted, token, again=True)
+        return True
 
-    async def _take(self, engine_id: str) -> None:
-        model, asked_s = self._wanted.get(engine_id), self._clock()
-        if model is None or engine_id in self.held:
+    async def _take(self, desk: Desk, engine_id: str) -> None:
+        wanted, asked_s = self._wanted.get(engine_id), self._clock()
+        if wanted is None or engine_id in self.held:
             return
-        token = await self._store.acquire(model, engine_id, self._me)
+        token = await desk.leases.acquire(engine_id)
         if token is None:
             return
-        if self._wanted.get(engine_id) != model:
-            await self._store.release(model, engine_id, token)
+        if self._wanted.get(engine_id) != wanted:
+            await desk.leases.release(engine_id, token)
             return
-        self.held[engine_id] = Held(model, token, asked_s + self._lease_s)
+        self.held[engine_id] = Held(wanted.model, token, asked_s + self._lease_s)
         try:
-            await self._estate.enter(model, engine_id, token, again=False)
+            await self._estate.enter(wanted, token, again=False)
         except BaseException:
             if self.held.pop(engine_id, None) is not None:
-                self._estate.leave(model, engine_id)
+                self._estate.leave(wanted.model, engine_id)
             raise
         self.stats.taken += 1
+        self._free_since.pop(engine_id, None)
         _log.info("lease taken", engine=engine_id, token=token)
 
-    async def _give(self, engine_id: str) -> None:
+    async def _give(self, desk: Desk, engine_id: str) -> None:
         held = self.held.pop(engine_id)
         self._estate.leave(held.model, engine_id)
         self.stats.given += 1
         _log.info("lease given", engine=engine_id, token=held.token)
-        await self._store.release(held.model, engine_id, held.token)
+        await desk.leases.release(engine_id, held.token)

@@ -7,11 +7,12 @@ goes by itself when nobody signs any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from router.fleet.engine import Engine
 from router.replicas.division import Member
 from router.replicas.pulse import Pulse
 
@@ -19,16 +20,32 @@ _DELETE_AFTER_LEASES = 10
 _HASH_LEASES = 100
 
 
-class _Signature(msgspec.Struct, array_like=True):
+class Signature(msgspec.Struct, array_like=True):
     """``beat`` grows with each signing; ``started`` tells two lives of one replica apart."""
 
     started: int
     beat: int
     held: int
-    wants: list[str]
+    """How many engines of this scope the replica follows."""
+    wants: list[Engine]
+
+    def member(self) -> Member:
+        """What the division looks at."""
+        return Member(frozenset(engine.engine_id for engine in self.wants), self.held)
 
 
-_DECODE = msgspec.msgpack.Decoder(_Signature)
+_DECODE = msgspec.msgpack.Decoder(Signature)
+
+
+def read_roll(flat: Sequence[bytes]) -> dict[str, Signature | None]:
+    """Replica -> signature from a flat HGETALL; None where it cannot be read."""
+    roll: dict[str, Signature | None] = {}
+    for field, value in zip(flat[::2], flat[1::2], strict=True):
+        try:
+            roll[field.decode(errors="replace")] = _DECODE.decode(value)
+        except msgspec.DecodeError:
+            roll[field.decode(errors="replace")] = None
+    return roll
 
 
 class Command(Protocol):
@@ -59,37 +76,33 @@ class Roll:
         self._beat = 0
         self._pulse = Pulse(lease_s)
 
-    async def sign(self, me: Member) -> dict[str, Member]:
+    async def sign(self, wants: Sequence[Engine], held: int) -> dict[str, Member]:
         """Sign, and read who is alive; this one is among them."""
         self._beat += 1
-        own = msgspec.msgpack.encode(_Signature(self._started, self._beat, me.held, sorted(me.wants)))
-        await self._command("HSET", self._key, self._me, own)
+        own = Signature(self._started, self._beat, held, list(wants))
+        await self._command("HSET", self._key, self._me, msgspec.msgpack.encode(own))
         await self._command("PEXPIRE", self._key, round(self._lease_s * _HASH_LEASES * 1000))
-        flat = await self._command("HGETALL", self._key)
-        return await self._alive(dict(zip(flat[::2], flat[1::2], strict=True)), me)
+        roll = read_roll(await self._command("HGETALL", self._key))
+        roll[self._me] = own
+        live, dead = self._divide(roll)
+        if dead:
+            await self._command("HDEL", self._key, *dead)
+        return live
 
     async def leave(self) -> None:
         """Strike this replica off."""
         await self._command("HDEL", self._key, self._me)
 
-    async def _alive(self, fields: dict[bytes, bytes], me: Member) -> dict[str, Member]:
+    def _divide(self, roll: dict[str, Signature | None]) -> tuple[dict[str, Member], list[str]]:
+        """The live, and the names to strike off."""
         now = self._clock()
-        live = {self._me: me}
-        dead = []
-        for field, value in fields.items():
-            name = field.decode(errors="replace")
-            if name == self._me:
-                continue
-            try:
-                signature = _DECODE.decode(value)
-            except msgspec.DecodeError:
-                dead.append(field)
-                continue
-            if self._pulse.beat(name, hash((signature.started, signature.beat)), now):
-                live[name] = Member(frozenset(signature.wants), signature.held)
+        live, dead = {}, []
+        for name, signature in roll.items():
+            if signature is None:
+                dead.append(name)
+            elif self._pulse.beat(name, hash((signature.started, signature.beat)), now):
+                live[name] = signature.member()
             elif self._pulse.silent_s(name, now) > _DELETE_AFTER_LEASES * self._lease_s:
-                dead.append(field)
-        self._pulse.keep_only([field.decode(errors="replace") for field in fields])
-        if dead:
-            await self._command("HDEL", self._key, *dead)
-        return live
+                dead.append(name)
+        self._pulse.keep_only(roll.keys())
+        return live, dead

@@ -13,8 +13,6 @@ class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fi
     only in a file (``--index-file``), the environment (``KVATLAS_INDEX_URL``) or the configuration file."""
     replica: str = ""
     """This replica's name, of its own among all; made from host name and process where not given."""
-    flush_interval_s: float = 0.001
-    """Changes are gathered for so long before they are written to the shared index."""
     load_interval_s: float = 0.05
     """In-flight load is told to the other replicas at most so often."""
 

@@ -19,7 +19,7 @@ def test_others_are_added_up_and_one_is_not_counted_oneself() -> None:
     for name, tokens in (("a", 10), ("b", 20), ("me", 40)):
         field = exchange(name, {E: OthersLoad(1, 2, tokens)}).field(0.0)
         assert field is not None
-        fields[name.encode()] = field
+        fields[name] = field
     assert exchange("me", {}).others(fields, 0.0) == {E: OthersLoad(2, 4, 30)}
 
 
@@ -28,12 +28,12 @@ def test_a_silent_replica_counts_no_longer_and_counts_again_when_it_speaks() -> 
     field = teller.field(0.0)
     assert field is not None
     teller.wrote(field, 0.0)
-    assert reader.others({b"a": field}, 0.0)
-    assert reader.others({b"a": field}, 2.0)
-    assert reader.others({b"a": field}, 2.1) == {}
+    assert reader.others({"a": field}, 0.0)
+    assert reader.others({"a": field}, 2.0)
+    assert reader.others({"a": field}, 2.1) == {}
     again = teller.field(2.5)
     assert again is not None
-    assert reader.others({b"a": again}, 2.6) == {E: OthersLoad(1, 0, 5)}
+    assert reader.others({"a": again}, 2.6) == {E: OthersLoad(1, 0, 5)}
 
 
 def test_what_has_not_changed_is_repeated_only_while_it_is_something() -> None:
@@ -52,7 +52,7 @@ def test_what_has_not_changed_is_repeated_only_while_it_is_something() -> None:
 
 
 def test_a_field_that_cannot_be_read_counts_as_nothing() -> None:
-    assert exchange("me", {}).others({b"a": b"\xc1", b"\xff": b"x"}, 0.0) == {}
+    assert exchange("me", {}).others({"a": b"\xc1", "b": b"x"}, 0.0) == {}
 
 
 def test_two_lives_of_a_replica_differ_in_their_beat() -> None:
