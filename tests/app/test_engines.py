@@ -181,7 +181,7 @@ def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
                     await rig.ready()
                     assert await check_exact(rig, [speaking], TEXT * 20) > 100
                     assert speaking.base_url not in rig.router.books.shadows
-                    assert rig.router.books.receipts.latest[-1].mode == "exact"
+                    assert rig.router.books.receipts.latest[-1].mode == "native"
                     await speaking.stop()
                     await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
                     async with started(port=port, publish_events=False):  # and the other way

@@ -68,7 +68,7 @@ def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
         request_id="r",
         engine_id=engine_id,
         model="m",
-        mode="exact",
+        mode="native",
         feed="ready",
         prompt_tokens=100,
         predicted_tokens=predicted,
