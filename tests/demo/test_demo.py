@@ -73,7 +73,7 @@ def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
     assert told["errors"] == 0
     assert told["requests"] == told["baseline"]["requests"] > 5
     assert told["prompt_tokens"] == told["baseline"]["prompt_tokens"]
-    assert told["predicted_total"] == told["requests"]
+    assert 0 < told["predicted_total"] <= told["requests"]
     assert told["predicted_exact"] <= told["predicted_total"]
     assert told["hit_tokens"] > told["baseline"]["hit_tokens"]
     assert 0 < told["ttft_p50_ms"] <= told["ttft_p99_ms"]
