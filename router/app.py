@@ -170,6 +170,7 @@ class Router:
     def engine_down(self, status: EngineStatus) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
         self.books.shadows.reset(status.engine_id)
+        self.books.inflight.forget(status.engine_id)
 
     def engine_gone(self, engine_id: str) -> None:
         """See ``FleetListener``."""
