@@ -177,6 +177,7 @@ class Router:
         self.followers.stop(engine_id)
         self.scopes.remove(engine_id)
         self.books.forget(engine_id)
+        self.proxy.client.forget(engine_id.partition("#")[0])
         self.proxy.board.forget(engine_id)
 
     def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:

@@ -156,10 +156,11 @@ class Planner:
         ready = self._fleet.ready(model)
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
-        askable = [s for s in ready if s.engine_id not in exclude and self._board.available(s.engine_id)]
-        if not askable:
+        untried = [s for s in ready if s.engine_id not in exclude]
+        if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready says more.")
-        return askable
+        # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
+        return [s for s in untried if self._board.available(s.engine_id)] or untried
 
     def _decide_by_tokens(
         self,
