@@ -185,12 +185,14 @@ class Router:
     def engine_down(self, status: EngineStatus) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
         self.books.shadows.reset(status.engine_id)
+        self.books.inflight.forget(status.engine_id)
 
     def engine_gone(self, engine_id: str) -> None:
         """See ``FleetListener``."""
         self._following.stop(engine_id)
         self.scopes.remove(engine_id)
         self.books.forget(engine_id)
+        self.proxy.client.forget(engine_id.partition("#")[0])
         self.proxy.board.forget(engine_id)
 
     def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:

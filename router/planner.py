@@ -61,6 +61,13 @@ class View(NamedTuple):
     shared: Shared
 
     @property
+    def mode(self) -> str:
+        """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
+        if self.candidate.confidence == "none":
+            return "none"
+        return "native" if self.candidate.confidence == "exact" else self.candidate.confidence
+
+    @property
     def expected_tokens(self) -> int:
         """The hit when the engine gets to this prompt: what it holds, or what a prompt ahead leaves there."""
         return max(self.candidate.hit_tokens, self.shared.coming_tokens)
@@ -167,10 +174,11 @@ class Planner:
         ready = self._fleet.ready(model)
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
-        askable = [s for s in ready if s.engine_id not in exclude and self._board.available(s.engine_id)]
-        if not askable:
+        untried = [s for s in ready if s.engine_id not in exclude]
+        if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready says more.")
-        return askable
+        # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
+        return [s for s in untried if self._board.available(s.engine_id)] or untried
 
     def _decide_by_tokens(
         self,
@@ -255,11 +263,13 @@ class Planner:
     ) -> View:
         tokens, trunk, offloaded = 0, 0, 0
         confidence: Confidence = "none"
-        if hit is not None and hit.mode == "unknown" and self._known_empty(status):
-            confidence = "exact"
+        if hit is not None and hit.mode == "unknown":
+            # Empty, but what a prompt in flight there will leave cannot be told before the layout is known.
+            if not shared.common_tokens and self._known_empty(status):
+                confidence = "exact"
         elif hit is not None and hit.stale:  # nothing to count on, but a better bet than elsewhere
             trunk = hit.trunk_tokens
-        elif hit is not None and hit.mode != "unknown":
+        elif hit is not None:
             tokens, trunk, confidence = hit.hit_tokens, hit.trunk_tokens, _CONFIDENCE[hit.mode]
             offloaded = hit.offloaded_tokens - hit.hit_tokens
         elif shadow is not None:
@@ -392,20 +402,22 @@ class Planner:
 
     def _receipt(self, placed: Placed, usage: Usage | None) -> Receipt:
         view, decision = placed.decision.view, placed.decision
-        predicted = view.candidate.confidence != "none"
-        mode = "shadow" if view.shadow is not None else view.candidate.confidence
-        unpredicted = "fallback" if decision.index_problem else "none"
+        read = decision.read
+        one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
+        predicted = one_prompt and view.candidate.confidence != "none"
+        fallback = decision.index_problem and view.candidate.confidence == "none"
         return Receipt(
-            request_id=_request_id(placed.request),
+            request_id=placed.request.request_id.decode("latin-1"),
             engine_id=placed.engine_id,
             model=placed.request.model or "",
-            mode=mode if predicted else unpredicted,
+            mode="fallback" if fallback else view.mode,
             feed=self.feed_state(placed.engine_id),
             prompt_tokens=decision.prompt_tokens,
             predicted_tokens=view.expected_tokens if predicted else None,
             offloaded_tokens=view.candidate.offloaded_tokens,
             trunk_tokens=view.candidate.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
+            reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
             reason=decision.choice.reason,
             index_problem=decision.index_problem,
             ttft_s=placed.ttft_s,
@@ -461,8 +473,3 @@ class Placed:
         if self._open:
             self._open = False
             self._planner.close(self, usage, failed=failed)
-
-
-def _request_id(request: InboundRequest) -> str:
-    value = next((value for name, value in request.headers if name == b"x-request-id"), b"")
-    return value.decode("latin-1")

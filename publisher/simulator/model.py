@@ -49,6 +49,7 @@ class EngineModel:
         self.name = settings.model
         self.max_model_len = max_model_len
         self._dp_rank = settings.dp_rank
+        self._turn = asyncio.Lock()
         self._tokenizer = ChatTokenizer(settings.tokenizer_dir)
         self._source = TextSource(
             self._tokenizer, seed=settings.seed, natural_tokens_max=settings.natural_output_tokens_max
@@ -128,9 +129,12 @@ class EngineModel:
         return await self._encode(text, add_special_tokens=request.add_special_tokens)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) <= _INLINE_CHARS_MAX:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        async with self._turn:  # in the order of arrival, as vLLM's one renderer thread does by default
+            if len(text) <= _INLINE_CHARS_MAX:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(
+                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+            )
 
     def _prepared(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int], asked: int | None

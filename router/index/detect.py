@@ -137,8 +137,15 @@ class SchemeDetector:
             self._shortest = root
 
     def _try_known(self, root: RootEvent) -> bool:
-        """Settle on the first candidate that gives the event's hashes; False where none does."""
+        """Settle on the first candidate that gives the event's hashes; False where none does.
+
+        Where none gives the hash of the first block with extra keys (how far a multimodal item reaches is not
+        on the wire), the blocks before it are proof enough.
+        """
         scheme = next((s for s in self._candidates(root) if matches(root, s)), None)
+        if scheme is None and root.full and root.keyed:
+            root = msgspec.structs.replace(root, keyed=0)
+            scheme = next((s for s in self._candidates(root) if matches(root, s)), None)
         if scheme is not None:
             self._found(scheme)
         return scheme is not None

@@ -28,6 +28,8 @@ class RootEvent(msgspec.Struct, frozen=True):
     lookahead: int
     full: bool
     """Whether every block of the span is listed, so that hash i covers block i."""
+    keyed: int = 0
+    """The first listed block with extra keys; 0 where none has any."""
 
     @property
     def plain(self) -> bool:
@@ -72,7 +74,8 @@ def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | No
     ahead = event.lookahead_token_ids or []
     if ahead and ahead[-1]:
         tokens = tokens + ahead[-1]
-    return RootEvent(tokens, event.block_size, hashes, extras, len(ahead[-1]) if ahead else 0, full)
+    keyed = next((number for number, keys in enumerate(event.extra_keys or ()) if keys), 0)
+    return RootEvent(tokens, event.block_size, hashes, extras, len(ahead[-1]) if ahead else 0, full, keyed)
 
 
 def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras | None:
@@ -106,12 +109,13 @@ def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras
 
 
 def matches(root: RootEvent, scheme: HashScheme) -> bool:
-    """Whether ``scheme`` gives the hashes of this event."""
+    """Whether ``scheme`` gives the hashes of this event: of a full one, that of its first block with extra
+    keys (a hash covers all before it), of a masked one every listed hash."""
     if scheme.lookahead != root.lookahead or root.block_size % scheme.hash_block_size:
         return False
     per_block = root.block_size // scheme.hash_block_size
     if root.full:
-        first = root.tokens[: root.block_size + root.lookahead]
-        return block_hashes(first, scheme, root.extras)[per_block - 1 : per_block] == root.hashes[:1]
-    computed = set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block])
-    return computed.issuperset(root.hashes)
+        ends = (root.keyed + 1) * root.block_size
+        computed = block_hashes(root.tokens[: ends + root.lookahead], scheme, root.extras)
+        return computed[-1:] == root.hashes[root.keyed : root.keyed + 1]
+    return set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block]) >= set(root.hashes)

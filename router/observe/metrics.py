@@ -150,6 +150,11 @@ class RouterCollector:
         actual = CounterMetricFamily(
             "kvatlas_reported_hit_tokens", "Reported by the engine", labels=["engine"]
         )
+        lengths = CounterMetricFamily(
+            "kvatlas_prompt_mismatches",
+            "Prompts whose token count the engine reports differently: tokenizer or template differ",
+            labels=["engine"],
+        )
         drifting = GaugeMetricFamily("kvatlas_prediction_drifting", "1 if too often wrong", labels=["engine"])
         errors = HistogramMetricFamily(
             "kvatlas_prediction_error_tokens", "Predicted minus reported hit tokens", labels=["engine"]
@@ -159,9 +164,10 @@ class RouterCollector:
                 outcomes.add_metric([engine_id, outcome], count)
             predicted.add_metric([engine_id], sums.predicted_tokens)
             actual.add_metric([engine_id], sums.actual_tokens)
+            lengths.add_metric([engine_id], sums.prompt_mismatches)
             drifting.add_metric([engine_id], float(sums.drifting))
             errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
-        yield from (outcomes, predicted, actual, drifting, errors)
+        yield from (outcomes, predicted, actual, lengths, drifting, errors)
 
     def _load(self) -> Iterator[Metric]:
         load = self._sources.books.load

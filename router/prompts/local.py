@@ -256,8 +256,7 @@ class LocalModel:
 
     def _shared_segments(self, parent: Entry, text: str) -> int:
         """The last segment of ``parent`` before which both texts are equal and at which both are cut."""
-        barrier = self.tokenizer.barrier
-        if barrier is None or not parent.starts:
+        if not parent.starts:
             return 0
         low, high = 0, len(parent.starts)  # texts are equal up to starts[low], maybe not up to starts[high]
         middle = high - 1
@@ -267,7 +266,7 @@ class LocalModel:
             else:
                 high = middle
             middle = (low + high) // 2
-        while low and not barrier.match(text, parent.starts[low]):
+        while low and not self.tokenizer.may_cut(text, parent.starts[low]):
             low -= 1
         return low
 

@@ -101,7 +101,9 @@ class ProxyApp:
         look = self._peek(path, method, head, body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
-        request = InboundRequest(method, path, query, scope["headers"], body, look.model, look.stream)
+        request = InboundRequest(
+            method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
+        )
         return Outbound(request, head, target)
 
     async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:

@@ -24,6 +24,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     body: bytes
     model: str | None = None
     stream: bool = False
+    request_id: bytes = b""
+    """The client's ``x-request-id``, or the one made for it."""
 
 
 class Usage(msgspec.Struct, gc=False):

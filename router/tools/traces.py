@@ -62,7 +62,7 @@ class TraceState(msgspec.Struct):
 
 
 class TraceLine(msgspec.Struct):
-    """One line; exactly one of header, events, state, probe and note is set."""
+    """One line: a header, events, a state, a probe with its hit, or a note; other fields are ignored."""
 
     header: TraceHeader | None = None
     events: str | None = None
@@ -85,7 +85,7 @@ def trace_files(paths: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files += [p for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.gz"))]
+            files += [p for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.gz")) and p.is_file()]
         elif path.exists():
             files.append(path)
         else:
@@ -107,7 +107,7 @@ def read_trace(path: Path) -> Iterator[tuple[int, TraceLine]]:
                 if line.probe is not None and line.hit_tokens is None:
                     raise TraceError(f"{path}:{number}: probe without hit_tokens")
                 yield number, line
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}:{number + 1}: cannot be read: {error}") from None

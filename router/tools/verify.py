@@ -8,14 +8,13 @@ the engine then restarts, so that residency starts empty; only the second time a
 
 from __future__ import annotations
 
-import binascii
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras, block_hashes
-from publisher.events import BlockHash, EventDecodeError, decode_batch
+from publisher.events import BlockHash, decode_batch
 from router.index.base import Plane
 from router.index.predict import FleetResidency
 from router.index.residency import EngineResidency
@@ -102,7 +101,7 @@ def verify_trace(path: Path) -> TraceResult:
 def _apply(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
     try:
         fleet.apply(_ENGINE, decode_batch(line.payload()))
-    except (EventDecodeError, binascii.Error) as error:
+    except ValueError as error:  # not base64 (binascii.Error), not ASCII, or no batch (EventDecodeError)
         raise TraceError(f"{path}:{number}: {error}") from None
     fleet.engine(_ENGINE).finish_detection()
 

@@ -50,7 +50,8 @@ def test_sixty_four_streams_at_once() -> None:
             receipts = rig.router.books.receipts
             counted = {o: receipts.total(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
             assert sum(counted.values()) == 192
-            assert counted["unreported"] == counted["unpredicted"] == 0
+            assert counted["unreported"] == 0
+            assert counted["unpredicted"] < 64  # at most the first ones, before anything is known
             assert rig.router.proxy.stats.errors == {}
             assert rig.router.proxy.stats.engine_failures == {}
             used = [engine.scheduler.stats.finished["length"] for engine in engines]
@@ -197,7 +198,7 @@ def test_a_placement_closes_once_whatever_is_called() -> None:
                     after[0 if calls[0] == "finished" else 1]
                     == before[0 if calls[0] == "finished" else 1] + 1
                 )
-            assert books.receipts.total("unreported") == 3
+            assert books.receipts.total("unreported") + books.receipts.total("unpredicted") == 3
             assert books.load.check_integrity() == books.inflight.check_integrity() == []
 
     run(main())

@@ -1,0 +1,157 @@
+"""The metrics page: valid whatever the parts hold, and its labels bounded by the fleet."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.books import Books
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.engine import Engine
+from router.fleet.registry import Fleet
+from router.index.layout import ModelFacts
+from router.index.scopes import Scopes
+from router.observe.metrics import _GAUGES, Sources, render_metrics
+from router.observe.receipts import ERROR_BUCKETS, Receipt
+from router.policy.affinity import AffinityStats
+from router.policy.inflight import InflightStats
+from router.policy.load import LoadStats
+from router.policy.shadow import ShadowStats
+from router.prompts.stats import PromptStats
+from router.proxy.breaker import BreakerBoard
+from router.proxy.stats import ListenStats, ProxyStats
+
+IDS = ("http://a:1", 'http://b:1/"quoted"\\')
+PARTS: dict[str, type[msgspec.Struct]] = {
+    "feed": FeedStats,
+    "proxy": ProxyStats,
+    "listen": ListenStats,
+    "prompts": PromptStats,
+    "inflight": InflightStats,
+    "affinity": AffinityStats,
+    "shadow": ShadowStats,
+    "load": LoadStats,
+}
+
+
+@pytest.fixture
+def sources() -> Sources:
+    """Two engines that have done something."""
+    fleet = Fleet([Engine(name) for name in IDS])
+    books = Books.empty(lambda: 100.0)
+    for name in IDS:
+        books.load.admit(name, uncached_tokens=100, now=100.0)
+    scopes = Scopes(lambda _: ModelFacts())
+    scopes.assign(IDS[0], "m")
+    feeds = {IDS[0]: FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})}
+    proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
+    return Sources(
+        fleet, feeds, scopes, books, BreakerBoard(lambda: 100.0), proxy, PromptStats(), ListenStats
+    )
+
+
+def families(sources: Sources) -> dict[str, object]:
+    page = render_metrics(sources).decode()
+    return {family.name: family for family in text_string_to_metric_families(page)}
+
+
+def values(sources: Sources, name: str) -> dict[tuple[str, ...], float]:
+    found = families(sources)[name]
+    return {tuple(s.labels.values()): s.value for s in found.samples}  # type: ignore[attr-defined]
+
+
+def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
+    return Receipt(
+        request_id="r",
+        engine_id=engine_id,
+        model="m",
+        mode="native",
+        feed="ready",
+        prompt_tokens=100,
+        predicted_tokens=predicted,
+        actual_tokens=actual,
+    )
+
+
+def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
+    found = families(sources)
+    missing = [
+        f"kvatlas_{part}_{name}"
+        for part, struct in PARTS.items()
+        for name in struct.__struct_fields__
+        if f"kvatlas_{part}_{name}" not in found
+        and not isinstance(getattr(struct(), name), str)  # words are for /kvatlas/engines
+    ]
+    assert missing == []
+
+
+def test_gauges_are_numbers_that_exist() -> None:
+    known = {f"{part}_{name}" for part, struct in PARTS.items() for name in struct.__struct_fields__}
+    assert known >= _GAUGES
+
+
+def test_labels_are_kept_apart_and_escaped(sources: Sources) -> None:
+    assert set(values(sources, "kvatlas_engine_up")) == {(name,) for name in IDS}
+    assert values(sources, "kvatlas_feed_malformed_frames") == {(IDS[0], "too_large"): 2}
+    assert values(sources, "kvatlas_proxy_errors") == {("invalid_json",): 2}
+
+
+def test_one_feed_state_is_set_at_a_time(sources: Sources) -> None:
+    states = values(sources, "kvatlas_feed_state")
+    assert len(states) == len(FeedState)
+    assert [key for key, value in states.items() if value] == [(IDS[0], "ready")]
+
+
+def test_receipts_are_counted_by_outcome_with_a_histogram_of_errors(sources: Sources) -> None:
+    for predicted, actual in ((0, 0), (64, 64), (100, 0), (0, 3000)):
+        sources.books.receipts.add(receipt(IDS[0], predicted, actual))
+    assert values(sources, "kvatlas_receipts") == {
+        (IDS[0], "exact"): 2,
+        (IDS[0], "over"): 1,
+        (IDS[0], "under"): 1,
+    }
+    buckets = values(sources, "kvatlas_prediction_error_tokens")
+    assert buckets[IDS[0], "-1024"] == 1
+    assert buckets[IDS[0], "0"] == 3
+    assert buckets[IDS[0], "256"] == buckets[IDS[0], "+Inf"] == 4
+    assert len(buckets) == len(ERROR_BUCKETS) + 1
+    assert values(sources, "kvatlas_prediction_drifting") == {(IDS[0],): 0}
+
+
+def test_an_open_breaker_shows(sources: Sources) -> None:
+    for _ in range(3):
+        sources.board.record(IDS[1], False)
+    assert values(sources, "kvatlas_engine_breaker_open") == {(IDS[0],): 0, (IDS[1],): 1}
+
+
+def test_engines_that_left_are_in_no_label(sources: Sources) -> None:
+    books = sources.books
+    books.receipts.add(receipt(IDS[1], 1, 1))
+    assert IDS[1] in {label for labels in values(sources, "kvatlas_receipts") for label in labels}
+    sources.fleet.replace(IDS[1], [])
+    books.forget(IDS[1])
+    for name, family in families(sources).items():
+        for sample in family.samples:  # type: ignore[attr-defined]
+            assert IDS[1] not in sample.labels.values(), name
+
+
+def test_the_number_of_series_does_not_grow_with_requests(sources: Sources) -> None:
+    def series() -> int:
+        return sum(len(family.samples) for family in families(sources).values())  # type: ignore[attr-defined]
+
+    for outcome in ((0, 0), (1, 0), (0, 1)):
+        sources.books.receipts.add(receipt(IDS[0], *outcome))
+    before = series()
+    for n in range(500):
+        sources.books.receipts.add(receipt(IDS[0], n, n % 7))
+        sources.books.load.finish(sources.books.load.admit(IDS[0], uncached_tokens=n, now=100.0), 100.0)
+    assert series() == before
+
+
+def test_every_value_is_a_number(sources: Sources) -> None:
+    for family in families(sources).values():
+        for sample in family.samples:  # type: ignore[attr-defined]
+            assert not math.isnan(sample.value), sample

@@ -1,0 +1,122 @@
+"""Receipts: outcomes, sums, the histogram of errors, and when an engine counts as drifting."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.observe.receipts import (
+    DRIFT_MIN,
+    DRIFT_SHARE,
+    ERROR_BUCKETS,
+    RECEIPTS_KEPT,
+    WINDOW,
+    Outcome,
+    Receipt,
+    ReceiptBook,
+)
+
+ENGINE = "http://h:1"
+
+
+def receipt(predicted: int | None, actual: int | None, engine_id: str = ENGINE) -> Receipt:
+    return Receipt(
+        request_id="r",
+        engine_id=engine_id,
+        model="m",
+        mode="native",
+        feed="ready",
+        prompt_tokens=1000,
+        predicted_tokens=predicted,
+        actual_tokens=actual,
+    )
+
+
+@pytest.mark.parametrize(
+    ("predicted", "actual", "outcome"),
+    [
+        (0, 0, "exact"),
+        (64, 64, "exact"),
+        (64, 0, "over"),
+        (0, 64, "under"),
+        (None, 64, "unpredicted"),
+        (None, None, "unpredicted"),
+        (0, None, "unreported"),
+    ],
+)
+def test_outcomes(predicted: int | None, actual: int | None, outcome: Outcome) -> None:
+    book = ReceiptBook()
+    book.add(receipt(predicted, actual))
+    assert book.latest[-1].outcome == outcome
+    assert book.engines[ENGINE].outcomes == {outcome: 1}
+    assert book.total(outcome) == 1
+
+
+tokens = st.none() | st.integers(0, 100_000)
+
+
+@given(st.lists(st.tuples(tokens, tokens, st.sampled_from(["a", "b"])), max_size=60))
+def test_sums_and_histogram_are_those_of_the_receipts(
+    pairs: list[tuple[int | None, int | None, str]],
+) -> None:
+    book = ReceiptBook()
+    for predicted, actual, engine_id in pairs:
+        book.add(receipt(predicted, actual, engine_id))
+    for engine_id, sums in book.engines.items():
+        compared = [(p, a) for p, a, e in pairs if e == engine_id and p is not None and a is not None]
+        assert sum(sums.outcomes.values()) == sum(e == engine_id for *_, e in pairs)
+        assert sums.predicted_tokens == sum(p for p, _ in compared)
+        assert sums.actual_tokens == sum(a for _, a in compared)
+        assert sums.abs_error_tokens == sum(abs(p - a) for p, a in compared)
+        bounds = [-float("inf"), *ERROR_BUCKETS, float("inf")]
+        counts = [sum(low < p - a <= high for p, a in compared) for low, high in itertools.pairwise(bounds)]
+        assert sums.errors == counts
+        assert len(sums.window) == min(len(compared), WINDOW)
+
+
+def test_the_bucket_of_zero_holds_the_exact_ones_alone() -> None:
+    book = ReceiptBook()
+    for error in (-1, 0, 1):
+        book.add(receipt(100 + error, 100))
+    at_zero = ERROR_BUCKETS.index(0)
+    assert book.engines[ENGINE].errors[at_zero - 1 : at_zero + 2] == [1, 1, 1]
+
+
+def test_an_engine_drifts_when_too_many_of_its_latest_predictions_are_wrong() -> None:
+    book = ReceiptBook()
+    for _ in range(DRIFT_MIN - 1):
+        book.add(receipt(1, 0))
+    assert not book.engines[ENGINE].drifting  # too few to tell
+    book.add(receipt(1, 0))
+    assert book.engines[ENGINE].drifting
+    for _ in range(WINDOW - DRIFT_MIN):
+        book.add(receipt(1, 1))
+    assert not book.engines[ENGINE].drifting  # one in four is allowed
+    book.add(receipt(None, 0))
+    book.add(receipt(5, None))
+    assert len(book.engines[ENGINE].window) == WINDOW  # what was not compared is no evidence
+    for _ in range(int(WINDOW * DRIFT_SHARE) + 1):
+        book.add(receipt(0, 1))
+    assert book.engines[ENGINE].drifting
+
+
+def test_what_is_kept_is_bounded_and_forgotten_with_its_engine() -> None:
+    book = ReceiptBook()
+    for n in range(RECEIPTS_KEPT + WINDOW):
+        book.add(receipt(n, n))
+    assert len(book.latest) == RECEIPTS_KEPT
+    assert book.latest[-1].predicted_tokens == RECEIPTS_KEPT + WINDOW - 1
+    book.forget(ENGINE)
+    assert book.engines == {}
+    book.forget(ENGINE)
+
+
+def test_a_listener_is_told_of_every_receipt() -> None:
+    book, told = ReceiptBook(), []
+    book.listener = told.append
+    for n in range(3):
+        book.add(receipt(n, None))
+    assert [r.predicted_tokens for r in told] == [0, 1, 2]
