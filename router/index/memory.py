@@ -17,7 +17,7 @@ from itertools import repeat
 import numpy as np
 
 from publisher.events import BlockHash
-from router.index.base import IndexStats, Plane, Rows, Slot
+from router.index.base import IndexStats, Plane, Rows, Slot, Words
 from router.index.patterns import Patterns, Steps, slot_position
 
 _SWEEP_SLICE = 512
@@ -136,6 +136,39 @@ class MemoryIndex:
     def copies(self, engine_id: str, plane: Plane) -> int:
         lane = self._lanes.get(engine_id, {}).get(plane)
         return 0 if lane is None else lane.count
+
+    def planes(self, engine_id: str) -> tuple[Plane, ...]:
+        """The planes this engine ever stored anything in since it was forgotten."""
+        return tuple(self._lanes.get(engine_id, ()))
+
+    def held_in(self, engine_id: str, planes: Sequence[Plane], hashes: Sequence[BlockHash]) -> Words:
+        """Per hash one word: bit i is set if this engine holds it in ``planes[i]`` (at most 64)."""
+        numbers = np.fromiter(map(self._row_of.get, hashes, repeat(0)), np.intp, len(hashes))
+        held: Words = self._held_by_row(engine_id, planes)[numbers]
+        return held
+
+    def blocks_of(self, engine_id: str) -> Words:
+        """Every hash this engine holds in any plane, in no order; one pass over all blocks."""
+        planes = self.planes(engine_id)
+        numbers = np.fromiter(self._row_of.values(), np.intp, len(self._row_of))
+        hashes = np.fromiter(self._row_of.keys(), np.uint64, len(self._row_of))
+        held = self._held_by_row(engine_id, planes[:64]) != 0
+        for start in range(64, len(planes), 64):
+            held |= self._held_by_row(engine_id, planes[start : start + 64]) != 0
+        blocks: Words = hashes[held[numbers]]
+        return blocks
+
+    def _held_by_row(self, engine_id: str, planes: Sequence[Plane]) -> Words:
+        """Per row number, the engine's presence in ``planes`` as bits."""
+        matrix = self._patterns.matrix
+        held = np.zeros(matrix.shape[0], np.uint64)
+        lanes = self._lanes.get(engine_id, {})
+        for number, plane in enumerate(planes):
+            if plane in lanes:
+                word, bit = slot_position(self._slots[engine_id])
+                column = matrix[:, self._columns[plane, word]]
+                held |= ((column >> np.uint64(bit)) & np.uint64(1)) << np.uint64(number)
+        return held
 
     def stats(self) -> IndexStats:
         lanes = [lane for planes in self._lanes.values() for lane in planes.values()]

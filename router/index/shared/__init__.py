@@ -1,0 +1,1 @@
+"""Residency shared by several routers through Redis or Valkey."""

@@ -1,0 +1,101 @@
+"""Names of everything the shared index keeps.
+
+Every key starts with the namespace. The books of a scope (one base model) carry its name in a hash tag, so
+that a Cluster keeps them together. A block's key is ``namespace:`` [``{tag}`` of its partition in a Cluster]
++ 6 bytes of the scope's *epoch* + 8 bytes of the block hash. The epoch is drawn anew whenever a scope's books
+are made, so it stands for namespace, schema, model and this very life of the books: blocks written before the
+books were lost are never read by numbers given out after. The hash itself is specific to the hash scheme.
+Keys of up to 22 bytes cost one 24-byte allocation; the default namespace stays within it.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Sequence
+from functools import cache
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from router.index.base import Words
+
+SCHEMA = 1
+"""Of keys and values; another number in the same namespace is refused."""
+
+SLOTS = 16384
+EPOCH_BYTES = 6
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+class ScopeKeys:
+    """The books of one scope; ``load`` and ``replicas`` are for those who divide the work."""
+
+    def __init__(self, namespace: str, model: str) -> None:
+        self.namespace = namespace
+        stem = f"{namespace}:{{{quote(model, safe='/:@._~-+')}}}:"
+        self.scope = f"{stem}scope".encode()
+        self.leases = f"{stem}leases".encode()
+        self.load = f"{stem}load".encode()
+        self.replicas = f"{stem}replicas".encode()
+        self._model = quote(model, safe="/:@._~-+")
+
+    def fence(self, partition: int, partitions: int) -> bytes:
+        """Tokens and sequence numbers of the writers in one partition."""
+        return f"{self.namespace}:{tag(partition, partitions)}fence:{self._model}".encode()
+
+    def prefix(self, epoch: bytes, partition: int, partitions: int) -> bytes:
+        """What a block's key is before its hash."""
+        return f"{self.namespace}:{tag(partition, partitions)}".encode() + epoch
+
+
+def schema_key(namespace: str) -> bytes:
+    """Holds the schema number of a namespace; its name must never change."""
+    return f"{namespace}:schema".encode()
+
+
+def key_slot(key: bytes) -> int:
+    """The Cluster slot of a key."""
+    start = key.find(b"{")
+    if start >= 0:
+        end = key.find(b"}", start + 1)
+        if end > start + 1:
+            key = key[start + 1 : end]
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+@cache
+def tag(partition: int, partitions: int) -> str:
+    """The hash tag of a partition, such that partitions lie evenly over the slots; none if there is one."""
+    if partitions == 1:
+        return ""
+    width = SLOTS // partitions
+    for first in _LETTERS:
+        for second in _LETTERS:
+            if key_slot((first + second).encode()) // width == partition:
+                return f"{{{first}{second}}}"
+    raise AssertionError("1296 tags hit every one of 64 ranges")
+
+
+def partition_of(hashes: Words, partitions: int) -> npt.NDArray[np.intp]:
+    """Which partition each hash lies in."""
+    return (hashes & np.uint64(partitions - 1)).astype(np.intp)
+
+
+def mget(prefix: bytes, hashes: Words) -> bytes:
+    """The packed MGET of these blocks."""
+    head = b"$%d\r\n" % (len(prefix) + 8) + prefix
+    width = len(head) + 10
+    packed = np.empty((len(hashes), width), np.uint8)
+    packed[:, : len(head)] = np.frombuffer(head, np.uint8)
+    packed[:, len(head) : len(head) + 8] = hashes.astype("<u8").view(np.uint8).reshape(-1, 8)
+    packed[:, -2:] = (13, 10)
+    return b"*%d\r\n$4\r\nMGET\r\n" % (len(hashes) + 1) + packed.tobytes()
+
+
+def as_words(hashes: Sequence[int]) -> tuple[Words, npt.NDArray[np.bool_] | None]:
+    """The hashes as 64-bit words, and which of them are hashes at all; None if all are."""
+    if not hashes or min(hashes) >= 0:
+        return np.array(hashes, np.uint64), None
+    real = np.array([value >= 0 for value in hashes], np.bool_)
+    return np.array([max(value, 0) for value in hashes], np.uint64), real

@@ -1,0 +1,296 @@
+"""What a writer has still to write, and writing it in order.
+
+Never believed by readers what is not so, because:
+- batches of an engine carry the lease's token and a rising number, and the server refuses a batch that was
+  overtaken, be it by another writer or by a later batch of this one on another connection;
+- after ``take_over``, ``unseat``, an overflow, lost books or other servers nothing counts before a new
+  generation is claimed, and the first thing after the claim is what memory holds then;
+- where the server is full, a removal deletes the whole block (other engines' writers write theirs again in
+  their turn), and an engine that cannot be given a new generation is disowned.
+Everything held is written again within two thirds of its time to live, which also heals what eviction took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+
+import msgspec
+import numpy as np
+import structlog
+
+from publisher.events import BlockHash
+from router.index.base import Words
+from router.index.memory import MemoryIndex
+from router.index.shared import scripts
+from router.index.shared.codec import pack_records
+from router.index.shared.connect import Client, ServerError
+from router.index.shared.keys import partition_of
+from router.index.shared.link import IndexUnavailable, Reply
+from router.index.shared.patterns import Codes, PatternCodes
+from router.index.shared.pending import Pending
+from router.index.shared.registry import EpochChanged, LeaseLost, Registry, Scope, Seat
+
+_LOG = structlog.get_logger()
+
+_SLICE = 2048
+"""Blocks of one engine written before the next engine gets its turn."""
+IDLE_S = 0.25
+"""How often a writer looks whether the books are still the ones it knows."""
+
+
+class MirrorStats(msgspec.Struct):
+    """Counters since start."""
+
+    flushes: int = 0
+    blocks_written: int = 0
+    blocks_refused: int = 0
+    """The server had no room; they are tried again."""
+    late_batches: int = 0
+    fenced: int = 0
+    """Engines dropped because another writer holds them."""
+    lost_fences: int = 0
+    claims: int = 0
+    remirrors: int = 0
+    """Times all blocks of an engine were written again."""
+    overflows: int = 0
+    """Times an engine had more than ``touched_max`` blocks waiting."""
+    scope_changes: int = 0
+    errors: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def error(self, reason: str) -> None:
+        self.errors[reason] = self.errors.get(reason, 0) + 1
+
+
+class _Batch(msgspec.Struct):
+    """Some blocks of one engine on their way."""
+
+    engine_id: str
+    engine: Pending
+    hashes: list[BlockHash]
+    reply: asyncio.Future[list[Reply]]
+
+
+class Outbox:
+    """The engines of one writer in one scope. One task at a time, but for ``touch`` and ``unseat``."""
+
+    def __init__(
+        self,
+        client: Client,
+        registry: Registry,
+        memory: MemoryIndex,
+        on_lost: Callable[[str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.engines: dict[str, Pending] = {}
+        self.counters = MirrorStats()
+        self._client = client
+        self._settings = client.settings
+        self._registry = registry
+        self._memory = memory
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._scope: Scope | None = None
+        self._checked = 0.0
+        self._codes = PatternCodes(registry)
+        self._numbers = count(1)
+
+    def touch(self, engine_id: str, hashes: Sequence[BlockHash]) -> None:
+        """These blocks of an engine changed."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            self._touch(engine, hashes)
+            self._on_change()
+
+    def unseat(self, engine_id: str) -> None:
+        """The engine lost more than can be told block by block: nothing written counts any more."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            engine.unseat(whole=not self._memory.planes(engine_id))
+            self._on_change()
+
+    def refresh(self) -> None:
+        """Put the blocks whose turn it is to be written again on the waiting list."""
+        period_s, now = self._settings.block_ttl_s / 3, _now()
+        for engine_id, engine in self.engines.items():
+            engine.refresh(partial(self._memory.blocks_of, engine_id), now, period_s)
+
+    async def take_over(self, engine_id: str, token: int) -> None:
+        """See ``MirroredIndex.take_over``; raises ``EpochChanged`` to be called again."""
+        scope = await self.settle()
+        engine = Pending(token, whole=not self._memory.planes(engine_id))
+        await self._registry.fence(scope, engine_id, token)
+        await self._claim(scope, engine_id, engine)
+        self.engines[engine_id] = engine
+
+    async def settle(self) -> Scope:
+        """The scope as it stands on the servers as they are; everything is claimed anew if either changed."""
+        identity, now = self._client.identity, _now()
+        if self._scope is not None and self._scope.home == identity and now - self._checked < IDLE_S:
+            return self._scope
+        scope = await self._registry.open()
+        if scope.home != identity:
+            await self._registry.rehome(scope)
+            scope = await self._registry.open()
+        if scope != self._scope:
+            self.counters.scope_changes += self._scope is not None
+            self._codes.clear()
+            for engine in self.engines.values():
+                engine.unseat(whole=False)
+            self._scope = scope
+        await self._registry.keep()
+        self._checked = now
+        return scope
+
+    async def write_all(self) -> None:
+        """Write until nothing waits. Raises ``IndexUnavailable``; ``EpochChanged`` to be called again."""
+        scope = await self.settle()
+        batches: list[_Batch] = []
+        failure: IndexUnavailable | None = None
+        while True:
+            sent: list[_Batch] = []
+            for engine_id, engine in list(self.engines.items()):
+                if failure is None and not engine.idle:
+                    try:
+                        sent += await self._send_some(scope, engine_id, engine)
+                    except LeaseLost:
+                        self._lose(engine_id, engine)
+                    except IndexUnavailable as error:
+                        failure = error
+            for batch in batches:
+                failure = await self._settle_batch(scope, batch) or failure
+            batches = sent
+            if not batches and (failure is not None or all(e.idle for e in self.engines.values())):
+                break
+        if failure is None:
+            return
+        if isinstance(failure, EpochChanged):
+            self._scope = None
+        self._on_change()
+        raise failure
+
+    async def _send_some(self, scope: Scope, engine_id: str, engine: Pending) -> list[_Batch]:
+        """Claim and describe where due, then put one slice of blocks on its way."""
+        if engine.seat is None:
+            await self._claim(scope, engine_id, engine)
+        if engine.facts_due:
+            engine.facts_due = False
+            try:
+                await self._registry.describe(scope, engine_id, engine.token, engine.facts)
+            except IndexUnavailable:
+                engine.facts_due = True
+                raise
+        seat, hashes = engine.seat, engine.take(_SLICE)
+        if not hashes:
+            return []
+        try:
+            codes = await self._codes.of(scope, self._memory, engine_id, hashes)
+        except IndexUnavailable:
+            self._touch(engine, hashes)
+            raise
+        if seat is None or engine.seat is not seat or self.engines.get(engine_id) is not engine:
+            return []  # forgotten, or lost, while new patterns were given their codes
+        try:
+            return self._send(scope, engine_id, engine, seat, np.array(hashes, np.uint64), codes)
+        except IndexUnavailable:
+            self._touch(engine, hashes)
+            raise
+
+    def _send(
+        self, scope: Scope, engine_id: str, engine: Pending, seat: Seat, words: Words, codes: Codes
+    ) -> list[_Batch]:
+        """One script per partition and ``script_blocks`` blocks, all on their way at once, in order."""
+        batches = []
+        keys, size, unit = self._registry.keys, self._settings.script_blocks, scope.code_bytes + 1
+        ttl_ms, fence_ttl_ms = (
+            int(self._settings.block_ttl_s * 1000),
+            int(self._settings.control_ttl_s * 1000),
+        )
+        partitions = partition_of(words, scope.partitions)
+        for partition in range(scope.partitions):
+            mine = np.flatnonzero(partitions == partition)
+            fence = keys.fence(partition, scope.partitions)
+            prefix = keys.prefix(scope.epoch, partition, scope.partitions)
+            for start in range(0, len(mine), size):
+                part = mine[start : start + size]
+                records = pack_records(words[part], codes[part], seat.generation, scope.code_bytes)
+                head = (engine_id, engine.token, next(self._numbers), prefix, seat.number, unit)
+                reply = self._client.submit(scripts.WRITE, [fence], *head, ttl_ms, fence_ttl_ms, records)
+                hashes = [BlockHash(value) for value in words[part].tolist()]
+                batches.append(_Batch(engine_id, engine, hashes, reply))
+                engine.in_flight += 1
+        return batches
+
+    async def _settle_batch(self, scope: Scope, batch: _Batch) -> IndexUnavailable | None:
+        """Wait for one batch; what was not written waits again."""
+        engine_id, engine = batch.engine_id, batch.engine
+        engine.in_flight -= 1
+        try:
+            word, changed, refused = await self._client.outcome(scripts.WRITE, batch.reply)
+        except IndexUnavailable as error:
+            self._touch(engine, batch.hashes)
+            return None if error.reason == "NOSCRIPT" else error
+        match word:
+            case b"OK":
+                self.counters.blocks_written += int(changed)
+                if refused:
+                    self.counters.blocks_refused += int(refused)
+                    self._touch(engine, batch.hashes)
+                    return IndexUnavailable("OOM", "the server has no room")
+            case b"LATE":
+                self.counters.late_batches += 1
+                self._touch(engine, batch.hashes)
+            case b"NOFENCE":
+                self.counters.lost_fences += 1
+                engine.unseat(whole=False)
+                return await self._fence_again(scope, engine_id, engine)
+            case _:
+                self._lose(engine_id, engine)
+        return None
+
+    async def _fence_again(self, scope: Scope, engine_id: str, engine: Pending) -> IndexUnavailable | None:
+        """The server lost the fence: raise it again; the claim that follows asks for the lease."""
+        try:
+            await self._registry.fence(scope, engine_id, engine.token)
+        except LeaseLost:
+            self._lose(engine_id, engine)
+        except IndexUnavailable as error:
+            return error
+        return None
+
+    async def _claim(self, scope: Scope, engine_id: str, engine: Pending) -> None:
+        """A new generation, and everything memory holds of the engine waiting to be written under it."""
+        try:
+            seat = await self._registry.claim(scope, engine_id, engine.token)
+        except ServerError as error:
+            if error.reason == "OOM":
+                await self._registry.disown(engine_id)
+            raise
+        except EpochChanged:
+            self._scope = None
+            raise
+        self.counters.claims += 1
+        engine.seated(seat, _now())
+        if not engine.whole:
+            self.counters.remirrors += 1
+            engine.touched.clear()
+            engine.backlog = [BlockHash(value) for value in self._memory.blocks_of(engine_id).tolist()]
+
+    def _touch(self, engine: Pending, hashes: Sequence[BlockHash]) -> None:
+        if not engine.touch(hashes, self._settings.touched_max):
+            self.counters.overflows += 1
+
+    def _lose(self, engine_id: str, engine: Pending) -> None:
+        """Another writer holds the engine: what is known of it here is worth nothing any more."""
+        if self.engines.get(engine_id) is engine:
+            self.counters.fenced += 1
+            _LOG.warning("another replica writes this engine now", engine=engine_id)
+            del self.engines[engine_id]
+            self._memory.forget(engine_id)
+            self._on_lost(engine_id)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

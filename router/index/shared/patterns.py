@@ -1,0 +1,66 @@
+"""The writer's table of patterns: which code stands for the planes that hold a block of one engine.
+
+Always true: a code given to a block names no plane that does not hold it. Where the scope has no codes left,
+the largest known part of the pattern stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from publisher.events import BlockHash
+from router.index.base import Plane
+from router.index.memory import MemoryIndex
+from router.index.shared.codec import PLANES_MAX
+from router.index.shared.registry import Registry, Scope
+
+Codes = npt.NDArray[np.intp]
+
+
+class PatternCodes:
+    """Codes known to one writer in one epoch."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._planes: list[Plane] = []
+        self._known: dict[int, int] = {0: 0}
+        self.without_code = 0
+        """Patterns shown only in part, for want of codes."""
+        self.planes_left_out = 0
+        """Planes beyond ``PLANES_MAX``: not shown at all."""
+
+    def clear(self) -> None:
+        """Another epoch has other codes."""
+        self._known = {0: 0}
+
+    async def of(
+        self, scope: Scope, memory: MemoryIndex, engine_id: str, hashes: Sequence[BlockHash]
+    ) -> Codes:
+        """The code of what this engine holds of each block now. Raises ``IndexUnavailable``."""
+        self._see(memory.planes(engine_id))
+        bits = memory.held_in(engine_id, self._planes, hashes)
+        patterns, inverse = np.unique(bits, return_inverse=True)
+        wanted: list[int] = patterns.tolist()
+        new = [pattern for pattern in wanted if pattern not in self._known]
+        if new:
+            codes = await self._registry.codes(scope, [self._planes_in(pattern) for pattern in new])
+            for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
+                self._known[pattern] = code or self._part_of(pattern)
+        return np.array([self._known[pattern] for pattern in wanted], np.intp)[inverse]
+
+    def _see(self, planes: Sequence[Plane]) -> None:
+        new = [plane for plane in planes if plane not in self._planes]
+        room = PLANES_MAX - len(self._planes)
+        self._planes += new[:room]
+        self.planes_left_out = max(self.planes_left_out, len(new) - room)
+
+    def _planes_in(self, pattern: int) -> list[Plane]:
+        return [plane for number, plane in enumerate(self._planes) if pattern >> number & 1]
+
+    def _part_of(self, pattern: int) -> int:
+        self.without_code += 1
+        parts = [known for known in self._known if known & ~pattern == 0]
+        return self._known[max(parts, key=int.bit_count)]
