@@ -26,7 +26,8 @@ from router.index.shared.connect import Client, connect
 from router.index.shared.keys import ScopeKeys
 from router.index.shared.leases import Leases
 from router.index.shared.link import IndexUnavailable
-from router.index.shared.mirror import MirroredIndex, MirrorStats
+from router.index.shared.mirror import MirroredIndex
+from router.index.shared.outbox import MirrorStats
 from router.index.shared.reader import SharedReader
 from router.index.shared.registry import EngineFacts, Registry
 from router.policy.load import LoadAccount

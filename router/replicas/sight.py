@@ -20,10 +20,12 @@ from router.feeds.base import FeedState
 from router.index.base import Rows
 from router.index.layout import CacheLayout
 from router.index.predict import EngineHit, HashedPrompt, Seat, seat_hits
+from router.index.shared.books import SharedEngine
 from router.index.shared.link import IndexUnavailable
-from router.index.shared.reader import SharedEngine, SharedReader, SharedRows
+from router.index.shared.reader import SharedReader, SharedRows
 from router.index.shared.registry import IndexRefused
 from router.replicas.base import NO_LOOK, Look
+from router.replicas.circuit import Circuit
 from router.replicas.exchange import LoadExchange
 
 _log = structlog.get_logger()
@@ -69,6 +71,7 @@ class Sight:
         self.stats = SightStats()
         self.problem = ""
         """Why the last look got no answer; "" if it did."""
+        self.circuit = Circuit()
         self._reader = reader
         self._own = own
         self._exchange = exchange
@@ -107,6 +110,8 @@ class Sight:
         elsewhere = {e: model for e, model in engines.items() if not self._own.sure_of(e)}
         if not elsewhere and not self._own.others_alive:
             return NO_LOOK
+        if not self.circuit.allows(self._clock()):
+            return self._fallback("circuit", elsewhere)
         hits: dict[str, EngineHit] = {}
         load: dict[str, bytes] = {}
         try:
@@ -115,12 +120,16 @@ class Sight:
                 found = await self._look_up(model, prompt, ids, hits)
                 load |= found.load
         except IndexUnavailable as error:
+            self.circuit.failed(self._clock())
             return self._fallback(error.reason, elsewhere)
         except IndexRefused:
+            self.circuit.failed(self._clock())
             return self._fallback("refused", elsewhere)
         except Exception:  # noqa: BLE001  # whatever it is, no request may fail because of the index
             _log.exception("look-up failed")
+            self.circuit.failed(self._clock())
             return self._fallback("fault", elsewhere)
+        self.circuit.succeeded()
         self.problem = ""
         self.stats.looks += 1
         return Look(hits, self._exchange.others(load, self._clock()))
