@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
 from router.config import ANY_MODEL, ConfigError, load, parse_engine
+from router.replicas.settings import IndexSettings
 
 app = App(
     name="kvatlas",
@@ -116,6 +117,68 @@ def verify(
     return run_verify(list(paths), as_json=json)
 
 
+index_app = App(name="index", help="Look at an index that several routers share.")
+app.command(index_app)
+
+_ModelFlag = Annotated[str | None, Parameter(help="Base model of the scope; all where not given.")]
+_NamespaceFlag = Annotated[str | None, Parameter(help="First part of every key, as the routers have it.")]
+
+
+@index_app.command
+def stats(
+    *,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    namespace: _NamespaceFlag = None,
+    model: _ModelFlag = None,
+    json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
+) -> int:
+    """Blocks, bytes per block, engines with their generations, lease holders and feed states."""
+    from router.tools.index_command import run_stats
+
+    return run_stats(_index_settings(index, index_file, namespace), model=model, as_json=json)
+
+
+@index_app.command
+def dump(
+    *,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    namespace: _NamespaceFlag = None,
+    model: _ModelFlag = None,
+    limit: Annotated[int, Parameter(help="At most so many blocks per model; -1 for all.")] = -1,
+) -> int:
+    """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
+    from router.tools.index_command import run_dump
+
+    return run_dump(_index_settings(index, index_file, namespace), model=model, limit=limit)
+
+
+@index_app.command(name="verify")
+def index_verify(
+    *,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    namespace: _NamespaceFlag = None,
+    model: _ModelFlag = None,
+    engine: EngineFlags = None,
+    settle: Annotated[
+        float, Parameter(help="Seconds until a difference that stays counts (the index lags by a write).")
+    ] = 5.0,
+    json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
+) -> int:
+    """Recompute residency from the live feeds and compare; status 0 only if the index is exact."""
+    from router.tools.index_command import run_index_verify
+
+    return run_index_verify(
+        _index_settings(index, index_file, namespace),
+        model=model,
+        engines=tuple(parse_engine(text) for text in engine or []),
+        settle_s=settle,
+        as_json=json,
+    )
+
+
 @app.command
 def engine(
     *,
@@ -155,7 +218,6 @@ def demo(
     """Simulated engines, the router and a chat load on this machine, with a live table."""
     from router.demo.run import run_demo
 
-    shared = load(flags={} if index is None else {"index.url": index}, index_file=index_file).config.index
     return run_demo(
         seconds=seconds,
         engines=engines,
@@ -163,8 +225,15 @@ def demo(
         as_json=json,
         keep=keep,
         replicas=replicas,
-        index=shared,
+        index=_index_settings(index, index_file, None),
     )
+
+
+def _index_settings(url: str | None, path: Path | None, namespace: str | None) -> IndexSettings:
+    """Where the index is, from flags and environment."""
+    flags = {"index.url": url, "index.namespace": namespace}
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load(flags=given, index_file=path).config.index
 
 
 def _assignments(texts: list[str]) -> dict[str, object]:
