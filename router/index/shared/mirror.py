@@ -23,6 +23,8 @@ from router.index.shared.link import IndexUnavailable
 from router.index.shared.outbox import IDLE_S, MirrorStats, Outbox
 from router.index.shared.registry import EngineFacts, EpochChanged, IndexRefused, Registry
 
+__all__ = ["MirrorStats", "MirroredIndex"]
+
 _LOG = structlog.get_logger()
 
 _COALESCE_S = 0.002

@@ -24,7 +24,7 @@ import structlog
 from publisher.events import BlockHash
 from router.index.base import Words
 from router.index.memory import MemoryIndex
-from router.index.shared import scripts
+from router.index.shared import write_scripts
 from router.index.shared.codec import pack_records
 from router.index.shared.connect import Client, ServerError
 from router.index.shared.keys import partition_of
@@ -204,10 +204,7 @@ class Outbox:
         """One script per partition and ``script_blocks`` blocks, all on their way at once, in order."""
         batches = []
         keys, size, unit = self._registry.keys, self._settings.script_blocks, scope.code_bytes + 1
-        ttl_ms, fence_ttl_ms = (
-            int(self._settings.block_ttl_s * 1000),
-            int(self._settings.control_ttl_s * 1000),
-        )
+        ttls = int(self._settings.block_ttl_s * 1000), int(self._settings.control_ttl_s * 1000)
         partitions = partition_of(words, scope.partitions)
         for partition in range(scope.partitions):
             mine = np.flatnonzero(partitions == partition)
@@ -217,7 +214,7 @@ class Outbox:
                 part = mine[start : start + size]
                 records = pack_records(words[part], codes[part], seat.generation, scope.code_bytes)
                 head = (engine_id, engine.token, next(self._numbers), prefix, seat.number, unit)
-                reply = self._client.submit(scripts.WRITE, [fence], *head, ttl_ms, fence_ttl_ms, records)
+                reply = self._client.submit(write_scripts.WRITE, [fence], *head, *ttls, records)
                 hashes = [BlockHash(value) for value in words[part].tolist()]
                 batches.append(_Batch(engine_id, engine, hashes, reply))
                 engine.in_flight += 1
@@ -228,7 +225,7 @@ class Outbox:
         engine_id, engine = batch.engine_id, batch.engine
         engine.in_flight -= 1
         try:
-            word, changed, refused = await self._client.outcome(scripts.WRITE, batch.reply)
+            word, changed, refused = await self._client.outcome(write_scripts.WRITE, batch.reply)
         except IndexUnavailable as error:
             self._touch(engine, batch.hashes)
             return None if error.reason == "NOSCRIPT" else error

@@ -28,6 +28,9 @@ from router.index.shared.leases import leases_queries, parse_leases
 from router.index.shared.link import IndexUnavailable, Link, Reply, pack, within
 from router.index.shared.registry import View, parse_view
 
+__all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
+
+_BLOCKS_PER_TIMEOUT = 1000
 _LEASES_S = 0.5
 _ATTEMPTS = 3
 
@@ -101,7 +104,8 @@ class SharedReader:
         ``timeout_s`` replaces the setting ``lookup_timeout_s``. Raises ``IndexRefused`` for another schema.
         """
         self.counters.lookups += 1
-        deadline = _now() + (timeout_s or self.client.settings.lookup_timeout_s)
+        patience = max(1.0, len(hashes) / _BLOCKS_PER_TIMEOUT)
+        deadline = _now() + (timeout_s or self.client.settings.lookup_timeout_s * patience)
         try:
             return await self._lookup(hashes, self._books_of(model), deadline)
         except IndexUnavailable as error:
@@ -156,7 +160,7 @@ class SharedReader:
     def _queries(
         self, books: Books, words: Words
     ) -> tuple[npt.NDArray[np.intp] | None, list[tuple[bytes, bytes]]]:
-        """(Positions of the hashes in the order they are asked for, one MGET per partition with its prefix)."""
+        """(Positions of the hashes in the order asked for, one MGET per partition with its prefix)."""
         if books.view is None or not len(words):
             return None, []
         epoch, partitions = books.view.scope.epoch, books.view.scope.partitions

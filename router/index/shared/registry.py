@@ -18,7 +18,7 @@ import structlog
 from publisher.block_hash import HashScheme
 from router.index.base import WORD_BITS, Plane, Slot
 from router.index.layout import CacheLayout
-from router.index.shared import scripts
+from router.index.shared import scripts, write_scripts
 from router.index.shared.codec import codes_max, pattern_name, pattern_planes
 from router.index.shared.connect import Client
 from router.index.shared.keys import EPOCH_BYTES, SCHEMA, ScopeKeys, schema_key
@@ -152,7 +152,7 @@ class Registry:
         """Shut out writers with older tokens in every partition. Raises ``LeaseLost`` for a newer one."""
         for partition in range(scope.partitions):
             key = self.keys.fence(partition, scope.partitions)
-            stands = await self.client.run(scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
+            stands = await self.client.run(write_scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
             if stands != token:
                 raise LeaseLost(engine_id)
 

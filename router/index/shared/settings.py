@@ -40,6 +40,7 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """An engine whose writer has not renewed for so long is stale, and free to be taken over."""
     renew_s: float = 1.0
     lookup_timeout_s: float = 0.005
+    """For prompts of up to 1000 blocks; more blocks have more time, in proportion."""
     write_timeout_s: float = 2.0
     connect_timeout_s: float = 1.0
     block_ttl_s: float = 3600.0
