@@ -110,11 +110,14 @@ def verify(
     json: Annotated[
         bool, Parameter(help="One JSON line per trace and a last one with the total.", negative="")
     ] = False,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
 ) -> int:
     """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
     from router.tools.verify_command import run_verify
 
-    return run_verify(list(paths), as_json=json)
+    shared = None if index is None and index_file is None else _index_settings(index, index_file, None)
+    return run_verify(list(paths), as_json=json, index=shared)
 
 
 index_app = App(name="index", help="Look at an index that several routers share.")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import structlog
 
-from router.feeds.base import FeedState, FeedStats
+from router.feeds.base import FeedState
 from router.fleet.engine import Engine
 from router.followers import Followers
 from router.index.predict import EngineHit, Seat
@@ -207,7 +207,7 @@ class SharedIndex:
         if engine is None or feed is None:
             return
         seat = self._residency.scope(model).seat(engine_id)
-        facts = _facts(engine, seat, feed)
+        facts = engine_facts(engine, seat, feed.state, feed.missing_batches)
         mirror, told = self.scope(model).mirror, self._told.get(engine_id)
         if facts != told:
             caught_up = told is not None and told.feed_state == facts.feed_state
@@ -258,13 +258,15 @@ async def check_index(settings: IndexSettings, model: str = "") -> str:
     return ""
 
 
-def _facts(engine: EngineResidency, seat: Seat | EngineHit, feed: FeedStats) -> EngineFacts:
+def engine_facts(
+    engine: EngineResidency, seat: Seat | EngineHit, feed_state: FeedState, missing: int
+) -> EngineFacts:
     """What the other replicas need to predict this engine, or why they cannot."""
-    state, missing = str(feed.state), feed.missing_batches
+    state = str(feed_state)
     if isinstance(seat, Seat):
         if seat.learned is not None:
             return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
         return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing)
-    empty = engine.layout is None and feed.state is FeedState.READY and not engine.facts.attention_chunk_size
+    empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.attention_chunk_size
     mode = "empty" if empty else "unknown"
     return EngineFacts(engine.layout, None, mode, seat.why_unknown, state, missing)

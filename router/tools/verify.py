@@ -20,7 +20,8 @@ from router.index.predict import FleetResidency
 from router.index.residency import EngineResidency
 from router.tools.traces import TraceError, TraceLine, TraceProbe, read_trace, trace_facts
 
-_ENGINE = "recorded"
+RECORDED = "recorded"
+"""The one engine of a trace."""
 _SUMMED = ("probes", "exact", "over", "under", "truth_tokens", "abs_error_tokens", "states", "states_exact")
 
 
@@ -76,37 +77,39 @@ class ProbePrompt:
 def verify_trace(path: Path) -> TraceResult:
     """Replay one trace. Raises ``TraceError`` naming file and line where it cannot be read."""
     fleet = FleetResidency(trace_facts(path))
-    engine = fleet.engine(_ENGINE)
+    engine = fleet.engine(RECORDED)
     for number, line in read_trace(path):
         if line.events is not None:
-            _apply(fleet, path, number, line)
-    fleet.forget(_ENGINE)
+            apply_line(fleet, path, number, line)
+    fleet.forget(RECORDED)
     result = TraceResult(path.name, "")
     for number, line in read_trace(path):
         if line.header is not None:
             result.family = line.header.family
         elif line.events is not None:
-            _apply(fleet, path, number, line)
+            apply_line(fleet, path, number, line)
         elif line.state is not None:
             result.states += 1
-            held = [fleet.index.copies(_ENGINE, Plane("GPU", g)) for g in range(len(line.state.keys))]
+            held = [fleet.index.copies(RECORDED, Plane("GPU", g)) for g in range(len(line.state.keys))]
             result.states_exact += held == line.state.keys
         elif line.probe is not None and line.hit_tokens is not None:
-            hits = fleet.predict(ProbePrompt.of(line.probe), [_ENGINE])
-            result.add(hits[_ENGINE].hit_tokens, line.hit_tokens)
-    result.detected = _detected(engine)
+            hits = fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
+            result.add(hits[RECORDED].hit_tokens, line.hit_tokens)
+    result.detected = detected(engine)
     return result
 
 
-def _apply(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
+def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
+    """One batch of a trace; a search for the hash scheme is brought to its end. Raises ``TraceError``."""
     try:
-        fleet.apply(_ENGINE, decode_batch(line.payload()))
+        fleet.apply(RECORDED, decode_batch(line.payload()))
     except ValueError as error:  # not base64 (binascii.Error), not ASCII, or no batch (EventDecodeError)
         raise TraceError(f"{path}:{number}: {error}") from None
-    fleet.engine(_ENGINE).finish_detection()
+    fleet.engine(RECORDED).finish_detection()
 
 
-def _detected(engine: EngineResidency) -> dict[str, Any]:
+def detected(engine: EngineResidency) -> dict[str, Any]:
+    """What was found out about an engine."""
     layout = engine.layout
     return {
         "mode": str(engine.detection),

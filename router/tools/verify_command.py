@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -10,19 +12,26 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from router.index.shared.link import IndexUnavailable
+from router.replicas.settings import IndexSettings
 from router.tools.traces import TraceError, trace_files
 from router.tools.verify import TraceResult, total, verify_trace
+from router.tools.verify_shared import SharedVerifier
 
 
-def run_verify(paths: list[Path], *, as_json: bool) -> int:
-    """0 if every probe of every trace is exact, 1 if not, 2 for a trace that cannot be read."""
+def run_verify(paths: list[Path], *, as_json: bool, index: IndexSettings | None = None) -> int:
+    """0 if every probe of every trace is exact, 1 if not, 2 for a trace that cannot be read.
+
+    With a shared ``index`` another process writes the events to it, and this one predicts from it.
+    """
     if not paths:
         print("kvatlas verify: give at least one trace file or folder", file=sys.stderr)
         return 2
     try:
         files = trace_files(paths)
-        results = _json_lines(files) if as_json else _with_progress(files)
-    except TraceError as error:
+        with _verifier(index) as verify_one:
+            results = _json_lines(files, verify_one) if as_json else _with_progress(files, verify_one)
+    except (TraceError, IndexUnavailable) as error:
         print(f"kvatlas verify: {error}", file=sys.stderr)
         return 2
     if not as_json:
@@ -30,10 +39,20 @@ def run_verify(paths: list[Path], *, as_json: bool) -> int:
     return 0 if all(result.all_exact for result in results) else 1
 
 
-def _json_lines(files: list[Path]) -> list[TraceResult]:
+@contextmanager
+def _verifier(index: IndexSettings | None) -> Iterator[Callable[[Path], TraceResult]]:
+    """What verifies one trace: from memory, or through a shared index."""
+    if index is None or not index.is_shared:
+        yield verify_trace
+    else:
+        with SharedVerifier(index) as verifier:
+            yield verifier.verify_trace
+
+
+def _json_lines(files: list[Path], verify_one: Callable[[Path], TraceResult]) -> list[TraceResult]:
     results = []
     for path in files:
-        results.append(verify_trace(path))
+        results.append(verify_one(path))
         print(msgspec.json.encode(results[-1]).decode(), flush=True)
     summed = msgspec.to_builtins(total(results))
     kept = {name: value for name, value in summed.items() if name not in {"trace", "family", "detected"}}
@@ -41,13 +60,13 @@ def _json_lines(files: list[Path]) -> list[TraceResult]:
     return results
 
 
-def _with_progress(files: list[Path]) -> list[TraceResult]:
+def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult]) -> list[TraceResult]:
     results = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verifying", total=len(files))
         for path in files:
-            results.append(verify_trace(path))
+            results.append(verify_one(path))
             progress.advance(task)
     return results
 
