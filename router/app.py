@@ -56,6 +56,7 @@ class Router:
         self._following: Following = self.followers
         if self.shared is not None:
             self.shared.attach(self.followers, self.scopes)
+            self.books.inflight = self.shared.inflight
             self._following = self.shared
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False

@@ -96,14 +96,15 @@ class ChatLoad:
                     return
                 messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
                 asks = 2 if rng.random() < _REGENERATE_SHARE else 1
-                answers = await asyncio.gather(*[self._ask(session, messages, rng) for _ in range(asks)])
+                url = next(self._urls)  # a turn goes to one router, the next one to another
+                answers = await asyncio.gather(*[self._ask(session, url, messages, rng) for _ in range(asks)])
                 if answers[0].error:
                     break
                 messages = [*messages, {"role": "assistant", "content": answers[0].answer}]
                 await asyncio.sleep(rng.uniform(*_THINK_S))
 
     async def _ask(
-        self, session: aiohttp.ClientSession, messages: list[dict[str, str]], rng: random.Random
+        self, session: aiohttp.ClientSession, url: str, messages: list[dict[str, str]], rng: random.Random
     ) -> ChatOutcome:
         max_tokens, at_s = rng.randint(12, 40), self._now()
         body = {
@@ -115,7 +116,7 @@ class ChatLoad:
         }
         outcome = ChatOutcome(messages, max_tokens, at_s)
         try:
-            async with session.post(next(self._urls), json=body) as answer:
+            async with session.post(url, json=body) as answer:
                 if answer.status == 200:
                     outcome = await self._read(answer, outcome)
                 else:

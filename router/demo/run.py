@@ -40,6 +40,8 @@ ENGINE = EngineSettings(
 _USERS_PER_ENGINE = 8
 _READY_S_MAX = 30.0
 _REFRESH_S = 0.5
+_LOOKUP_S = 0.05
+"""Longer than a router alone would wait: routers, load and round-robin share one thread here."""
 
 
 def run_demo(
@@ -242,7 +244,7 @@ def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> C
         engines=tuple(Engine(url) for url in urls),
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
-        index=msgspec.structs.replace(index, replica=replica),
+        index=msgspec.structs.replace(index, replica=replica, lookup_timeout_s=_LOOKUP_S),
     )
 
 

@@ -31,6 +31,7 @@ _GAUGES = frozenset(
         "feed_last_batch_monotonic",
         "feed_last_seq",
         "feed_missing_batches",
+        "flight_others",
         "inflight_blocks",
         "lease_held",
         "lease_replicas",
@@ -84,6 +85,7 @@ class RouterCollector:
         if s.shared is not None:
             yield from _numbers("lease", s.shared.keeper.stats)
             yield from _numbers("look", s.shared.sight.stats)
+            yield from _numbers("flight", s.shared.inflight.flights)
             yield from _by_label("model", "mirror", s.shared.mirror_stats())
 
     def _engines(self) -> Iterator[Metric]:

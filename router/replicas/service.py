@@ -25,13 +25,14 @@ from router.index.scopes import Scopes
 from router.index.shared.connect import Client, connect
 from router.index.shared.keys import ScopeKeys
 from router.index.shared.leases import Leases
-from router.index.shared.link import IndexUnavailable
+from router.index.shared.link import IndexUnavailable, Reply, pack
 from router.index.shared.mirror import MirroredIndex
 from router.index.shared.outbox import MirrorStats
 from router.index.shared.reader import SharedReader
 from router.index.shared.registry import EngineFacts, Registry
 from router.policy.load import LoadAccount
 from router.replicas.exchange import LoadExchange
+from router.replicas.flights import ToldInflight
 from router.replicas.keeper import Desk, LeaseKeeper, Wanted
 from router.replicas.roll import Roll
 from router.replicas.settings import IndexSettings
@@ -43,6 +44,7 @@ _DESCRIBE_S = 0.02
 _WATCH_S = 0.5
 _LEAVE_S_MAX = 2.0
 _LOAD_KEPT_S = 60
+_FLIGHTS_KEPT = 1024
 _AFTER_FAULT_S = 0.5
 
 
@@ -78,7 +80,14 @@ class SharedIndex:
             renew_s=settings.renew_s,
             clock=clock,
         )
-        self.sight = Sight(self.reader, self.keeper, self.exchange, clock=clock)
+        self.sight = Sight(
+            self.reader,
+            self.keeper,
+            self.exchange,
+            clock=clock,
+            hear=lambda flights: self.inflight.hear(flights, clock()),
+        )
+        self.inflight = ToldInflight(self.replica, self._started, self._tell_flight)
 
     def attach(self, followers: Followers, residency: Scopes) -> None:
         """Whom to start and stop with the leases, and what to tell of."""
@@ -222,6 +231,20 @@ class SharedIndex:
             await self.sight.refresh()
             await asyncio.sleep(_WATCH_S)
 
+    def _tell_flight(self, engine_id: str, entry: bytes) -> bool:
+        """Put one entry on its way to the other replicas, if there are any; nobody waits for the answer."""
+        model = self.sight.model_of(engine_id)
+        if model is None or not self.keeper.others_alive:
+            return False
+        key = self.scope(model).keys.flights
+        add = pack("XADD", key, "MAXLEN", "~", _FLIGHTS_KEPT, "*", "f", entry)
+        try:
+            answer = self._writing.link(key).send(add + pack("EXPIRE", key, _LOAD_KEPT_S), 2)
+        except IndexUnavailable:
+            return False
+        answer.add_done_callback(_ignore)
+        return True
+
     async def _tell_load(self) -> None:
         while True:
             try:
@@ -242,6 +265,12 @@ class SharedIndex:
             await self._writing.command("HSET", scope.keys.load, self.replica, field)
             await self._writing.command("EXPIRE", scope.keys.load, _LOAD_KEPT_S)
         self.exchange.wrote(field, now)
+
+
+def _ignore(answer: asyncio.Future[list[Reply]]) -> None:
+    """Take note of a failure, so that the loop does not complain of it; the next look-up says the same."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 async def check_index(settings: IndexSettings, model: str = "") -> str:

@@ -8,7 +8,7 @@ look-up deadline; an engine whose writer has fallen silent is marked stale; what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -66,6 +66,7 @@ class Sight:
         own: Ownership,
         exchange: LoadExchange,
         *,
+        hear: Callable[[Sequence[bytes]], None] = lambda flights: None,
         clock: Callable[[], float],
     ) -> None:
         self.stats = SightStats()
@@ -75,6 +76,7 @@ class Sight:
         self._reader = reader
         self._own = own
         self._exchange = exchange
+        self._hear = hear
         self._clock = clock
         self._models: dict[str, str] = {}
 
@@ -85,6 +87,10 @@ class Sight:
     def remove(self, engine_id: str) -> None:
         """The engine left the fleet."""
         self._models.pop(engine_id, None)
+
+    def model_of(self, engine_id: str) -> str | None:
+        """The model an engine serves."""
+        return self._models.get(engine_id)
 
     def known(self, engine_id: str) -> SharedEngine | None:
         """What was last heard of an engine, from whoever follows it; asks nobody."""
@@ -119,6 +125,8 @@ class Sight:
                 ids = [e for e, its in elsewhere.items() if its == model]
                 found = await self._look_up(model, prompt, ids, hits)
                 load |= found.load
+                if found.flights:
+                    self._hear(found.flights)
         except IndexUnavailable as error:
             self.circuit.failed(self._clock())
             return self._fallback(error.reason, elsewhere)

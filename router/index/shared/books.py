@@ -48,6 +48,8 @@ class Books:
         self.leases: dict[str, Lease] = {}
         self.leases_at = float("-inf")
         self.engines: dict[str, SharedEngine] = {}
+        self.flights_at: bytes | None = None
+        """The last entry of the stream of flights that was read; None: none was looked for yet."""
         self.changes_at = 0.0
         """When the next engine becomes stale if no lease is renewed."""
         self._layouts: dict[CacheLayout, CacheLayout] = {}

@@ -29,7 +29,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class ScopeKeys:
-    """The books of one scope; ``load`` and ``replicas`` are for those who divide the work."""
+    """The books of one scope; ``load``, ``flights`` and ``replicas`` are for those who divide the work."""
 
     def __init__(self, namespace: str, model: str) -> None:
         self.namespace = namespace
@@ -37,6 +37,7 @@ class ScopeKeys:
         self.scope = f"{stem}scope".encode()
         self.leases = f"{stem}leases".encode()
         self.load = f"{stem}load".encode()
+        self.flights = f"{stem}flights".encode()
         self.replicas = f"{stem}replicas".encode()
         self._model = quote(model, safe="/:@._~-+")
 

@@ -33,6 +33,7 @@ __all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
 _BLOCKS_PER_TIMEOUT = 1000
 _LEASES_S = 0.5
 _ATTEMPTS = 3
+_FLIGHTS_MAX = 512
 
 
 class SharedRows(NamedTuple):
@@ -42,6 +43,8 @@ class SharedRows(NamedTuple):
     engines: Mapping[str, SharedEngine]
     load: Mapping[str, bytes]
     """What each replica wrote of its load (``ScopeKeys.load``), undecoded."""
+    flights: Sequence[bytes] = ()
+    """What is new in the stream of flights (``ScopeKeys.flights``) since the look-up before, undecoded."""
 
 
 class ReaderStats(msgspec.Struct):
@@ -61,6 +64,7 @@ class _Answer(NamedTuple):
     """Positions of the values' hashes in the question; None: as asked."""
     stamp: tuple[bytes | None, bytes | None]
     load: dict[str, bytes]
+    flights: list[bytes]
 
 
 class _Trip:
@@ -114,9 +118,11 @@ class SharedReader:
 
     async def _lookup(self, hashes: Sequence[BlockHash], books: Books, deadline: float) -> SharedRows:
         words, real = as_words(hashes)
+        flights: list[bytes] = []
         for _ in range(_ATTEMPTS):
             identity, asked = self.client.identity, books.view
             answer = await self._ask(books, words, deadline)
+            flights += answer.flights
             if answer.stamp != books.stamp or None in answer.stamp or identity != books.identity:
                 await self._fetch(books, deadline)
                 if not _same_keys(asked, books.view):
@@ -125,7 +131,7 @@ class SharedReader:
             if real is not None:
                 columns = {key: np.where(real, column, np.uint64(0)) for key, column in rows.columns.items()}
                 rows = Rows(rows.num_hashes, columns)
-            return SharedRows(rows, books.engines_at(_now()), answer.load)
+            return SharedRows(rows, books.engines_at(_now()), answer.load, flights)
         raise IndexUnavailable("changing", "the scope was begun anew again and again")
 
     def _books_of(self, model: str) -> Books:
@@ -142,6 +148,7 @@ class SharedReader:
             trip.add(prefix, query)
         trip.add(keys.scope, pack("HMGET", keys.scope, "epoch", "v"))
         trip.add(keys.load, pack("HGETALL", keys.load))
+        trip.add(keys.flights, _flights_query(books))
         with_leases = _now() - books.leases_at >= _LEASES_S
         if with_leases:
             for query in leases_queries(keys):
@@ -153,9 +160,10 @@ class SharedReader:
         epoch, version = next(replies)
         it = iter(next(replies))
         load = {name.decode(): told for name, told in zip(it, it, strict=True)}
+        flights = _new_flights(books, next(replies))
         if with_leases:
             books.learn_leases(parse_leases(next(replies), next(replies)), _now())
-        return _Answer(values or [None] * len(words), order, (epoch, version), load)
+        return _Answer(values or [None] * len(words), order, (epoch, version), load, flights)
 
     def _queries(
         self, books: Books, words: Words
@@ -188,6 +196,23 @@ class SharedReader:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _flights_query(books: Books) -> bytes:
+    """At first only where the stream ends now; then what came since."""
+    if books.flights_at is None:
+        return pack("XREVRANGE", books.keys.flights, "+", "-", "COUNT", 1)
+    return pack("XREAD", "COUNT", _FLIGHTS_MAX, "STREAMS", books.keys.flights, books.flights_at)
+
+
+def _new_flights(books: Books, reply: Reply) -> list[bytes]:
+    if books.flights_at is None:
+        books.flights_at = reply[0][0] if reply else b"0-0"
+        return []
+    entries = reply[0][1] if reply else []
+    if entries:
+        books.flights_at = entries[-1][0]
+    return [fields[1] for _, fields in entries]
 
 
 def _same_keys(asked: View | None, now: View | None) -> bool:
