@@ -2,14 +2,16 @@
 
 A stream in the index: every replica appends what happens to its own prompts (sent, first token seen, ended,
 failed), and reads what is new with each look-up. What others sent is kept in the same book as one's own
-(``InflightPrefixes``). Two siblings that reach two replicas within one round trip do not see each other; the
-later one then hits more than was predicted. Always true: telling waits for nobody and fails nothing; what a
-replica told of a prompt and never ended counts no longer than ``_AGE_S_MAX``; nothing told is told again.
+(``InflightPrefixes``). At engines that another replica follows, what a prompt leaves counts as coming for
+``_INDEX_LAG_S`` more, until the index must have it. Two siblings that reach two replicas within one round
+trip do not see each other; the later one then hits more than was predicted. Always true: telling waits for
+nobody and fails nothing; what a replica told of a prompt and never ended counts no longer than
+``_AGE_S_MAX``; nothing told is told again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -18,12 +20,14 @@ import msgspec
 import numpy as np
 
 from publisher.events import BlockHash
-from router.policy.inflight import InflightPrefixes, InflightPrompt
+from router.policy.inflight import Common, InflightPrefixes, InflightPrompt
 
 _BLOCKS_MAX = 8192
 """Hash blocks told of one prompt, 8 bytes each: the longest prefix that others can match."""
 _OTHERS_MAX = 8192
 _AGE_S_MAX = 60.0
+_INDEX_LAG_S = 0.05
+"""Time for what an engine published to be read from the index, by way of the replica that follows it."""
 
 
 class Happened(IntEnum):
@@ -72,15 +76,27 @@ _DECODE = msgspec.msgpack.Decoder(Told)
 class ToldInflight(InflightPrefixes):
     """A book of prompts in flight that tells of its own and hears of others'.
 
-    ``tell`` takes (engine id, entry) and gives False if it could not be sent.
+    ``tell`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether this
+    replica follows an engine itself.
     """
 
-    def __init__(self, me: str, started: int, tell: Callable[[str, bytes], bool]) -> None:
+    def __init__(
+        self,
+        me: str,
+        started: int,
+        tell: Callable[[str, bytes], bool],
+        *,
+        is_local: Callable[[str], bool],
+        clock: Callable[[], float],
+    ) -> None:
         super().__init__()
         self.flights = FlightStats()
         self._me = me
         self._started = started
         self._tell = tell
+        self._is_local = is_local
+        self._clock = clock
+        self._lagging: deque[tuple[float, InflightPrompt]] = deque()
         self._number = 0
         self._own: dict[InflightPrompt, int] = {}
         self._others: OrderedDict[tuple[str, int, int], _Flight] = OrderedDict()
@@ -97,9 +113,13 @@ class ToldInflight(InflightPrefixes):
         return prompt
 
     def prefilled(self, prompt: InflightPrompt) -> None:
-        if prompt.keeps:
-            self._happened(prompt, Happened.PREFILLED)
-        super().prefilled(prompt)
+        if not prompt.keeps:
+            return
+        self._happened(prompt, Happened.PREFILLED)
+        if self._is_local(prompt.engine_id):
+            super().prefilled(prompt)
+        else:
+            self._lagging.append((self._clock() + _INDEX_LAG_S, prompt))
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
         self._happened(prompt, Happened.ENDED)
@@ -108,6 +128,11 @@ class ToldInflight(InflightPrefixes):
     def drop(self, prompt: InflightPrompt) -> None:
         self._happened(prompt, Happened.FAILED)
         super().drop(prompt)
+
+    def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
+        while self._lagging and self._lagging[0][0] <= now:
+            super().prefilled(self._lagging.popleft()[1])
+        return super().common(hashes, now)
 
     def hear(self, entries: Iterable[bytes], now: float) -> None:
         """Take in what the stream had that is new."""
@@ -138,7 +163,7 @@ class ToldInflight(InflightPrefixes):
         if flight is None:
             return
         if told.what is Happened.PREFILLED:
-            super().prefilled(flight.prompt)
+            self.prefilled(flight.prompt)
             return
         del self._others[name]
         if told.what is Happened.ENDED:

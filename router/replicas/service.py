@@ -87,7 +87,9 @@ class SharedIndex:
             clock=clock,
             hear=lambda flights: self.inflight.hear(flights, clock()),
         )
-        self.inflight = ToldInflight(self.replica, self._started, self._tell_flight)
+        self.inflight = ToldInflight(
+            self.replica, self._started, self._tell_flight, is_local=self.keeper.follows, clock=clock
+        )
 
     def attach(self, followers: Followers, residency: Scopes) -> None:
         """Whom to start and stop with the leases, and what to tell of."""

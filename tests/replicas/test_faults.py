@@ -30,8 +30,11 @@ def other(made: Fleet, member: Replica) -> Replica:
 def test_two_replicas_share_the_feeds_and_are_exact() -> None:
     async def main(server: RedisServer) -> None:
         async with fleet(server.url, engines=4) as made:
-            held = list((await made.holders()).values())
-            assert {held.count(member.name) for member in made.members} == {2}
+            async def even() -> bool:
+                held = list((await made.holders()).values())
+                return {held.count(member.name) for member in made.members} == {2}
+
+            await until(even, "two engines for each replica")
             await made.clients.more(60)
             await made.check_exact()
             for member in made.members:
