@@ -3,10 +3,10 @@
     python benchmarks/redis_index.py [--server redis-server] [--quick] [--json]
 
 Starts servers of its own (one, and a Cluster of three) on loopback, without persistence. Look-up: who holds
-each of N blocks, rows decoded; every engine holds a prefix of its own length in two groups, beside 200,000 other
-blocks. Ingest: (block, group) presence changes per second of one writer, from ``store`` to the server's last
-answer, events of 64 blocks in two groups; and removals. Bytes: the server's memory per block that all engines
-hold. Forget: one engine with a million blocks.
+each of N blocks, rows decoded; every engine holds a prefix of its own length in two groups, beside 200,000
+other blocks. Ingest: (block, group) presence changes per second of one writer, from ``store`` to the server's
+last answer, events of 64 blocks in two groups; and removals. Bytes: the server's memory per block that all
+engines hold. Forget: one engine with a million blocks.
 
 The baseline, in the same run and over the same connections: one hash per block with a JSON field per (pod,
 tier, group), read by one HKEYS per block in one pipeline, fields decoded; cleared by a SCAN of everything.

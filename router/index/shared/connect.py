@@ -254,8 +254,9 @@ class Client:
         return link
 
     def _lost(self) -> None:
-        self._identity = None
-        self._wake.set()
+        """A connection ended: of consequence if it is one of those in use."""
+        if not all(link.open for link in self._links.values()):
+            self.refresh()
 
 
 def connect(settings: SharedSettings) -> Client:

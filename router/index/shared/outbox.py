@@ -26,7 +26,8 @@ from router.index.base import Words
 from router.index.memory import MemoryIndex
 from router.index.shared import write_scripts
 from router.index.shared.codec import pack_records
-from router.index.shared.connect import Client, ServerError
+from router.index.shared.connect import Client
+from router.index.shared.handshake import ServerError
 from router.index.shared.keys import partition_of
 from router.index.shared.link import IndexUnavailable, Reply
 from router.index.shared.patterns import Codes, PatternCodes
@@ -140,36 +141,47 @@ class Outbox:
             for engine in self.engines.values():
                 engine.unseat(whole=False)
             self._scope = scope
-        await self._registry.keep()
         self._checked = now
         return scope
 
     async def write_all(self) -> None:
-        """Write until nothing waits. Raises ``IndexUnavailable``; ``EpochChanged`` to be called again."""
-        scope = await self.settle()
+        """Write all that waits now. Raises ``IndexUnavailable``; ``EpochChanged`` to be called again.
+
+        Changes that come meanwhile are written too, first of all, but not waited for.
+        """
+        await self.settle()
         batches: list[_Batch] = []
+        drained: set[Pending] = set()
         failure: IndexUnavailable | None = None
         while True:
             sent: list[_Batch] = []
-            for engine_id, engine in list(self.engines.items()):
-                if failure is None and not engine.idle:
-                    try:
-                        sent += await self._send_some(scope, engine_id, engine)
-                    except LeaseLost:
-                        self._lose(engine_id, engine)
-                    except IndexUnavailable as error:
-                        failure = error
+            if failure is None and not drained.issuperset(self.engines.values()):
+                sent, failure = await self._send_round(drained)
             for batch in batches:
-                failure = await self._settle_batch(scope, batch) or failure
+                failure = await self._settle_batch(batch, drained) or failure
             batches = sent
-            if not batches and (failure is not None or all(e.idle for e in self.engines.values())):
+            if not batches and (failure is not None or drained.issuperset(self.engines.values())):
                 break
-        if failure is None:
-            return
         if isinstance(failure, EpochChanged):
             self._scope = None
-        self._on_change()
-        raise failure
+        if failure is not None:
+            self._on_change()
+            raise failure
+
+    async def _send_round(self, drained: set[Pending]) -> tuple[list[_Batch], IndexUnavailable | None]:
+        """A slice of every engine on its way; ``drained`` gets those of which nothing waits any more."""
+        sent: list[_Batch] = []
+        for engine_id, engine in list(self.engines.items()):
+            try:
+                if not engine.idle:
+                    sent += await self._send_some(await self.settle(), engine_id, engine)
+            except LeaseLost:
+                self._lose(engine_id, engine)
+            except IndexUnavailable as error:
+                return sent, error
+            if engine.idle:
+                drained.add(engine)
+        return sent, None
 
     async def _send_some(self, scope: Scope, engine_id: str, engine: Pending) -> list[_Batch]:
         """Claim and describe where due, then put one slice of blocks on its way."""
@@ -220,7 +232,7 @@ class Outbox:
                 engine.in_flight += 1
         return batches
 
-    async def _settle_batch(self, scope: Scope, batch: _Batch) -> IndexUnavailable | None:
+    async def _settle_batch(self, batch: _Batch, drained: set[Pending]) -> IndexUnavailable | None:
         """Wait for one batch; what was not written waits again."""
         engine_id, engine = batch.engine_id, batch.engine
         engine.in_flight -= 1
@@ -228,6 +240,7 @@ class Outbox:
             word, changed, refused = await self._client.outcome(write_scripts.WRITE, batch.reply)
         except IndexUnavailable as error:
             self._touch(engine, batch.hashes)
+            drained.discard(engine)
             return None if error.reason == "NOSCRIPT" else error
         match word:
             case b"OK":
@@ -239,18 +252,20 @@ class Outbox:
             case b"LATE":
                 self.counters.late_batches += 1
                 self._touch(engine, batch.hashes)
+                drained.discard(engine)
             case b"NOFENCE":
                 self.counters.lost_fences += 1
                 engine.unseat(whole=False)
-                return await self._fence_again(scope, engine_id, engine)
+                drained.discard(engine)
+                return await self._fence_again(engine_id, engine)
             case _:
                 self._lose(engine_id, engine)
         return None
 
-    async def _fence_again(self, scope: Scope, engine_id: str, engine: Pending) -> IndexUnavailable | None:
+    async def _fence_again(self, engine_id: str, engine: Pending) -> IndexUnavailable | None:
         """The server lost the fence: raise it again; the claim that follows asks for the lease."""
         try:
-            await self._registry.fence(scope, engine_id, engine.token)
+            await self._registry.fence(await self.settle(), engine_id, engine.token)
         except LeaseLost:
             self._lose(engine_id, engine)
         except IndexUnavailable as error:

@@ -3,8 +3,8 @@
 A look-up asks for the blocks, then for the version of the books, on every server it needs, all at once. The
 books are kept from look-up to look-up and fetched again when the version differs, before anything is decoded;
 so a forgotten engine is gone from every look-up that began after it was forgotten, and a code or generation
-is read by books at least as new as the value it stands in. Leases and the server's clock come along twice
-a second: an engine whose lease has run out is ``stale``.
+is read by books at least as new as the value it stands in. Leases and the server's clock come along
+twice per renewal: an engine whose lease has run out is ``stale``.
 Always true: servers other than those the books were written to (restarted, failed over) make every engine
 stale, until its writer has written everything again.
 """
@@ -31,7 +31,6 @@ from router.index.shared.registry import View, parse_view
 __all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
 
 _BLOCKS_PER_TIMEOUT = 1000
-_LEASES_S = 0.5
 _ATTEMPTS = 3
 _FLIGHTS_MAX = 512
 
@@ -149,7 +148,7 @@ class SharedReader:
         trip.add(keys.scope, pack("HMGET", keys.scope, "epoch", "v"))
         trip.add(keys.load, pack("HGETALL", keys.load))
         trip.add(keys.flights, _flights_query(books))
-        with_leases = _now() - books.leases_at >= _LEASES_S
+        with_leases = _now() - books.leases_at >= self.client.settings.renew_s / 2
         if with_leases:
             for query in leases_queries(keys):
                 trip.add(keys.leases, query)

@@ -8,6 +8,7 @@ the last changes back. Always true: what a ``View`` says was all true at one mom
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,6 +29,7 @@ _LOG = structlog.get_logger()
 
 SLOTS_MAX = 4096
 _CLUSTER_PARTITIONS = 16
+_CHECK_NAMESPACE_S = 60.0
 
 
 class IndexRefused(Exception):  # noqa: N818  # what it says: not an error of ours
@@ -100,7 +102,7 @@ class Registry:
         self.client = client
         self.model = model
         self.keys = ScopeKeys(client.settings.namespace, model)
-        self._schema_checked = ""
+        self._schema_checked, self._check_again_at = "", 0.0
 
     async def open(self) -> Scope:
         """The scope as it stands, made if there is none. Raises ``IndexRefused`` for another schema."""
@@ -140,8 +142,7 @@ class Registry:
     async def check(self) -> None:
         """Raises ``IndexRefused`` if this namespace, or this scope, is another schema's; changes nothing."""
         found = await self.client.command("GET", schema_key(self.client.settings.namespace))
-        if found is not None:
-            _refuse_other_schema(found, self.client.settings.namespace)
+        _refuse_other_schema(found, self.client.settings.namespace)
         await self.fetch()
 
     async def fetch(self) -> View | None:
@@ -219,19 +220,16 @@ class Registry:
         return int(self.client.settings.control_ttl_s * 1000)
 
     async def _check_namespace(self, identity: str) -> None:
-        """Once per server life: nobody else's schema in this namespace."""
-        key = schema_key(self.client.settings.namespace)
-        if self._schema_checked != identity:
-            ttl = self._control_ttl_ms
-            found = await self.client.command("SET", key, SCHEMA, "NX", "GET", "PX", ttl)
-            if found is not None:
-                _refuse_other_schema(found, self.client.settings.namespace)
-            self._schema_checked = identity
-
-    async def keep(self) -> None:
-        """Renew the time to live of the namespace's schema number."""
-        key = schema_key(self.client.settings.namespace)
-        await self.client.command("SET", key, SCHEMA, "PX", self._control_ttl_ms)
+        """Nobody else's schema in this namespace; asked once a minute and of all new servers, which also
+        renews its time to live."""
+        now = asyncio.get_running_loop().time()
+        if self._schema_checked == identity and now < self._check_again_at:
+            return
+        key, ttl = schema_key(self.client.settings.namespace), self._control_ttl_ms
+        await self.client.command("SET", key, SCHEMA, "NX", "PX", ttl)
+        _refuse_other_schema(await self.client.command("GET", key), self.client.settings.namespace)
+        await self.client.command("PEXPIRE", key, ttl)
+        self._schema_checked, self._check_again_at = identity, now + _CHECK_NAMESPACE_S
 
 
 def parse_view(flat: Reply) -> View | None:
@@ -257,8 +255,8 @@ def parse_view(flat: Reply) -> View | None:
     return View(scope, fields.get(b"v"), seats, facts, patterns, fields[b"used"].count(b"x"))
 
 
-def _refuse_other_schema(found: bytes, namespace: str) -> None:
-    if found != str(SCHEMA).encode():
+def _refuse_other_schema(found: bytes | None, namespace: str) -> None:
+    if found is not None and found != str(SCHEMA).encode():
         raise IndexRefused(
             f"the index in namespace {namespace!r} has schema {found.decode(errors='replace')}, this replica "
             f"writes schema {SCHEMA}: run one version of kvatlas per namespace, or choose another namespace"

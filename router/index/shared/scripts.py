@@ -86,7 +86,7 @@ CLAIM = Script(
 -- are used up ('x') is never used again in this epoch.
 local s = redis.call('HMGET', KEYS[1], 'epoch', 'gens', 'used', 'a:' .. ARGV[3], 'p', 'w', 'home')
 if s[1] ~= ARGV[2] then return {'EPOCH'} end
-if redis.call('HEXISTS', KEYS[2], ARGV[3]) == 0 then
+if not redis.call('HGET', KEYS[2], ARGV[3]) then
   redis.call('HSET', KEYS[2], ARGV[3], string.format('%s|%.0f|', ARGV[4], ms + tonumber(ARGV[9])))
   redis.call('PEXPIRE', KEYS[2], ARGV[8])
 end

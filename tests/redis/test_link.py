@@ -1,0 +1,109 @@
+"""One connection: replies meet their questions, whatever is late, lost or too much."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from router.index.shared.link import IndexUnavailable, Link, pack, within
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def talk(answer: Answer, body: Callable[[Link], Awaitable[None]]) -> None:
+    """A server of one connection."""
+    done = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(reader, writer)
+        finally:
+            writer.close()
+            done.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    _, link = await asyncio.get_running_loop().create_connection(Link, "127.0.0.1", port)
+    try:
+        await body(link)
+    finally:
+        link.abort()
+        await asyncio.wait_for(done.wait(), 10)
+        server.close()
+        await server.wait_closed()
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
+    go = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go.wait()
+        writer.write(b":1\r\n:2\r\n:3\r\n")
+        await reader.read()
+
+    async def body(link: Link) -> None:
+        with pytest.raises(IndexUnavailable, match="timeout"):
+            await link.ask(b"one two", 2, 0.01)
+        assert link.waited_s > 0
+        future = link.send(b"three", 1)
+        go.set()
+        assert await within(future, 10) == [3]
+        assert link.waited_s == 0
+
+    asyncio.run(talk(answer, body))
+
+
+def test_replies_in_pieces() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for byte in b"*3\r\n$3\r\na\r\n\r\n$-1\r\n*1\r\n:7\r\n-ERR no\r\n":
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        await reader.read()
+
+    async def body(link: Link) -> None:
+        first, second = await link.ask(b"x", 2, 10)
+        assert first == [b"a\r\n", None, [7]]
+        assert str(second) == "ERR no"
+
+    asyncio.run(talk(answer, body))
+
+
+@pytest.mark.parametrize("said", [b"", b":1\r\n", b"?nonsense\r\n"])
+def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(said)
+
+    async def body(link: Link) -> None:
+        futures = [link.send(b"x", 2), link.send(b"y", 1)]
+        for future in futures:
+            with pytest.raises(IndexUnavailable, match="connection"):
+                await within(future, 10)
+        assert not link.open
+        with pytest.raises(IndexUnavailable, match="connection"):
+            link.send(b"z", 1)
+
+    asyncio.run(talk(answer, body))
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.index.shared.link._WAITING_MAX", 3)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        del writer
+        await reader.read()
+
+    async def body(link: Link) -> None:
+        for _ in range(3):
+            link.send(b"x", 1)
+        with pytest.raises(IndexUnavailable, match="busy"):
+            link.send(b"x", 1)
+
+    asyncio.run(talk(answer, body))
+
+
+def test_commands_are_packed() -> None:
+    assert pack("SET", b"\x00k", 12) == b"*3\r\n$3\r\nSET\r\n$2\r\n\x00k\r\n$2\r\n12\r\n"
