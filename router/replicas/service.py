@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import structlog
@@ -112,7 +112,7 @@ class SharedIndex:
             desk = Desk(Leases(self._writing, model, self.replica), roll)
             found = self._scopes[model] = _Scope(mirror, desk, keys)
             if self._tasks is not None:
-                self._tasks.create_task(mirror.run(), name=f"mirror {model}")
+                self._tasks.create_task(_kept_up(mirror.run), name=f"mirror {model}")
         return found
 
     def reader(self) -> SharedReader:
@@ -183,11 +183,9 @@ class SharedIndex:
         await self._looking.start()
         async with asyncio.TaskGroup() as self._tasks:
             for model, scope in self._scopes.items():
-                self._tasks.create_task(scope.mirror.run(), name=f"mirror {model}")
-            self._tasks.create_task(self.keeper.run(), name="leases")
-            self._tasks.create_task(self._describe(), name="describe")
-            self._tasks.create_task(self._watch(), name="watch")
-            self._tasks.create_task(self._tell_load(), name="told load")
+                self._tasks.create_task(_kept_up(scope.mirror.run), name=f"mirror {model}")
+            for work in (self.keeper.run, self._describe, self._watch, self._tell_load):
+                self._tasks.create_task(_kept_up(work), name=f"shared index: {work.__name__}")
 
     async def close(self) -> None:
         """Give the leases away, so that others take over at once, and hang up."""
@@ -204,11 +202,8 @@ class SharedIndex:
     async def _describe(self) -> None:
         """Tell the others of each engine followed here what changed."""
         while True:
-            try:
-                for engine_id, held in list(self.keeper.held.items()):
-                    self._describe_engine(engine_id, held.model)
-            except Exception:  # noqa: BLE001  # others hear later; the router goes on
-                _log.exception("describing failed")
+            for engine_id, held in list(self.keeper.held.items()):
+                self._describe_engine(engine_id, held.model)
             await asyncio.sleep(_DESCRIBE_S)
 
     def _describe_engine(self, engine_id: str, model: str) -> None:
@@ -254,9 +249,6 @@ class SharedIndex:
                 await asyncio.sleep(self.settings.load_interval_s)
             except IndexUnavailable:
                 await asyncio.sleep(_AFTER_FAULT_S)
-            except Exception:  # noqa: BLE001  # others see less load; the router goes on
-                _log.exception("telling load failed")
-                await asyncio.sleep(_AFTER_FAULT_S)
 
     async def _tell_load_once(self) -> None:
         now = self._clock()
@@ -267,6 +259,16 @@ class SharedIndex:
             await self._writing.command("HSET", scope.keys.load, self.replica, field)
             await self._writing.command("EXPIRE", scope.keys.load, _LOAD_KEPT_S)
         self.exchange.wrote(field, now)
+
+
+async def _kept_up(work: Callable[[], Awaitable[None]]) -> None:
+    """``work`` until cancelled, begun again whatever ends it: a fault of ours must not end the router."""
+    while True:
+        try:
+            await work()
+        except Exception:  # noqa: BLE001  # see above
+            _log.exception("work on the shared index failed, starting it again")
+        await asyncio.sleep(_AFTER_FAULT_S)
 
 
 def _ignore(answer: asyncio.Future[list[Reply]]) -> None:

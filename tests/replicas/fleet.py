@@ -19,7 +19,7 @@ from router.demo.run import engine_process
 from router.index.shared.connect import connect
 from router.index.shared.link import IndexUnavailable
 from router.replicas.settings import IndexSettings
-from router.tools.index_books import models_of, read_books
+from router.tools.index_books import read_books
 from router.tools.index_command import verify_scope
 from router.tools.index_verify import EngineDiff
 
@@ -167,9 +167,9 @@ class Fleet:
         try:
             if not await client.start(2.0):
                 return {}
-            scopes = [await read_books(client, model) for model in await models_of(client)]
-            leases = [pair for books in scopes if books is not None for pair in books.leases.items()]
-            return {engine_id: lease.holder for engine_id, lease in leases if lease.held}
+            books = await read_books(client, MODEL)
+            leases = {} if books is None else books.leases
+            return {engine_id: lease.holder for engine_id, lease in leases.items() if lease.held}
         except IndexUnavailable:
             return {}
         finally:
@@ -223,12 +223,12 @@ def processes(
 
 
 @asynccontextmanager
-async def fleet(index: str, **options: Any) -> AsyncIterator[Fleet]:
-    """A fleet at work, every engine followed."""
+async def fleet(index: str, *, tools: str | None = None, **options: Any) -> AsyncIterator[Fleet]:
+    """A fleet at work, every engine followed. ``tools``: the URL to look at the index with, if another."""
     with processes(index, **options) as (urls, members):
         async with aiohttp.ClientSession() as session:
             clients = Clients(members, session)
-            made = Fleet(index, urls, members, clients)
+            made = Fleet(tools or index, urls, members, clients)
             await made.settled()
             clients.start()
             try:

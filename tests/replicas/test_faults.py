@@ -8,7 +8,8 @@ import time
 import pytest
 
 from replicas.fleet import Fleet, fleet, run, until
-from replicas.servers import RedisServer, Replica
+from replicas.servers import RedisServer, Replica, server_binary
+from tests.redis.servers import Cluster
 
 RECOVERY_S = 15.0
 """Until ``index verify`` must be exact again after a fault, on a machine crowded with tests."""
@@ -30,6 +31,7 @@ def other(made: Fleet, member: Replica) -> Replica:
 def test_two_replicas_share_the_feeds_and_are_exact() -> None:
     async def main(server: RedisServer) -> None:
         async with fleet(server.url, engines=4) as made:
+
             async def even() -> bool:
                 held = list((await made.holders()).values())
                 return {held.count(member.name) for member in made.members} == {2}
@@ -162,3 +164,19 @@ def test_a_server_turned_read_only_costs_no_request() -> None:
 
     with RedisServer() as server:
         run(main(server))
+
+
+def test_a_cluster_node_down_and_up_again() -> None:
+    async def main(cluster: Cluster) -> None:
+        async with fleet(cluster.url, engines=2) as made:
+            await made.check_exact()
+            cluster.nodes[1].kill()
+            await made.clients.more(20)
+            cluster.nodes[1].start()
+            await recovered(made)
+
+    cluster = Cluster(server_binary())
+    try:
+        run(main(cluster))
+    finally:
+        cluster.close()
