@@ -232,6 +232,22 @@ def test_a_root_span_without_hashes_is_completed_by_its_child(as_bytes: bool) ->
     assert engine.scheme == DEFAULT
 
 
+def test_long_masked_spans_are_not_hashed_whole() -> None:
+    window = Writer(DEFAULT, kind=WINDOW, window=64)
+    long = tokens(40_000)
+    engine = feed(fleet_of(), window.stored(long, keep=[2498, 2499]), window.stored(long, keep=[]))
+    assert engine.detection is Detection.WAITING
+    fleet = fleet_of()
+    engine = feed(fleet, window.stored(long))
+    assert engine.scheme == DEFAULT, "a full one shows its first block"
+
+
+def test_extra_keys_deep_in_a_long_prompt_do_not_matter() -> None:
+    image = PromptExtras(multimodal=(MultimodalItem("image", 36_000, 500),))
+    engine = feed(fleet_of(), Writer(DEFAULT).stored(tokens(40_000), image))
+    assert engine.scheme == DEFAULT
+
+
 def test_events_that_start_elsewhere_are_not_looked_at() -> None:
     engine = feed(fleet_of(), Writer(DEFAULT).stored(tokens(160), start=2))
     assert engine.detection is Detection.WAITING

@@ -139,6 +139,7 @@ def test_eagle_full_attention_must_hold_one_more_block() -> None:
     assert hit(layout, 200, {0: range(6)}) == 80
     assert hit(layout, 200, {0: [0]}) == 0
     assert hit(layout, 97, {0: range(6)}) == 80, "the block after may not hold the last token"
+    assert hit(layout, 96, {0: range(6)}) == 64
     assert hit(layout, 113, {0: range(7)}) == 96
 
 

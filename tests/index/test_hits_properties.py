@@ -228,7 +228,9 @@ def test_events_of_a_pool_predict_its_hits(
     hits = 0
     for turn in range(60):
         base = rng.choice(history)
-        prompt = base[: rng.randrange(1, len(base))] + [rng.randrange(50) for _ in range(rng.randrange(120))]
+        prompt = base[: rng.randrange(1, len(base) + 1)] + [
+            rng.randrange(50) for _ in range(rng.randrange(120))
+        ]
         request = pool.request(prompt)
         if turn > 3:  # by then every group has been seen
             truth = pool.find_hit(request)
