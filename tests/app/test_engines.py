@@ -30,10 +30,10 @@ NEVER = FleetSettings(poll_interval_s=1000.0, gauge_interval_s=1000.0, poll_time
 
 
 async def hits(rig: Rig, text: str, **fields: Any) -> tuple[int, int, str]:
-    """Predicted and reported hit of one chat, and the engine."""
+    """Predicted (-1: nothing was promised) and reported hit of one chat, and the engine."""
     raw = await rig.chat(text, **fields)
     reported = raw.parse().usage.prompt_tokens_details.cached_tokens
-    return int(raw.headers["x-kvatlas-hit-tokens"]), reported, raw.headers["x-kvatlas-engine"]
+    return int(raw.headers.get("x-kvatlas-hit-tokens", -1)), reported, raw.headers["x-kvatlas-engine"]
 
 
 async def check_exact(rig: Rig, engines: list[SimulatedEngine], *texts: str) -> int:
