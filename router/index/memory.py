@@ -204,9 +204,12 @@ class MemoryIndex:
         self._steps_seen = self._patterns.steps_made
 
     def _sweep_slice(self) -> None:
-        row_of, empty, patterns = self._row_of, self._empty_rows, self._patterns
+        row_of, empty = (
+            self._row_of,
+            self._empty_rows,
+        )  # no row changes, but to empty, until the sweep is over
         for block in self._sweep[-_SWEEP_SLICE:]:
-            if row_of.get(block) in empty and not patterns.row(row_of[block]).any():
+            if row_of.get(block) in empty:
                 del row_of[block]
         del self._sweep[-_SWEEP_SLICE:]
 

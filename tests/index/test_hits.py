@@ -200,6 +200,13 @@ def test_hits_inside_a_block() -> None:
     assert evaluate_one(layout, 200, {0: [3, 7], 1: [1, 6]}).hit[0] == 112
 
 
+def test_eagle_hits_inside_a_block_need_one_more_hash_block() -> None:
+    layout = layout_of(full(0, 64, is_eagle=True), mamba(1, "align", 64), unit=16)
+    assert evaluate_one(layout, 112, {0: [3, 6], 1: [5]}).hit[0] == 96, "it may hold the prompt's last token"
+    assert evaluate_one(layout, 112, {0: [3, 5], 1: [5]}).hit[0] == 0
+    assert evaluate_one(layout, 112, {0: [3, 5], 1: [4, 5]}).hit[0] == 80
+
+
 def test_no_hits_inside_a_block_where_a_group_cannot_follow() -> None:
     layout = layout_of(full(0, 64), mamba(1, "align", 64), window(2, 64, 32), unit=16)
     assert layout.alignment == 64
