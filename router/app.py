@@ -53,6 +53,7 @@ class Router:
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
         self._started_s = clock()
+        self._warmed_up = False
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._lora_paths: dict[str, dict[str, str]] = {}
@@ -130,7 +131,11 @@ class Router:
                 self._session = self._tasks = None
 
     def readiness(self) -> Readiness:
-        """Ready: not draining, an engine answers, and every feed has caught up or had its time."""
+        """Ready: not draining, an engine answers, and every feed has caught up or had its time.
+
+        Feeds are waited for once, at the start: an engine that joins later is cold at first, which is no
+        reason to take the others away from their clients.
+        """
         if self.draining():
             return Readiness(False, "draining")
         up = self.fleet.ready(None)
@@ -138,7 +143,8 @@ class Router:
             return Readiness(False, "no engine answers yet")
         cold = [s.engine_id for s in up if s.publishes_events and not self._warm(s.engine_id)]
         waited = self._clock() - self._started_s > self.config.fleet.warm_up_s_max
-        if cold and not waited:
+        self._warmed_up = self._warmed_up or waited or not cold
+        if not self._warmed_up:
             return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
         return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
 

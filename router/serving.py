@@ -13,7 +13,8 @@ import structlog
 
 from router import __version__
 from router.app import Router
-from router.config import Config, ConfigError, Loaded
+from router.config import Config, Loaded
+from router.config_checks import ConfigError
 from router.policy.arms import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.server import ProxyServer, listen_config
