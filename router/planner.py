@@ -8,6 +8,7 @@ are closed is in ``placed``.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -112,8 +113,18 @@ class Planner:
         untried = [s for s in ready if s.engine_id not in exclude]
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready says more.")
+        open_to_all = [s for s in untried if self._board.available(s.engine_id)]
+        if open_to_all:
+            return open_to_all
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
-        return [s for s in untried if self._board.available(s.engine_id)] or untried
+        waits_s = {s.engine_id: self._board.waits_s(s.engine_id) for s in untried}
+        willing = [s for s in untried if not waits_s[s.engine_id]]
+        if not willing:
+            raise no_ready_engine(
+                "Every engine asked to be left alone for a while.",
+                retry_after_s=math.ceil(min(waits_s.values())),
+            )
+        return willing
 
     def _decide_by_tokens(
         self,
