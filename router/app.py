@@ -115,8 +115,11 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
-        jar = aiohttp.DummyCookieJar()
-        async with aiohttp.ClientSession(cookie_jar=jar) as session, asyncio.TaskGroup() as tasks:
+        jar, headers = aiohttp.DummyCookieJar(), self.config.fleet.headers()
+        async with (
+            aiohttp.ClientSession(cookie_jar=jar, headers=headers) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
             self._session, self._tasks = session, tasks
             poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             background = [tasks.create_task(poller.run()), tasks.create_task(self._detect())]

@@ -56,6 +56,10 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"server.port: {config.server.port} is not a port number")
     for section in ("fleet", "proxy", "listen", "feeds", "prompts"):
         _check_numbers(section, getattr(config, section))
+    try:
+        config.fleet.headers()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for name, model in config.models.items():
         if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
             where = f"models.{name}.tokenizer"
