@@ -1,7 +1,8 @@
 """Block hashes as vLLM computes them, without importing vLLM.
 
 Each hash covers a whole prefix up to a hash-block boundary: ``h_i = H((h_{i-1}, tokens_i, extra_i))`` with
-``h_{-1} = H(seed)``; ``H`` is SHA-256 over pickle protocol 5 (vLLM's default) or over canonical CBOR.
+``h_{-1} = H(seed)``; ``H`` is SHA-256 (vLLM's default) or XXH3-128, over pickle protocol 5 (default) or over
+canonical CBOR.
 Facts: vllm/v1/core/kv_cache_utils.py of 0.32 and, for look-ahead, 0.33.
 
 Pickle writes a back reference where the same *object* occurs twice, so equal strings must be distinct
@@ -25,8 +26,9 @@ from publisher.events import BlockHash
 DEFAULT_SEED = "vllm-none-hash"
 """vLLM's fixed seed since 0.29 where PYTHONHASHSEED is not set in the engine's environment."""
 
-ALGORITHMS = ("sha256", "sha256_cbor")
-"""Algorithms a router can reproduce; the xxhash ones are seeded per process by default.
+ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+"""Algorithms a router can reproduce where it knows the seed; for the xxhash ones that takes a PYTHONHASHSEED
+in the engine's environment, else they are seeded at random.
 
 One more name is known, ``learned``: our own chain (xxh3-128 over msgpack), for engines whose hashes cannot be
 reproduced and are looked up by token prefix instead."""
@@ -74,6 +76,14 @@ def _sha256_cbor(value: object) -> bytes:
     return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
 
 
+def _xxhash_pickle(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(pickle.dumps(value, protocol=5))
+
+
+def _xxhash_cbor(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
+
+
 def _learned(value: object) -> bytes:
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(value))
 
@@ -81,12 +91,14 @@ def _learned(value: object) -> bytes:
 _HASHERS: dict[str, Callable[[object], bytes]] = {
     "sha256": _sha256_pickle,
     "sha256_cbor": _sha256_cbor,
+    "xxhash": _xxhash_pickle,
+    "xxhash_cbor": _xxhash_cbor,
     "learned": _learned,
 }
 
 
 def hash_function(algo: str) -> Callable[[object], bytes]:
-    """The 32-byte hash of an object under ``algo``. Raises ``ValueError`` for an unknown name."""
+    """The hash of an object under ``algo``, 32 bytes or 16. Raises ``ValueError`` for an unknown name."""
     try:
         return _HASHERS[algo]
     except KeyError:
@@ -102,7 +114,7 @@ def num_hash_blocks(num_tokens: int, scheme: HashScheme) -> int:
 class HashChain:
     """The hashes of one growing prompt; extending it hashes new blocks only.
 
-    ``full`` holds the 32-byte hashes (needed to go on), ``hashes`` their 64-bit form, one per hash block.
+    ``full`` holds the whole hashes (needed to go on), ``hashes`` their 64-bit form, one per hash block.
     """
 
     __slots__ = ("_hash", "extras", "full", "hashes", "scheme")

@@ -62,6 +62,7 @@ class Router:
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
         self._started_s = clock()
+        self._warmed_up = False
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._lora_paths: dict[str, dict[str, str]] = {}
@@ -125,8 +126,11 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
-        jar = aiohttp.DummyCookieJar()
-        async with aiohttp.ClientSession(cookie_jar=jar) as session, asyncio.TaskGroup() as tasks:
+        jar, headers = aiohttp.DummyCookieJar(), self.config.fleet.headers()
+        async with (
+            aiohttp.ClientSession(cookie_jar=jar, headers=headers) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
             self._session, self._tasks = session, tasks
             poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             background = [tasks.create_task(poller.run()), tasks.create_task(self._detect())]
@@ -145,7 +149,11 @@ class Router:
                 self._session = self._tasks = None
 
     def readiness(self) -> Readiness:
-        """Ready: not draining, an engine answers, and every feed has caught up or had its time."""
+        """Ready: not draining, an engine answers, and every feed has caught up or had its time.
+
+        Feeds are waited for once, at the start: an engine that joins later is cold at first, which is no
+        reason to take the others away from their clients.
+        """
         if self.draining():
             return Readiness(False, "draining")
         up = self.fleet.ready(None)
@@ -155,7 +163,8 @@ class Router:
             return Readiness(True, f"without the shared index: {self.shared.problem}")
         cold = [s.engine_id for s in up if s.publishes_events and not self._warm(s.engine_id)]
         waited = self._clock() - self._started_s > self.config.fleet.warm_up_s_max
-        if cold and not waited:
+        self._warmed_up = self._warmed_up or waited or not cold
+        if not self._warmed_up:
             return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
         return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
 

@@ -14,7 +14,8 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
-from router.config import ANY_MODEL, ConfigError, load, parse_engine
+from router.config import ANY_MODEL, load, parse_engine
+from router.config_checks import ConfigError
 from router.replicas.settings import IndexSettings
 
 app = App(

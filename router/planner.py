@@ -1,15 +1,15 @@
 """Joins what is known into one decision per request: prompt, hits, shadows, in-flight prefixes, load, cost.
 
 ``place`` is what the proxy calls; ``explain`` makes the same decision and shows its workings without
-forwarding anything. The planner owns the in-flight books: a placement opens an entry in the load account
-and in the in-flight prefixes, and closes both exactly once, with the receipt.
+forwarding anything. A placement opens an entry in the load account and in the in-flight prefixes; how they
+are closed is in ``placed``.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -18,22 +18,23 @@ from publisher.block_hash import HashScheme
 from publisher.events import BlockHash
 from publisher.groups import Family
 from router.books import Books
+from router.decision import Decision, Shared, View
 from router.errors import model_not_found, no_ready_engine
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.registry import EngineStatus, Fleet
 from router.index.predict import EngineHit
 from router.index.scopes import Scopes
-from router.observe.receipts import Receipt
+from router.placed import Bookkeeper, Placed
 from router.policy.affinity import text_tokens
 from router.policy.arms import ArmState, policy
 from router.policy.base import Ask, Candidate, Choice, Confidence, PolicySettings, ask
 from router.policy.inflight import InflightPrompt, keeps
-from router.policy.load import NO_OTHERS, EngineLoad, Ticket
+from router.policy.load import NO_OTHERS, EngineLoad
 from router.policy.shadow import ShadowHit
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.proxy.base import InboundRequest, Usage
+from router.proxy.base import InboundRequest
 from router.proxy.breaker import BreakerBoard
 from router.replicas.base import NO_LOOK, Look, SharedView
 
@@ -41,51 +42,6 @@ PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
 
 _CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}
-
-
-class Shared(NamedTuple):
-    """What a prompt shares with prompts in flight at one engine, in tokens."""
-
-    common_tokens: int = 0
-    coming_tokens: int = 0
-    """Of those, what will be a hit once the prompt in flight is computed."""
-
-
-class View(NamedTuple):
-    """One engine as this decision saw it."""
-
-    status: EngineStatus
-    candidate: Candidate
-    hit: EngineHit | None
-    shadow: ShadowHit | None
-    shared: Shared
-
-    @property
-    def mode(self) -> str:
-        """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
-        if self.candidate.confidence == "none":
-            return "none"
-        return "native" if self.candidate.confidence == "exact" else self.candidate.confidence
-
-    @property
-    def expected_tokens(self) -> int:
-        """The hit when the engine gets to this prompt: what it holds, or what a prompt ahead leaves there."""
-        return max(self.candidate.hit_tokens, self.shared.coming_tokens)
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """A choice and all it rested on."""
-
-    read: Prompt | TextAffinity | None
-    prompt_tokens: int
-    views: tuple[View, ...]
-    choice: Choice
-    index_problem: str = ""
-    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
-
-    @property
-    def view(self) -> View:
-        return self.views[self.choice.index]
 
 
 class Planner:
@@ -114,6 +70,7 @@ class Planner:
         self._settings = settings
         self._retention = retention
         self._expose = expose_decision
+        self._keeper = Bookkeeper(fleet, books, self.feed_state)
         self._shared = shared
         self._clock = books.now
         self._policy = policy(settings.policy)
@@ -127,10 +84,6 @@ class Planner:
     async def explain(self, request: InboundRequest) -> Decision:
         """The decision ``place`` would make now, with per-class detail; it leaves no trace."""
         return await self._decide(request, frozenset(), rehearsal=True)
-
-    def now(self) -> float:
-        """The router's clock, in seconds."""
-        return self._clock()
 
     def feed_state(self, engine_id: str) -> str:
         """State of the engine's feed, ``none`` where it publishes nothing."""
@@ -177,8 +130,18 @@ class Planner:
         untried = [s for s in ready if s.engine_id not in exclude]
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready says more.")
+        open_to_all = [s for s in untried if self._board.available(s.engine_id)]
+        if open_to_all:
+            return open_to_all
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
-        return [s for s in untried if self._board.available(s.engine_id)] or untried
+        waits_s = {s.engine_id: self._board.waits_s(s.engine_id) for s in untried}
+        willing = [s for s in untried if not waits_s[s.engine_id]]
+        if not willing:
+            raise no_ready_engine(
+                "Every engine asked to be left alone for a while.",
+                retry_after_s=math.ceil(min(waits_s.values())),
+            )
+        return willing
 
     def _decide_by_tokens(
         self,
@@ -358,9 +321,17 @@ class Planner:
             flying = self._books.inflight.add(engine_id, hashes, now, self._keeps(decision, decision.read))
         elif isinstance(decision.read, TextAffinity):
             self._books.affinity.record(decision.read.keys, engine_id)
-        return Placed(self, request, decision, ticket=ticket, flying=flying, now=now)
+        return Placed(
+            self._keeper,
+            request,
+            decision,
+            ticket=ticket,
+            flying=flying,
+            client_headers=self._client_headers(decision),
+            now=now,
+        )
 
-    def client_headers(self, decision: Decision) -> tuple[tuple[bytes, bytes], ...]:
+    def _client_headers(self, decision: Decision) -> tuple[tuple[bytes, bytes], ...]:
         """What the client is told of the decision, if it is to be told anything."""
         if not self._expose:
             return ()
@@ -368,108 +339,3 @@ class Planner:
         if isinstance(decision.read, Prompt) and decision.view.candidate.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % decision.view.expected_tokens))
         return tuple(headers)
-
-    def close(self, placed: Placed, usage: Usage | None, *, failed: str = "") -> None:
-        """Take the request out of every book, and write its receipt."""
-        now, books, engine_id = self._clock(), self._books, placed.engine_id
-        if failed:
-            books.load.fail(placed.ticket, now)
-        else:
-            books.load.finish(placed.ticket, now)
-        if placed.flying is not None:
-            if placed.answered:
-                books.inflight.end(placed.flying, now)
-            else:  # refused or failed: the engine computed nothing
-                books.inflight.drop(placed.flying)
-        read = placed.decision.read
-        here = self._fleet.get(engine_id) is not None  # else nobody would ever take it out of the books again
-        if here and placed.answered and isinstance(read, Prompt):
-            if not placed.prefilled:
-                books.shadows.served(engine_id, read.token_ids, read.hashes)
-            books.receipts.add(self._receipt(placed, usage))
-
-    def prefilled(self, placed: Placed) -> None:
-        """The first token arrived: the prompt is computed, and how long that took is known."""
-        now = self._clock()
-        sample = self._books.load.first_token(placed.ticket, now)
-        if sample is not None and self._fleet.get(placed.engine_id) is not None:
-            self._books.load.rates.observe(placed.engine_id, sample, now)
-        if placed.flying is not None:
-            self._books.inflight.prefilled(placed.flying)
-        read = placed.decision.read
-        if isinstance(read, Prompt):
-            self._books.shadows.served(placed.engine_id, read.token_ids, read.hashes)
-
-    def _receipt(self, placed: Placed, usage: Usage | None) -> Receipt:
-        view, decision = placed.decision.view, placed.decision
-        read = decision.read
-        one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
-        predicted = one_prompt and view.candidate.confidence != "none"
-        fallback = decision.index_problem and view.candidate.confidence == "none"
-        return Receipt(
-            request_id=placed.request.request_id.decode("latin-1"),
-            engine_id=placed.engine_id,
-            model=placed.request.model or "",
-            mode="fallback" if fallback else view.mode,
-            feed=self.feed_state(placed.engine_id),
-            prompt_tokens=decision.prompt_tokens,
-            predicted_tokens=view.expected_tokens if predicted else None,
-            offloaded_tokens=view.candidate.offloaded_tokens,
-            trunk_tokens=view.candidate.trunk_tokens,
-            actual_tokens=usage.cached_tokens if usage is not None else None,
-            reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
-            reason=decision.choice.reason,
-            index_problem=decision.index_problem,
-            ttft_s=placed.ttft_s,
-        )
-
-
-class Placed:
-    """One request on one engine (``router.proxy.base.Placement``)."""
-
-    def __init__(
-        self,
-        planner: Planner,
-        request: InboundRequest,
-        decision: Decision,
-        *,
-        ticket: Ticket,
-        flying: InflightPrompt | None,
-        now: float,
-    ) -> None:
-        engine = decision.view.status.engine
-        self.engine_id = engine.engine_id
-        self.base_url = engine.base_url
-        self.engine_headers: tuple[tuple[bytes, bytes], ...] = (
-            () if engine.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % engine.dp_rank),)
-        )
-        self.client_headers = planner.client_headers(decision)
-        self.request = request
-        self.decision = decision
-        self.ticket = ticket
-        self.flying = flying
-        self.answered = False
-        self.prefilled = False
-        self.ttft_s: float | None = None
-        self._planner = planner
-        self._placed_s = now
-        self._open = True
-
-    def first_byte(self) -> None:
-        """See ``Placement``; only a stream's first byte tells when the prefill was over."""
-        self.answered = True
-        if self._open and not self.prefilled and self.request.stream:
-            self.prefilled = True
-            self.ttft_s = self._planner.now() - self._placed_s
-            self._planner.prefilled(self)
-
-    def finished(self, usage: Usage | None) -> None:
-        self._close(usage, "")
-
-    def failed(self, reason: str) -> None:
-        self._close(None, reason)
-
-    def _close(self, usage: Usage | None, failed: str) -> None:
-        if self._open:
-            self._open = False
-            self._planner.close(self, usage, failed=failed)

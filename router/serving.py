@@ -14,7 +14,8 @@ import structlog
 
 from router import __version__
 from router.app import Router
-from router.config import Config, ConfigError, Loaded
+from router.config import Config, Loaded
+from router.config_checks import ConfigError
 from router.index.shared.registry import IndexRefused
 from router.index.shared.settings import SettingsError, redacted
 from router.policy.arms import policy

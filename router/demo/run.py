@@ -17,7 +17,8 @@ from rich.live import Live
 
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
-from router.config import ANY_MODEL, Config, ConfigError, ModelConfig, ServerConfig
+from router.config import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.config_checks import ConfigError
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.load import ChatLoad, ChatOutcome
 from router.demo.store import store_process

@@ -7,7 +7,7 @@ seen up serves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -26,32 +26,61 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = "vllm"
 
 
-class EngineStatus(msgspec.Struct):
-    """One engine as last seen. ``problem`` says why it is not up."""
+class EngineStatus:
+    """One engine as last seen. ``problem`` says why it is not up, ``kv_usage`` is the share of its KV blocks
+    in use as its metrics say (0..1). What every request asks for is worked out when it changes."""
 
-    engine: Engine
-    up: bool = False
-    models: tuple[ModelCard, ...] = ()
-    problem: str = "not contacted yet"
-    draining: bool = False
-    kv_usage: float | None = None
-    """Share of the engine's KV blocks in use, as its metrics say (0..1)."""
+    __slots__ = (
+        *("_draining", "_fleet_changed", "_models", "_up", "base_model", "engine", "engine_id"),
+        *("kv_usage", "problem"),
+    )
+
+    def __init__(self, engine: Engine, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
+        self.engine = engine
+        self.engine_id = engine.engine_id
+        self.base_model: str | None = None
+        """The model whose cache the engine holds: the first card that is not a LoRA."""
+        self.problem = "not contacted yet"
+        self.kv_usage: float | None = None
+        self._up = False
+        self._draining = False
+        self._models: tuple[ModelCard, ...] = ()
+        self._fleet_changed = fleet_changed
 
     @property
-    def engine_id(self) -> str:
-        return self.engine.engine_id
+    def up(self) -> bool:
+        return self._up
+
+    @up.setter
+    def up(self, up: bool) -> None:
+        self._up = up
+        self._fleet_changed()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._fleet_changed()
+
+    @property
+    def models(self) -> tuple[ModelCard, ...]:
+        return self._models
+
+    @models.setter
+    def models(self, models: tuple[ModelCard, ...]) -> None:
+        self._models = models
+        self.base_model = next((card.id for card in models if card.parent is None), None)
+        self._fleet_changed()
 
     @property
     def publishes_events(self) -> bool:
         return self.engine.events is not None
 
-    @property
-    def base_model(self) -> str | None:
-        """The model whose cache the engine holds: the first card that is not a LoRA."""
-        return next((card.id for card in self.models if card.parent is None), None)
-
     def serves(self, model: str) -> bool:
-        return any(card.id == model for card in self.models)
+        return any(card.id == model for card in self._models)
 
 
 class Fleet:
@@ -59,7 +88,8 @@ class Fleet:
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self._configured = {engine.engine_id: engine for engine in engines}
-        self._status = {name: EngineStatus(engine) for name, engine in self._configured.items()}
+        self._ready: dict[str | None, list[EngineStatus]] = {}
+        self._status = {name: self._new(engine) for name, engine in self._configured.items()}
 
     def __iter__(self) -> Iterator[EngineStatus]:
         return iter(self._status.values())
@@ -87,17 +117,25 @@ class Fleet:
             del self._status[engine_id]
         changed = []
         for engine_id, engine in wanted.items():
-            status = self._status.setdefault(engine_id, EngineStatus(engine))
+            status = self._status.setdefault(engine_id, self._new(engine))
             if status.engine != engine:
                 status.engine = engine
                 changed.append(engine_id)
+        self._ready.clear()
         return changed, gone
 
     def ready(self, model: str | None) -> list[EngineStatus]:
-        """Engines that answer and serve ``model`` (any model if None), in a stable order."""
-        return [
-            s for s in self._status.values() if s.up and not s.draining and (model is None or s.serves(model))
-        ]
+        """Engines that answer and serve ``model`` (None: any), in a stable order; not to be changed."""
+        found = self._ready.get(model)
+        if found is None:
+            up = [status for status in self._status.values() if status.up and not status.draining]
+            found = [status for status in up if model is None or status.serves(model)]
+            if found:  # a name nobody serves is the client's, and there is no end of those
+                self._ready[model] = found
+        return found
+
+    def _new(self, engine: Engine) -> EngineStatus:
+        return EngineStatus(engine, fleet_changed=self._ready.clear)
 
     def knows(self, model: str) -> bool:
         """Whether any engine, also one that is down now, was ever seen to serve ``model``."""

@@ -92,9 +92,9 @@ class SchemeDetector:
         """Look at an event that goes on from a parent: it may continue a root span that listed no hash."""
         if self.state is not Detection.WAITING:
             return
-        for root in self._pending.continued_by(event):
-            if self._try_known(root):
-                return
+        scheme = self._pending.continued_by(event)
+        if scheme is not None:
+            self._found(scheme)
 
     def advance(self) -> None:
         """Try one slice of numeric seeds if a search is on."""
@@ -130,7 +130,7 @@ class SchemeDetector:
     def _keep(self, root: RootEvent) -> None:
         """Remember a span that a child may complete, or the cheapest to search with if no plain one comes."""
         if not root.hashes:
-            self._pending.add(root)
+            self._pending.add(root, self._candidates(root))
         elif root.extras != NO_EXTRAS or len(root.tokens) > _SEARCH_TOKENS_MAX:
             return
         elif self._shortest is None or len(root.tokens) < len(self._shortest.tokens):
@@ -159,7 +159,7 @@ class SchemeDetector:
         yield from self._known
         for seed in self._seeds:
             for algo in ALGORITHMS:
-                for size in _divisors(root.block_size):
+                for size in _hash_block_sizes(root):
                     yield HashScheme(algo, seed, size, root.lookahead)
                     if root.extras != NO_EXTRAS:
                         yield HashScheme(algo, seed, size, root.lookahead, tagged=False)
@@ -205,8 +205,10 @@ class SchemeDetector:
         self._unmatched, self._shortest, self._since_check = 0, None, 0
 
 
-def _divisors(size: int) -> list[int]:
-    return [size // n for n in range(1, size + 1) if size % n == 0]
+def _hash_block_sizes(root: RootEvent) -> list[int]:
+    """Sizes to try. A masked span is hashed whole for each, so only those that models have."""
+    divisors = [root.block_size // n for n in range(1, root.block_size + 1) if root.block_size % n == 0]
+    return divisors if root.full else [size for size in divisors if size >= min(16, root.block_size)]
 
 
 def learned_scheme(unit: int, lookahead: int = 0) -> HashScheme:

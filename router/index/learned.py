@@ -16,8 +16,8 @@ from typing import Any
 from publisher.block_hash import hash_function
 from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
 
-_ENTRIES_MAX = 2_000_000
-"""About 0.5 GB at the worst; engines hold fewer blocks than this."""
+_ENTRIES_MAX = 1 << 19
+"""About 150 MB; engines hold fewer blocks than this."""
 
 _ABSENT = BlockHash(-1)
 """Stands for "no such block": hashes on the wire are never negative, so no index holds it."""

@@ -52,13 +52,14 @@ class MemoryIndex:
         self._free_slots: list[int] = []
         self._lanes: dict[str, dict[Plane, _Lane]] = {}
         self._unknown_removals = 0
-        self._rows_max, self._steps_max = _ROWS_MAX, _STEPS_MAX
+        self._rows_max = _ROWS_MAX
+        self._steps_seen = 0
         self._sweep: list[BlockHash] = []
         self._empty_rows: frozenset[int] = frozenset()
 
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         lane = self._lane(engine_id, plane)
-        row_of, steps, extra = self._row_of, lane.set, lane.extra
+        row_of, steps = self._row_of, lane.set
         get, new = row_of.get, 0
         for block in hashes:
             row = get(block, 0)
@@ -67,9 +68,10 @@ class MemoryIndex:
                 row_of[block] = step
                 new += 1
             else:
-                extra[block] = extra.get(block, 0) + 1
+                lane.extra[block] = lane.extra.get(block, 0) + 1
         lane.count += new
-        self._housekeep()
+        if self._sweep or self._steps_seen != self._patterns.steps_made:
+            self._housekeep()
 
     def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         lane = self._lanes.get(engine_id, {}).get(plane)
@@ -91,7 +93,8 @@ class MemoryIndex:
                 row_of[block] = step
             else:
                 del row_of[block]
-        self._housekeep()
+        if self._sweep or self._steps_seen != self._patterns.steps_made:
+            self._housekeep()
 
     @staticmethod
     def _drop_copy(extra: dict[BlockHash, int], block: BlockHash) -> None:
@@ -229,13 +232,17 @@ class MemoryIndex:
     def _housekeep(self) -> None:
         if self._sweep:
             self._sweep_slice()
-        elif self._patterns.count > self._rows_max or self._patterns.steps_made > self._steps_max:
+        elif self._patterns.count > self._rows_max or self._patterns.steps_made > _STEPS_MAX:
             self._drop_unused_rows()
+        self._steps_seen = self._patterns.steps_made
 
     def _sweep_slice(self) -> None:
-        row_of, empty, patterns = self._row_of, self._empty_rows, self._patterns
+        row_of, empty = (
+            self._row_of,
+            self._empty_rows,
+        )  # no row changes, but to empty, until the sweep is over
         for block in self._sweep[-_SWEEP_SLICE:]:
-            if row_of.get(block) in empty and not patterns.row(row_of[block]).any():
+            if row_of.get(block) in empty:
                 del row_of[block]
         del self._sweep[-_SWEEP_SLICE:]
 

@@ -36,10 +36,15 @@ class HashedPrompt(Protocol):
 
 
 class ClassHit(msgspec.Struct, frozen=True):
-    """Largest boundary valid in one spec class alone, in tokens."""
+    """Largest boundary valid in one spec class alone, in tokens.
+
+    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` adds one medium after the other: GPU, then CPU,
+    then STORAGE.
+    """
 
     spec_class: str
     hit_tokens: int
+    by_medium: dict[str, int]
 
 
 class EngineHit(msgspec.Struct, frozen=True):
@@ -185,24 +190,31 @@ def seat_hits(
 ) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
     offload = any(plane.medium != "GPU" for plane, _ in rows.columns)
-    on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, detail=detail))
+    on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word))
     anywhere = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, media=MEDIA))
     answers: dict[str, EngineHit] = {}
     for engine_id, _, layout, (word, bit), _ in seats:
         gpu = on_gpu(layout, word)
         hit = gpu.hit[bit]
         offloaded = max(hit, anywhere(layout, word).hit[bit]) if offload else hit
-        by_class = _class_hits(layout, gpu, bit) if detail else ()
+        by_class = _class_hits(rows, layout, num_tokens, Slot(word, bit)) if detail else ()
         answers[engine_id] = EngineHit(
             engine_id, mode, hit, offloaded, gpu.trunk[bit], layout.alignment, by_class
         )
     return answers
 
 
-def _class_hits(layout: CacheLayout, hits: WordHits, bit: int) -> tuple[ClassHit, ...]:
-    return tuple(
-        ClassHit(c.label, tokens[bit]) for c, tokens in zip(layout.classes, hits.by_class, strict=True)
-    )
+def _class_hits(rows: Rows, layout: CacheLayout, num_tokens: int, slot: Slot) -> tuple[ClassHit, ...]:
+    """Every class by itself, for one engine; only explanations ask for it."""
+    tiers = [
+        evaluate(rows, layout, num_tokens, word=slot.word, media=MEDIA[: count + 1], detail=True)
+        for count in range(len(MEDIA))
+    ]
+    hits = []
+    for number, spec_class in enumerate(layout.classes):
+        tokens = [tier.by_class[number][slot.bit] for tier in tiers]
+        hits.append(ClassHit(spec_class.label, tokens[0], dict(zip(MEDIA, tokens, strict=True))))
+    return tuple(hits)
 
 
 def _per_word(compute: Callable[[CacheLayout, int], WordHits]) -> Callable[[CacheLayout, int], WordHits]:

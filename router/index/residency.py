@@ -64,6 +64,7 @@ class EngineResidency:
         self._learned: LearnedKeys | None = LearnedKeys()
         self._layout: CacheLayout | None = None
         self._lookahead = 0
+        self._planes: dict[tuple[str | None, int | None], Plane] = {}
         self._settled: dict[tuple[str | None, int | None, int], Plane] = {}
         self.revision += 1
 
@@ -144,16 +145,22 @@ class EngineResidency:
             plane = self._learn(event)
             if plane is None:
                 return
-        if plane.medium == "GPU":
-            if self._detector.wants(root=event.parent_block_hash is None):
-                self._detect(event)
-            if self._learned is not None and self._layout is not None:
-                self._learned.observe(event, self._layout.hash_block_size)
-            if self.facts.report_mode_full and self._is_re_report(event):
-                self.re_reports += 1
-                return
+        looked_at = event.parent_block_hash is None or self._learned is not None
+        if looked_at and plane.medium == "GPU" and not self._is_new(event):
+            return
         if event.block_hashes:
             self.index.store(self.engine_id, plane, _hashes(event.block_hashes))
+
+    def _is_new(self, event: BlockStored) -> bool:
+        """Learn what a GPU event shows of the engine's hashes; False for one that only reports again."""
+        if self._detector.wants(root=event.parent_block_hash is None):
+            self._detect(event)
+        if self._learned is not None and self._layout is not None:
+            self._learned.observe(event, self._layout.hash_block_size)
+        if self.facts.report_mode_full and self._is_re_report(event):
+            self.re_reports += 1
+            return False
+        return True
 
     def _learn(self, event: BlockStored) -> Plane | None:
         """The plane of a stored event, its group learned; None where it makes no sense."""
@@ -165,7 +172,9 @@ class EngineResidency:
         return plane
 
     def _removed(self, event: BlockRemoved) -> None:
-        plane = self._plane(event.medium, event.group_idx)
+        plane = self._planes.get((event.medium, event.group_idx)) or self._plane(
+            event.medium, event.group_idx
+        )
         if plane is None:
             return
         hashes = _hashes(event.block_hashes)
@@ -184,7 +193,8 @@ class EngineResidency:
         if name not in MEDIA:
             self.rejected["unknown_medium"] += 1
             return None
-        return Plane(name, group_idx or 0)
+        plane = self._planes[medium, group_idx] = Plane(name, group_idx or 0)
+        return plane
 
     def _learn_group(self, event: BlockStored) -> bool:
         if event.num_tokens() < max(1, len(event.block_hashes)) * event.block_size or not event.block_size:

@@ -8,7 +8,7 @@ event's extra keys or token ids, reading it gives a ``RootEvent`` or None.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
 
@@ -16,6 +16,9 @@ from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptEx
 from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
 
 _PENDING_MAX = 8
+
+_SPAN_TOKENS_MAX = 1 << 15
+"""Longer spans are not hashed whole: 10 ms of the event loop and more."""
 
 
 class RootEvent(msgspec.Struct, frozen=True):
@@ -38,26 +41,26 @@ class RootEvent(msgspec.Struct, frozen=True):
 
 
 class PendingRoots:
-    """Root spans without a listed hash, waiting for an event that continues them (the latest few)."""
+    """The latest root spans without a listed hash, each as the hash of its end under every candidate."""
 
     def __init__(self) -> None:
-        self._spans: deque[RootEvent] = deque(maxlen=_PENDING_MAX)
+        self._spans: deque[dict[BlockHash, HashScheme]] = deque(maxlen=_PENDING_MAX)
 
-    def add(self, root: RootEvent) -> None:
-        self._spans.append(root)
+    def add(self, root: RootEvent, candidates: Iterable[HashScheme]) -> None:
+        """Wait for a child of this span."""
+        ends = {end_hash(root, scheme): scheme for scheme in candidates}
+        self._spans.append({end: scheme for end, scheme in ends.items() if end is not None})
 
-    def continued_by(self, event: BlockStored) -> Iterator[RootEvent]:
-        """Each waiting span as if it had listed the event's parent as the hash of its end."""
-        if event.parent_block_hash is None or event.block_size == 0:
-            return
+    def continued_by(self, event: BlockStored) -> HashScheme | None:
+        """The candidate under which the event's parent is the end of a waiting span."""
+        if event.parent_block_hash is None:
+            return None
         parent = to_block_hash(event.parent_block_hash)
-        for span in self._spans:
-            if len(span.tokens) % span.block_size == 0:
-                yield msgspec.structs.replace(span, hashes=[parent])
+        return next((span[parent] for span in self._spans if parent in span), None)
 
 
 def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
-    """The comparable form of ``event``; None if it starts elsewhere or hides what its hashes need."""
+    """The comparable form of ``event``; None if it starts elsewhere, is too long or hides what it hashes."""
     if event.parent_block_hash is not None or event.block_size == 0:
         return None
     extras = event_extras(event, lora_paths)
@@ -71,10 +74,14 @@ def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | No
         return None
     hashes = [to_block_hash(wire) for wire in event.block_hashes]
     full = len(hashes) > 0 and len(tokens) == event.block_size * len(hashes)
+    if not full and len(tokens) > _SPAN_TOKENS_MAX:
+        return None
     ahead = event.lookahead_token_ids or []
     if ahead and ahead[-1]:
         tokens = tokens + ahead[-1]
     keyed = next((number for number, keys in enumerate(event.extra_keys or ()) if keys), 0)
+    if keyed * event.block_size > _SPAN_TOKENS_MAX:
+        keyed = 0
     return RootEvent(tokens, event.block_size, hashes, extras, len(ahead[-1]) if ahead else 0, full, keyed)
 
 
@@ -119,3 +126,10 @@ def matches(root: RootEvent, scheme: HashScheme) -> bool:
         computed = block_hashes(root.tokens[: ends + root.lookahead], scheme, root.extras)
         return computed[-1:] == root.hashes[root.keyed : root.keyed + 1]
     return set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block]) >= set(root.hashes)
+
+
+def end_hash(root: RootEvent, scheme: HashScheme) -> BlockHash | None:
+    """The hash of a whole span under a scheme; None where the span does not end a hash block."""
+    if scheme.lookahead != root.lookahead or len(root.tokens) % scheme.hash_block_size:
+        return None
+    return block_hashes(root.tokens, scheme, root.extras)[-1]

@@ -59,6 +59,9 @@ class Prompt:
         chain = self._entry.chains.get(scheme)
         if chain is None:
             chain = HashChain(scheme, self.extras)
+        elif len(chain.hashes) == self.num_blocks(scheme):
+            self._stats.blocks_reused += len(chain.hashes)
+            return chain.hashes
         self._stats.blocks_reused += len(chain.full)
         self._stats.blocks_hashed += max(0, self.num_blocks(scheme) - len(chain.full))
         hashes = chain.extend(self._entry.ids)

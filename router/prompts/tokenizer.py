@@ -116,9 +116,9 @@ class SegmentTokenizer:
         """The ids of every segment, tokenizing those not known."""
         missing = [text for text, ids in zip(texts, known, strict=True) if ids is None]
         if in_thread:
-            encodings = self._tokenizer.encode_batch(missing, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
         else:
-            encodings = [self._tokenizer.encode(text, add_special_tokens=False) for text in missing]
+            encodings = [self._tokenizer.encode_batch_fast([t], add_special_tokens=False)[0] for t in missing]
         fresh = iter(encodings)
         return [array("I", next(fresh).ids) if ids is None else ids for ids in known]
 

@@ -50,6 +50,10 @@ class Breaker:
         """May this engine be chosen now? No side effect."""
         return now >= self._blocked_until and (self.closed or now >= self._open_until)
 
+    def waits_s(self, now: float) -> float:
+        """Seconds for which the engine itself asked (``block_until``) to be left alone."""
+        return max(0.0, self._blocked_until - now)
+
     def begin(self, now: float) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
         if not self.closed:
@@ -115,6 +119,11 @@ class BreakerBoard:
         """May the planner choose this engine now?"""
         breaker = self._breakers.get(engine_id)
         return breaker is None or breaker.allows(self._clock())
+
+    def waits_s(self, engine_id: str) -> float:
+        """Seconds for which this engine asked (Retry-After) to be left alone; 0 if it did not."""
+        breaker = self._breakers.get(engine_id)
+        return 0.0 if breaker is None else breaker.waits_s(self._clock())
 
     def begin(self, engine_id: str) -> None:
         """A request is about to be sent there."""

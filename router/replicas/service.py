@@ -27,7 +27,7 @@ from router.index.shared.keys import ScopeKeys
 from router.index.shared.leases import Leases
 from router.index.shared.link import IndexUnavailable, Reply, pack
 from router.index.shared.mirror import MirroredIndex
-from router.index.shared.outbox import MirrorStats
+from router.index.shared.pending import MirrorStats
 from router.index.shared.reader import SharedReader
 from router.index.shared.registry import EngineFacts, Registry
 from router.policy.load import LoadAccount

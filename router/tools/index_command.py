@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.events import BlockHash
-from router.config import ConfigError
+from router.config_checks import ConfigError
 from router.fleet.engine import Engine
 from router.index.shared.connect import Client, connect
 from router.index.shared.keys import ScopeKeys

@@ -12,7 +12,7 @@ from aiohttp import web
 from publisher.engine import SimulatedEngine
 
 Override = Callable[[], tuple[int, Any]]
-"""Status and JSON body of one path."""
+"""Status and JSON body of one path; status 0 breaks the connection."""
 
 
 class Front:
@@ -38,7 +38,9 @@ class Front:
         self.seen.append((request.path, headers))
         if request.path in self.overrides:
             status, body = self.overrides[request.path]()
-            return web.json_response(body, status=status)
+            if not status and request.transport is not None:
+                request.transport.abort()
+            return web.json_response(body, status=status or 500)
         engine = self.engines[int(headers.get("x-data-parallel-rank", "0"))]
         data = await request.read()
         kept = {"content-type": headers["content-type"]} if data else {}

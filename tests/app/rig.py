@@ -111,7 +111,7 @@ class Rig:
         assert books.inflight.check_integrity() == []
         for status in self.router.fleet:
             load = books.load.load(status.engine_id, now)
-            assert (load.running - load.foreign, load.waiting, load.awaited_tokens) == (0, 0, 0), load
+            assert (load.running + load.waiting - load.foreign, load.awaited_tokens) == (0, 0), load
         stats = books.load.stats
         assert stats.admitted == stats.finished + stats.failed
         assert self.router.proxy.stats.requests_active == 0

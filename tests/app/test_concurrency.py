@@ -17,7 +17,7 @@ from app.rig import MODEL, QUICK, TEXT, Rig, configure, routing, run, running, u
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
 from router.fleet.engine import Engine
-from router.planner import Placed
+from router.placed import Placed
 from router.policy.inflight import InflightSettings
 from router.proxy.base import InboundRequest
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.rig import LOCAL, MODEL, QUICK, TEXT, configure, routing, run, running
+from app.rig import LOCAL, MODEL, QUICK, TEXT, configure, routing, run, running, until
 from publisher.engine import EngineSettings, SimulatedEngine
 from router import __version__
 from router.config import ANY_MODEL, Config, ServerConfig
@@ -80,6 +80,29 @@ def test_ready_waits_for_a_cold_feed_but_not_for_ever() -> None:
                 status, body = await rig.ask("GET", "/ready")
                 assert status == 200
                 assert engine.base_url in body["reason"]
+
+    run(main())
+
+
+def test_an_engine_that_joins_cold_does_not_make_the_router_unready() -> None:
+    async def main() -> None:
+        port = await free_port()
+        late = Engine(f"http://127.0.0.1:{port}", events=f"tcp://127.0.0.1:{await free_port()}")
+        fleet = FleetSettings(poll_interval_s=0.1, poll_down_interval_s=0.05, warm_up_s_max=1000.0)
+        async with (
+            running({}) as (first,),
+            routing(configure(first, late, fleet=fleet), wait=False) as rig,
+        ):
+            await until(lambda: rig.router.readiness().ready, "ready with one of two")
+            engine = SimulatedEngine(EngineSettings(port=port, **QUICK))
+            await engine.start()
+            try:
+                await until(lambda: len(rig.router.fleet.ready(None)) == 2, "the second is up")
+                status, body = await rig.ask("GET", "/ready")
+                assert status == 200
+                assert late.engine_id in body["reason"]
+            finally:
+                await engine.stop()
 
     run(main())
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config import ANY_MODEL, SECTIONS, Config, ConfigError, load, parse_engine
+from router.config import ANY_MODEL, SECTIONS, Config, load, parse_engine
+from router.config_checks import ConfigError
 from router.fleet.engine import Engine
 from router.policy.shadow import ShadowFleet
 from router.serving import check, describe

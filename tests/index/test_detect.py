@@ -26,8 +26,8 @@ def _few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def all_seeds(_few_seeds: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "SEEDS_MAX", 1 << 16)
+def more_seeds(_few_seeds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "SEEDS_MAX", 4096)
 
 
 def fleet_of(**facts: Any) -> FleetResidency:
@@ -49,8 +49,10 @@ SCHEMES = [
     DEFAULT,
     HashScheme(algo="sha256_cbor"),
     HashScheme(seed="0"),
-    HashScheme(seed="65535"),
+    HashScheme(seed="99"),
     HashScheme(algo="sha256_cbor", seed="42"),
+    HashScheme(algo="xxhash", seed="42"),
+    HashScheme(algo="xxhash_cbor", seed="7"),
     HashScheme(hash_block_size=32),
     HashScheme(hash_block_size=1),
     HashScheme(hash_block_size=528),
@@ -59,7 +61,6 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.usefixtures("all_seeds")
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize(
     "scheme", SCHEMES, ids=lambda s: f"{s.algo}-{s.seed}-{s.hash_block_size}-{s.lookahead}"
@@ -98,21 +99,21 @@ def test_configured_seeds_are_tried() -> None:
     assert engine.scheme == scheme
 
 
-@pytest.mark.usefixtures("all_seeds")
+@pytest.mark.usefixtures("more_seeds")
 def test_what_one_engine_uses_is_tried_on_the_next() -> None:
     fleet = fleet_of()
-    scheme = HashScheme(seed="60000")
+    scheme = HashScheme(seed="4095")
     feed(fleet, Writer(scheme).stored(tokens(100)))
     fleet.apply("b", batch(Writer(scheme).stored(tokens(100))))
     assert fleet.engine("b").scheme == scheme, "without any search"
     assert fleet.engine("b").detection is Detection.NATIVE
 
 
-@pytest.mark.usefixtures("all_seeds")
+@pytest.mark.usefixtures("more_seeds")
 def test_a_search_runs_in_slices() -> None:
     fleet = fleet_of()
     engine = fleet.engine("a")
-    engine.apply(batch(Writer(HashScheme(seed="60000")).stored(tokens(100))))
+    engine.apply(batch(Writer(HashScheme(seed="4095")).stored(tokens(100))))
     assert engine.detection is Detection.SEARCHING
     assert engine.scheme is None
     assert fleet.searching() == [engine]
@@ -121,8 +122,8 @@ def test_a_search_runs_in_slices() -> None:
     while fleet.searching():
         engine.advance_detection()
         slices += 1
-    assert engine.scheme == HashScheme(seed="60000")
-    assert slices > 50
+    assert engine.scheme == HashScheme(seed="4095")
+    assert slices > 10
 
 
 def test_an_unknown_seed_ends_in_learned_mode() -> None:
@@ -229,6 +230,22 @@ def test_a_root_span_without_hashes_is_completed_by_its_child(as_bytes: bool) ->
     feed(fleet, window.stored(tokens(160, seed=6), start=5, keep=[]))
     assert engine.detection is Detection.WAITING, "a child of neither"
     feed(fleet, window.stored(prompt, start=6, keep=[9]))
+    assert engine.scheme == DEFAULT
+
+
+def test_long_masked_spans_are_not_hashed_whole() -> None:
+    window = Writer(DEFAULT, kind=WINDOW, window=64)
+    long = tokens(40_000)
+    engine = feed(fleet_of(), window.stored(long, keep=[2498, 2499]), window.stored(long, keep=[]))
+    assert engine.detection is Detection.WAITING
+    fleet = fleet_of()
+    engine = feed(fleet, window.stored(long))
+    assert engine.scheme == DEFAULT, "a full one shows its first block"
+
+
+def test_extra_keys_deep_in_a_long_prompt_do_not_matter() -> None:
+    image = PromptExtras(multimodal=(MultimodalItem("image", 36_000, 500),))
+    engine = feed(fleet_of(), Writer(DEFAULT).stored(tokens(40_000), image))
     assert engine.scheme == DEFAULT
 
 
@@ -353,6 +370,11 @@ def test_an_event_of_blocks_without_tokens_is_refused() -> None:
     assert engine.rejected == {"tokens_do_not_fill_blocks": 1}
     assert engine.layout is None
     assert fleet.stats().blocks == 0
+
+
+def test_seeds_beyond_the_last_searched_are_unknown() -> None:
+    fleet = fleet_of()
+    assert feed(fleet, Writer(HashScheme(seed="100")).stored(tokens(100))).detection is Detection.LEARNED
 
 
 def test_the_default_seed_is_vllms() -> None:

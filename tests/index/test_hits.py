@@ -139,6 +139,7 @@ def test_eagle_full_attention_must_hold_one_more_block() -> None:
     assert hit(layout, 200, {0: range(6)}) == 80
     assert hit(layout, 200, {0: [0]}) == 0
     assert hit(layout, 97, {0: range(6)}) == 80, "the block after may not hold the last token"
+    assert hit(layout, 96, {0: range(6)}) == 64
     assert hit(layout, 113, {0: range(7)}) == 96
 
 
@@ -197,6 +198,13 @@ def test_hits_inside_a_block() -> None:
     assert evaluate_one(layout, 200, {0: [3, 4], 1: [5]}).hit[0] == 0, "a shorter one does not"
     assert evaluate_one(layout, 200, {0: [5], 1: [5]}).hit[0] == 0, "the block before is missing"
     assert evaluate_one(layout, 200, {0: [3, 7], 1: [1, 6]}).hit[0] == 112
+
+
+def test_eagle_hits_inside_a_block_need_one_more_hash_block() -> None:
+    layout = layout_of(full(0, 64, is_eagle=True), mamba(1, "align", 64), unit=16)
+    assert evaluate_one(layout, 112, {0: [3, 6], 1: [5]}).hit[0] == 96, "it may hold the prompt's last token"
+    assert evaluate_one(layout, 112, {0: [3, 5], 1: [5]}).hit[0] == 0
+    assert evaluate_one(layout, 112, {0: [3, 5], 1: [4, 5]}).hit[0] == 80
 
 
 def test_no_hits_inside_a_block_where_a_group_cannot_follow() -> None:

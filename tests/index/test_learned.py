@@ -184,7 +184,9 @@ def run_pool(groups: tuple[GroupSpec, ...], seed: int, *, retention: int | None)
     history, seen = [[rng.randrange(20) for _ in range(300)]], []
     for turn in range(25):
         base = rng.choice(history)
-        prompt = base[: rng.randrange(1, len(base))] + [rng.randrange(20) for _ in range(rng.randrange(80))]
+        prompt = base[: rng.randrange(1, len(base) + 1)] + [
+            rng.randrange(20) for _ in range(rng.randrange(80))
+        ]
         if turn < 2:
             prompt = [rng.randrange(20) for _ in range(200)]
         request = pool.request(prompt)

@@ -483,7 +483,7 @@ odd_facts = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(odd_facts, st.lists(odd_events, max_size=4), st.integers(0, 300))
 def test_no_events_make_the_index_raise_or_lie(
     facts: ModelFacts, batches: list[list[Event]], num_tokens: int
@@ -522,3 +522,12 @@ def test_a_long_random_life(monkeypatch: pytest.MonkeyPatch) -> None:
                 told(fleet, writer.stored(prompt), engine_id=name)
         for found in fleet.predict(Prompt(prompt), "abcd").values():
             assert found.hit_tokens <= len(prompt) - 1
+
+
+def test_detail_tells_the_hit_of_each_class_medium_by_medium() -> None:
+    events = [DENSE.stored(PROMPT, stop=count) for count in (2, 4, 5)]
+    for event, medium in zip(events, ("GPU", "CPU", "STORAGE"), strict=True):
+        event.medium = medium
+    hit = told(fleet_of(), *events).predict(Prompt(PROMPT), ["a"], detail=True)["a"]
+    assert hit.by_class[0].by_medium == {"GPU": 32, "CPU": 64, "STORAGE": 80}
+    assert (hit.hit_tokens, hit.offloaded_tokens) == (32, 80)

@@ -147,3 +147,18 @@ def test_board_knows_engines_by_id_and_forgets() -> None:
     assert board.available("a")
     now[0] = 2.0
     assert board.open_engines() == []
+
+
+def test_the_board_says_for_how_long_an_engine_asked_to_be_left_alone() -> None:
+    now = [100.0]
+    board = BreakerBoard(lambda: now[0])
+    assert board.waits_s("e") == 0
+    board.block_for("e", 7)
+    now[0] += 5
+    assert board.waits_s("e") == 2
+    now[0] += 5
+    assert board.waits_s("e") == 0
+    for _ in range(5):
+        board.record("f", ok=False)
+    assert not board.available("f")
+    assert board.waits_s("f") == 0  # broken, but it did not ask

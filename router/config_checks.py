@@ -1,0 +1,125 @@
+"""What a configuration must hold to be used, beyond the types of its fields.
+
+Each rule names the key, the value and what would be right; nothing is contacted and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from publisher.groups import GroupSpec
+from router.fleet.engine import Engine
+from router.policy.shadow import ShadowFleet
+
+if TYPE_CHECKING:
+    from router.config import Config, ModelConfig
+
+_MAY_BE_ZERO = frozenset(
+    {
+        "drain_s_max",
+        "idle_connections_max",
+        "inline_blocks_max",
+        "inline_chars_max",
+        "linger_s_max",
+        "partitions",
+        "replay_backoff_s",
+        "retry_after_s_max",
+        "retry_time_s_max",
+        "warm_up_s_max",
+        "worker_queue_len_max",
+    }
+)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the key and the remedy."""
+
+
+def check_config(config: Config) -> None:
+    """Every rule that no single field can check. Raises ``ConfigError``."""
+    ids = [engine.engine_id for engine in config.engines]
+    for engine in config.engines:
+        check_engine(engine)
+        if ids.count(engine.engine_id) > 1:
+            raise ConfigError(f"engines: {engine.engine_id} is listed twice")
+    if config.server.log_level not in {"debug", "info", "warning", "error"}:
+        raise ConfigError(
+            f"server.log_level: {config.server.log_level!r} is none of debug, info, warning, error"
+        )
+    if config.server.log_format not in {"console", "json"}:
+        raise ConfigError(f"server.log_format: {config.server.log_format!r} is neither console nor json")
+    if not 0 <= config.server.port < 1 << 16:
+        raise ConfigError(f"server.port: {config.server.port} is not a port number")
+    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index"):
+        _check_numbers(section, getattr(config, section))
+    try:
+        config.fleet.headers()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name, model in config.models.items():
+        if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
+            where = f"models.{name}.tokenizer"
+            raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
+        for key in ("kinds", "windows"):
+            if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
+                raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
+        if model.retention_interval != "dense" and model.retention_interval < 0:
+            raise ConfigError(
+                f"models.{name}.retention_interval = {model.retention_interval}: 0 or more, or dense"
+            )
+        _check_kinds(name, model)
+        _check_shadow(name, model)
+
+
+def _check_kinds(name: str, model: ModelConfig) -> None:
+    try:
+        for idx, kind in model.kinds.items():
+            GroupSpec(int(idx), kind, 16).family  # noqa: B018  # raises for a kind that nobody has described
+    except ValueError as error:
+        raise ConfigError(f"models.{name}.kinds: {error}") from None
+
+
+def _check_shadow(name: str, model: ModelConfig) -> None:
+    try:
+        ShadowFleet().add("", model.shadow_spec())
+    except ValueError as error:
+        raise ConfigError(f"models.{name}.shadow: {error}") from None
+
+
+def _check_numbers(section: str, settings: msgspec.Struct) -> None:
+    """Limits, counts and durations: finite, and above 0 unless 0 plainly says "none" or "at once"."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least_ok = value >= 0 if name in _MAY_BE_ZERO else value > 0
+        if not least_ok or not math.isfinite(value):
+            wanted = "0 or more" if name in _MAY_BE_ZERO else "more than 0"
+            raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
+
+
+def check_engine(engine: Engine) -> None:
+    """Addresses that can be used. Raises ``ConfigError``."""
+    parts = urlsplit(engine.base_url)
+    try:
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:
+        port_ok = False
+    extra = parts.query or parts.fragment or parts.username is not None
+    if parts.scheme != "http" or not parts.hostname or not port_ok or extra:
+        raise ConfigError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
+    if engine.dp_rank is not None and engine.dp_rank < 0:
+        raise ConfigError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
+    for name in ("events", "replay"):
+        address = getattr(engine, name)
+        if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
+            raise ConfigError(
+                f"engine {engine.base_url}: {name}={address!r} is not a tcp:// or ipc:// address"
+            )
+    if engine.replay is not None and engine.events is None:
+        raise ConfigError(f"engine {engine.base_url}: replay= without events= has nothing to complete")

@@ -1,0 +1,59 @@
+"""A decision: what was known of each engine when a prompt was placed, and which one was chosen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from router.fleet.registry import EngineStatus
+from router.index.predict import EngineHit
+from router.policy.base import Candidate, Choice
+from router.policy.shadow import ShadowHit
+from router.prompts.affinity import TextAffinity
+from router.prompts.prompt import Prompt
+
+
+class Shared(NamedTuple):
+    """What a prompt shares with prompts in flight at one engine, in tokens."""
+
+    common_tokens: int = 0
+    coming_tokens: int = 0
+    """Of those, what will be a hit once the prompt in flight is computed."""
+
+
+class View(NamedTuple):
+    """One engine as this decision saw it."""
+
+    status: EngineStatus
+    candidate: Candidate
+    hit: EngineHit | None
+    shadow: ShadowHit | None
+    shared: Shared
+
+    @property
+    def mode(self) -> str:
+        """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
+        if self.candidate.confidence == "none":
+            return "none"
+        return "native" if self.candidate.confidence == "exact" else self.candidate.confidence
+
+    @property
+    def expected_tokens(self) -> int:
+        """The hit when the engine gets to this prompt: what it holds, or what a prompt ahead leaves there."""
+        return max(self.candidate.hit_tokens, self.shared.coming_tokens)
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A choice and all it rested on."""
+
+    read: Prompt | TextAffinity | None
+    prompt_tokens: int
+    views: tuple[View, ...]
+    choice: Choice
+    index_problem: str = ""
+    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
+
+    @property
+    def view(self) -> View:
+        return self.views[self.choice.index]
