@@ -10,6 +10,7 @@ from router.index.shared import write_scripts
 from router.index.shared.codec import pack_records
 from router.index.shared.keys import as_words
 from router.index.shared.registry import EngineFacts, LeaseLost, Registry
+from router.index.shared.sweep import Sweep
 from tests.redis.backend import MODEL, make_settings
 from tests.redis.replicas import CPU, FULL, Replicas, blocks, until
 from tests.redis.servers import Cluster, Server
@@ -219,5 +220,57 @@ def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
 
             await until(retired)
             assert "f" not in (await replicas.look([])).engines
+
+    asyncio.run(body())
+
+
+def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
+    async def body() -> None:
+        settings = make_settings(plain_server.url, lease_s=0.2, renew_s=0.1)
+        async with Replicas(settings, "a", "b") as replicas:
+            writer, other = replicas["a"], replicas["b"]
+            await writer.take("gone", "lost", "kept")
+            for engine_id in ("gone", "lost", "kept"):
+                writer.mirror.store(engine_id, FULL, blocks(1))
+            await writer.mirror.flush()
+            registry = other.mirror.registry
+            keys = registry.keys
+            await other.client.command("HDEL", keys.leases, "lost")
+            await other.leases.release("gone", writer.mirror.mirrored()["gone"])
+            sweep = Sweep(registry)
+            await sweep.run(idle_s=60.0)
+            assert set((await replicas.look([])).engines) == {"gone", "lost", "kept"}
+
+            async def swept() -> bool:
+                await writer.leases.renew({"kept": writer.mirror.mirrored()["kept"]})
+                await sweep.run(idle_s=0.05)
+                return set((await replicas.look([])).engines) == {"kept"}
+
+            await until(swept)
+            assert set(await other.leases.holders()) == {"kept"}
+            fence = keys.fence(0, 1)
+            assert await other.client.command("HKEYS", fence) == [b"kept"]
+            writer.mirror.store("lost", FULL, blocks(2))
+            await writer.mirror.flush()
+            assert await replicas.held("lost", FULL, 1, 2) == [True, True], "it was there after all"
+
+    asyncio.run(body())
+
+
+def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> None:
+    async def body() -> None:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
+            writer = replicas["a"]
+            await writer.take("e", "f")
+            writer.mirror.store("e", FULL, blocks(1))
+            writer.mirror.store("f", FULL, blocks(2))
+            await writer.mirror.flush()
+            await writer.mirror.registry.disown("e")
+            assert "e" not in (await replicas.look([])).engines
+            running = asyncio.create_task(writer.mirror.run())
+            await until(lambda: replicas.exact(blocks(1, 2)))
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            assert writer.mirror.counters.lost_seats == 1
 
     asyncio.run(body())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import hiredis
@@ -26,6 +27,8 @@ from router.index.shared.settings import SettingsError, SharedSettings, parse_ur
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
+_LOOK_AGAIN_S = 5.0
+"""How often Sentinel, or a Cluster named as one, is asked for its masters though nothing failed."""
 _STALLED_S = 5.0
 """A connection whose oldest question has waited so long is replaced."""
 
@@ -50,6 +53,7 @@ class Client:
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._look_again_s = _LOOK_AGAIN_S if self._target.kind != "server" else None
         self.last_error = ""
         self.reconnects = 0
 
@@ -154,6 +158,9 @@ class Client:
         that they have changed."""
         if isinstance(reply, hiredis.ReplyError):
             error = ServerError(reply)
+            if error.reason == "READONLY":  # a master no more: greet whoever answers there anew
+                for link in self._links.values():
+                    link.abort()
             if error.reason in {"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN"}:
                 self.refresh()
             raise error
@@ -183,11 +190,11 @@ class Client:
                 _LOG.info("shared index reachable again", index=repr(self._target))
             self.last_error, pause = "", _BACKOFF_S
             self._ready.set()
-            await self._wake.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._look_again_s)
 
     async def _connect_all(self) -> None:
         """Find the masters and connect to those that are not connected. The links that are stay."""
-        self._identity = None
         topology = await self._find_masters()
         wanted = {address for _, _, address in topology.ranges}
         for address in [a for a in self._links if a not in wanted]:
@@ -201,15 +208,18 @@ class Client:
                 failure = error  # the others may still serve their part
         if failure is not None:
             raise failure
+        if not all(link.open for link in self._links.values()):
+            raise IndexUnavailable("connection", "lost")
         text = ",".join(f"{first}-{last}={self._links[a].run_id}" for first, last, a in topology.ranges)
         self._identity = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     async def _find_masters(self) -> _Topology:
         failure: Exception = IndexUnavailable("connection", "no address")
-        known = [a for a, link in self._links.items() if link.open]
+        sentinel = self._target.kind == "sentinel"
+        known = [] if sentinel else [a for a, link in self._links.items() if link.open]
         for address in dict.fromkeys((*known, *self._target.addresses)):
             try:
-                if self._target.kind == "sentinel":
+                if sentinel:
                     return _Topology(False, ((0, SLOTS - 1, await self._ask_sentinel(address)),))
                 link = await self._connect(address)
                 if not link.cluster:
@@ -240,6 +250,7 @@ class Client:
         except BaseException:
             link.abort()
             raise
+        self._identity = None  # whoever answers here may be another server than before
         self._links[address] = link
         self.reconnects += 1
         return link

@@ -73,11 +73,15 @@ class Leases:
 
     async def holders(self) -> dict[str, Lease]:
         """Every lease of the scope, ended ones too."""
-        link = self._client.link(self._keys.leases)
-        query = b"".join(leases_queries(self._keys))
-        replies = await link.ask(query, 2, self._client.settings.write_timeout_s)
-        flat, now = (self._client.checked(reply) for reply in replies)
-        return parse_leases(flat, now)
+        return await holders(self._client, self._keys)
+
+
+async def holders(client: Client, keys: ScopeKeys) -> dict[str, Lease]:
+    """Every lease of a scope, ended ones too. Raises ``IndexUnavailable``."""
+    query = b"".join(leases_queries(keys))
+    replies = await client.link(keys.leases).ask(query, 2, client.settings.write_timeout_s)
+    flat, now = (client.checked(reply) for reply in replies)
+    return parse_leases(flat, now)
 
 
 def leases_queries(keys: ScopeKeys) -> tuple[bytes, bytes]:

@@ -20,7 +20,8 @@ from router.index.base import IndexStats, Plane, Rows, Slot
 from router.index.memory import MemoryIndex
 from router.index.shared.connect import Client
 from router.index.shared.link import IndexUnavailable
-from router.index.shared.outbox import IDLE_S, MirrorStats, Outbox
+from router.index.shared.outbox import IDLE_S, Outbox
+from router.index.shared.pending import MirrorStats
 from router.index.shared.registry import EngineFacts, EpochChanged, IndexRefused, Registry
 
 __all__ = ["MirrorStats", "MirroredIndex"]
@@ -143,6 +144,8 @@ class MirroredIndex:
             try:
                 self._outbox.refresh()
                 await self.flush()
+                async with self._writing():
+                    await self._outbox.audit()
                 pause = _BACKOFF_S
                 await asyncio.sleep(_COALESCE_S)
             except IndexUnavailable as error:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-import msgspec
 import numpy as np
 import structlog
 
@@ -29,10 +28,13 @@ from router.index.shared.codec import pack_records
 from router.index.shared.connect import Client
 from router.index.shared.handshake import ServerError
 from router.index.shared.keys import partition_of
-from router.index.shared.link import IndexUnavailable, Reply
+from router.index.shared.link import IndexUnavailable
 from router.index.shared.patterns import Codes, PatternCodes
-from router.index.shared.pending import Pending
+from router.index.shared.pending import Batch, MirrorStats, Pending
 from router.index.shared.registry import EpochChanged, LeaseLost, Registry, Scope, Seat
+from router.index.shared.sweep import Sweep
+
+__all__ = ["IDLE_S", "MirrorStats", "Outbox"]
 
 _LOG = structlog.get_logger()
 
@@ -40,38 +42,7 @@ _SLICE = 2048
 """Blocks of one engine written before the next engine gets its turn."""
 IDLE_S = 0.25
 """How often a writer looks whether the books are still the ones it knows."""
-
-
-class MirrorStats(msgspec.Struct):
-    """Counters since start."""
-
-    flushes: int = 0
-    blocks_written: int = 0
-    blocks_refused: int = 0
-    """The server had no room; they are tried again."""
-    late_batches: int = 0
-    fenced: int = 0
-    """Engines dropped because another writer holds them."""
-    lost_fences: int = 0
-    claims: int = 0
-    remirrors: int = 0
-    """Times all blocks of an engine were written again."""
-    overflows: int = 0
-    """Times an engine had more than ``touched_max`` blocks waiting."""
-    scope_changes: int = 0
-    errors: dict[str, int] = msgspec.field(default_factory=dict)
-
-    def error(self, reason: str) -> None:
-        self.errors[reason] = self.errors.get(reason, 0) + 1
-
-
-class _Batch(msgspec.Struct):
-    """Some blocks of one engine on their way."""
-
-    engine_id: str
-    engine: Pending
-    hashes: list[BlockHash]
-    reply: asyncio.Future[list[Reply]]
+AUDIT_S = 60.0
 
 
 class Outbox:
@@ -97,6 +68,8 @@ class Outbox:
         self._checked = 0.0
         self._codes = PatternCodes(registry)
         self._numbers = count(1)
+        self._audit_at = 0.0
+        self._sweep = Sweep(registry)
 
     def touch(self, engine_id: str, hashes: Sequence[BlockHash]) -> None:
         """These blocks of an engine changed."""
@@ -117,6 +90,20 @@ class Outbox:
         period_s, now = self._settings.block_ttl_s / 3, _now()
         for engine_id, engine in self.engines.items():
             engine.refresh(partial(self._memory.blocks_of, engine_id), now, period_s)
+
+    async def audit(self) -> None:
+        """Once a minute: every engine has the seat it believes to have, or claims another; what nobody writes
+        any more goes from the books."""
+        now = _now()
+        if now < self._audit_at:
+            return
+        view = await self._sweep.run(self._settings.block_ttl_s)
+        self._audit_at = now + AUDIT_S
+        for engine_id, engine in self.engines.items():
+            if engine.seat is not None and (view is None or view.seats.get(engine_id) != engine.seat):
+                self.counters.lost_seats += 1
+                engine.unseat(whole=False)
+                self._on_change()
 
     async def take_over(self, engine_id: str, token: int) -> None:
         """See ``MirroredIndex.take_over``; raises ``EpochChanged`` to be called again."""
@@ -150,11 +137,11 @@ class Outbox:
         Changes that come meanwhile are written too, first of all, but not waited for.
         """
         await self.settle()
-        batches: list[_Batch] = []
+        batches: list[Batch] = []
         drained: set[Pending] = set()
         failure: IndexUnavailable | None = None
         while True:
-            sent: list[_Batch] = []
+            sent: list[Batch] = []
             if failure is None and not drained.issuperset(self.engines.values()):
                 sent, failure = await self._send_round(drained)
             for batch in batches:
@@ -168,9 +155,9 @@ class Outbox:
             self._on_change()
             raise failure
 
-    async def _send_round(self, drained: set[Pending]) -> tuple[list[_Batch], IndexUnavailable | None]:
+    async def _send_round(self, drained: set[Pending]) -> tuple[list[Batch], IndexUnavailable | None]:
         """A slice of every engine on its way; ``drained`` gets those of which nothing waits any more."""
-        sent: list[_Batch] = []
+        sent: list[Batch] = []
         for engine_id, engine in list(self.engines.items()):
             try:
                 if not engine.idle:
@@ -183,7 +170,7 @@ class Outbox:
                 drained.add(engine)
         return sent, None
 
-    async def _send_some(self, scope: Scope, engine_id: str, engine: Pending) -> list[_Batch]:
+    async def _send_some(self, scope: Scope, engine_id: str, engine: Pending) -> list[Batch]:
         """Claim and describe where due, then put one slice of blocks on its way."""
         if engine.seat is None:
             await self._claim(scope, engine_id, engine)
@@ -203,7 +190,8 @@ class Outbox:
             self._touch(engine, hashes)
             raise
         if seat is None or engine.seat is not seat or self.engines.get(engine_id) is not engine:
-            return []  # forgotten, or lost, while new patterns were given their codes
+            self._touch(engine, hashes)  # forgotten, or lost, while the server was asked: look again
+            return []
         try:
             return self._send(scope, engine_id, engine, seat, np.array(hashes, np.uint64), codes)
         except IndexUnavailable:
@@ -212,7 +200,7 @@ class Outbox:
 
     def _send(
         self, scope: Scope, engine_id: str, engine: Pending, seat: Seat, words: Words, codes: Codes
-    ) -> list[_Batch]:
+    ) -> list[Batch]:
         """One script per partition and ``script_blocks`` blocks, all on their way at once, in order."""
         batches = []
         keys, size, unit = self._registry.keys, self._settings.script_blocks, scope.code_bytes + 1
@@ -228,11 +216,11 @@ class Outbox:
                 head = (engine_id, engine.token, next(self._numbers), prefix, seat.number, unit)
                 reply = self._client.submit(write_scripts.WRITE, [fence], *head, *ttls, records)
                 hashes = [BlockHash(value) for value in words[part].tolist()]
-                batches.append(_Batch(engine_id, engine, hashes, reply))
+                batches.append(Batch(engine_id, engine, hashes, reply))
                 engine.in_flight += 1
         return batches
 
-    async def _settle_batch(self, batch: _Batch, drained: set[Pending]) -> IndexUnavailable | None:
+    async def _settle_batch(self, batch: Batch, drained: set[Pending]) -> IndexUnavailable | None:
         """Wait for one batch; what was not written waits again."""
         engine_id, engine = batch.engine_id, batch.engine
         engine.in_flight -= 1
@@ -288,7 +276,7 @@ class Outbox:
         if not engine.whole:
             self.counters.remirrors += 1
             engine.touched.clear()
-            engine.backlog = [BlockHash(value) for value in self._memory.blocks_of(engine_id).tolist()]
+            engine.backlog = [self._memory.blocks_of(engine_id)]
 
     def _touch(self, engine: Pending, hashes: Sequence[BlockHash]) -> None:
         if not engine.touch(hashes, self._settings.touched_max):

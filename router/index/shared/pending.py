@@ -1,12 +1,40 @@
-"""What is still to be written of one mirrored engine, and when its blocks are due to be written again."""
+"""What is still to be written of one mirrored engine, what is on its way, and what is due again."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from publisher.events import BlockHash
 from router.index.base import Words
+from router.index.shared.link import Reply
 from router.index.shared.registry import EngineFacts, Seat
+
+
+class MirrorStats(msgspec.Struct):
+    """Counters since start."""
+
+    flushes: int = 0
+    blocks_written: int = 0
+    blocks_refused: int = 0
+    """The server had no room; they are tried again."""
+    late_batches: int = 0
+    fenced: int = 0
+    """Engines dropped because another writer holds them."""
+    lost_fences: int = 0
+    lost_seats: int = 0
+    claims: int = 0
+    remirrors: int = 0
+    """Times all blocks of an engine were written again."""
+    overflows: int = 0
+    """Times an engine had more than ``touched_max`` blocks waiting."""
+    scope_changes: int = 0
+    errors: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def error(self, reason: str) -> None:
+        self.errors[reason] = self.errors.get(reason, 0) + 1
 
 
 class Pending:
@@ -33,7 +61,8 @@ class Pending:
         self.touched: set[BlockHash] = set()
         self.whole = whole
         """Without a seat: whether ``touched`` is all that memory holds of the engine."""
-        self.backlog: list[BlockHash] = []
+        self.backlog: list[Words] = []
+        """Blocks to write though they did not change: arrays, taken from the end."""
         self.facts = EngineFacts()
         self.facts_due = True
         self.in_flight = 0
@@ -54,7 +83,7 @@ class Pending:
     @property
     def waiting(self) -> int:
         """Blocks not sent yet."""
-        return len(self.touched) + len(self.backlog)
+        return len(self.touched) + sum(map(len, self.backlog))
 
     def seated(self, seat: Seat, now: float) -> None:
         """A generation was claimed."""
@@ -82,10 +111,12 @@ class Pending:
             taken, self.touched = list(self.touched), set()
         else:
             taken = [self.touched.pop() for _ in range(limit)]
-        rest = limit - len(taken)
-        if rest and self.backlog:
-            taken += self.backlog[-rest:]
-            del self.backlog[-rest:]
+        while self.backlog and len(taken) < limit:
+            last = self.backlog.pop()
+            split = max(0, len(last) - (limit - len(taken)))
+            taken += map(BlockHash, last[split:].tolist())
+            if split:
+                self.backlog.append(last[:split])
         return taken
 
     def refresh(self, held: Callable[[], Words], now: float, period_s: float) -> None:
@@ -95,7 +126,17 @@ class Pending:
         share = (now - self._round_began) / period_s
         if self._refresh is not None:
             due = min(len(self._refresh), int(len(self._refresh) * share) + 1)
-            self.backlog += map(BlockHash, self._refresh[self._refreshed : due].tolist())
+            if due > self._refreshed:
+                self.backlog.append(self._refresh[self._refreshed : due])
             self._refreshed = due
         if share >= 1:
             self._refresh, self._refreshed, self._round_began = held(), 0, now
+
+
+class Batch(msgspec.Struct):
+    """Some blocks of one engine on their way."""
+
+    engine_id: str
+    engine: Pending
+    hashes: list[BlockHash]
+    reply: asyncio.Future[list[Reply]]

@@ -161,18 +161,19 @@ return found
 
 RETIRE = Script(
     _HOLDS
+    + _NOW
     + """
 -- scope, leases; epoch, engine, token ('' = if its lease ended long ago), nonce, long ago in ms
--- The engine left: its slot is free for another, under another generation.
+-- The engine left: its slot is free for another, under another generation. Its lease may go, once ended, as
+-- tokens rise with the clock.
 local s = redis.call('HMGET', KEYS[1], 'epoch', 'a:' .. ARGV[2], 'used')
 if s[1] ~= ARGV[1] then return 'EPOCH' end
 if ARGV[3] ~= '' then
   if not holds(ARGV[2], ARGV[3]) then return 'LEASE' end
 else
   local lease = redis.call('HGET', KEYS[2], ARGV[2])
-  local now = redis.call('TIME')
-  local ms = now[1] * 1000 + math.floor(now[2] / 1000)
   if lease and tonumber(string.match(lease, '^%d+|(%d+)|')) + tonumber(ARGV[5]) > ms then return 'LEASE' end
+  redis.call('HDEL', KEYS[2], ARGV[2])
 end
 redis.call('HDEL', KEYS[1], 's:' .. ARGV[2], 'a:' .. ARGV[2], 'e:' .. ARGV[2])
 if s[2] then
@@ -235,12 +236,14 @@ return held
 )
 
 RELEASE = Script(
-    """
+    _NOW
+    + """
 -- leases; engine, token
 -- The token stays, so that the next one is higher.
 local lease = redis.call('HGET', KEYS[1], ARGV[1])
 if not lease or string.match(lease, '^(%d+)|') ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. '|0|' .. string.match(lease, '^%d+|%d+|(.*)$'))
+local holder = string.match(lease, '^%d+|%d+|(.*)$')
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%s|%.0f|%s', ARGV[2], ms, holder))
 return 1
 """
 )
