@@ -30,10 +30,15 @@ from router.feeds.base import FeedState, FeedStats
 from router.fleet.engine import Engine
 from router.index.detect import Detection
 from router.index.layout import ModelFacts
+from router.index.shared.pending import MirrorStats
 from router.observe.metrics import RouterCollector, Sources
 from router.observe.receipts import Outcome
 from router.policy import arms
 from router.proxy.stats import ListenStats
+from router.replicas.flights import FlightStats
+from router.replicas.keeper import LeaseStats
+from router.replicas.settings import IndexSettings
+from router.replicas.sight import SightStats
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\
@@ -87,7 +92,7 @@ def cli_page() -> str:
     """Every command with its arguments."""
     parts = [_MADE, "# Command line\n", f"{app.help}\n", _CLI]
     for name in commands():
-        command = app[name]
+        command = command_of(name)
         parts += [f"## kvatlas {name}\n", f"{prose(command.help)}\n", table(_FLAGS, _flags(command))]
         if name == "engine":
             parts += [
@@ -103,8 +108,18 @@ def cli_page() -> str:
 
 
 def commands() -> list[str]:
-    """Names of the subcommands."""
-    return [name for name in app if not name.startswith("-")]
+    """Names of the subcommands, those of a group as ``group name``."""
+    names = [name for name in app if not name.startswith("-")]
+    within = {name: [inner for inner in app[name] if not inner.startswith("-")] for name in names}
+    return [f"{name} {inner}".rstrip() for name in names for inner in within[name] or [""]]
+
+
+def command_of(name: str) -> App:
+    """A subcommand by its name as ``commands`` gives it."""
+    command = app
+    for word in name.split():
+        command = command[word]
+    return command
 
 
 def flag_names(command: App) -> dict[str, set[str]]:
@@ -221,7 +236,10 @@ def _labels(family: Metric) -> tuple[str, ...]:
 
 def _sources() -> Sources:
     """The sources of a router with one engine, in no use."""
-    router = Router(Config(engines=(Engine("http://engine:8000"),)))
+    index = IndexSettings(url="redis://localhost")
+    router = Router(Config(engines=(Engine("http://engine:8000"),), index=index))
+    if router.shared is not None:
+        router.shared.scope("model")
     sources = Sources(
         router.fleet,
         {"http://engine:8000": FeedStats()},
@@ -231,6 +249,7 @@ def _sources() -> Sources:
         router.proxy.stats,
         router.reader.stats,
         ListenStats,
+        router.shared,
     )
     router.reader.close()
     return sources
@@ -248,6 +267,10 @@ def _stats_texts(sources: Sources) -> dict[str, str]:
         "affinity": books.affinity.stats,
         "shadow": books.shadows.stats,
         "load": books.load.stats,
+        "lease": LeaseStats(),
+        "look": SightStats(),
+        "flight": FlightStats(),
+        "mirror": MirrorStats(),
     }
     texts: dict[str, str] = {}
     for part, stats in structs.items():

@@ -26,11 +26,21 @@ class Field(NamedTuple):
 
 
 def fields(struct: type[msgspec.Struct]) -> list[Field]:
-    """The fields of a struct, with the annotation as written and the string literal below the field."""
-    source = textwrap.dedent(inspect.getsource(struct))
+    """The fields of a struct and then those of its parents, each as it is written where it is defined last."""
+    found: dict[str, Field] = {}
+    for cls in struct.__mro__:
+        if cls is not msgspec.Struct and issubclass(cls, msgspec.Struct):
+            for field in _own_fields(cls, struct):
+                found.setdefault(field.name, field)
+    return list(found.values())
+
+
+def _own_fields(cls: type[msgspec.Struct], struct: type[msgspec.Struct]) -> list[Field]:
+    """What ``cls`` itself defines: the annotation as written and the string literal below the field."""
+    source = textwrap.dedent(inspect.getsource(cls))
     body = ast.parse(source).body[0]
     if not isinstance(body, ast.ClassDef):
-        raise TypeError(f"{struct} is no class")
+        raise TypeError(f"{cls} is no class")
     defaults = {f.name: _default(f) for f in msgspec.structs.fields(struct)}
     found = []
     for node, below in zip(body.body, [*body.body[1:], None], strict=True):

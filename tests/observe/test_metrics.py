@@ -14,6 +14,7 @@ from router.fleet.engine import Engine
 from router.fleet.registry import Fleet
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
+from router.index.shared.pending import MirrorStats
 from router.observe.metrics import _GAUGES, Sources, render_metrics
 from router.observe.receipts import ERROR_BUCKETS, Receipt
 from router.policy.affinity import AffinityStats
@@ -23,6 +24,11 @@ from router.policy.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
+from router.replicas.flights import FlightStats
+from router.replicas.keeper import LeaseStats
+from router.replicas.service import SharedIndex
+from router.replicas.settings import IndexSettings
+from router.replicas.sight import SightStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')
 PARTS: dict[str, type[msgspec.Struct]] = {
@@ -34,6 +40,10 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "affinity": AffinityStats,
     "shadow": ShadowStats,
     "load": LoadStats,
+    "lease": LeaseStats,
+    "look": SightStats,
+    "flight": FlightStats,
+    "mirror": MirrorStats,
 }
 
 
@@ -48,8 +58,10 @@ def sources() -> Sources:
     scopes.assign(IDS[0], "m")
     feeds = {IDS[0]: FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})}
     proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
+    shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), books.load, clock=lambda: 100.0)
+    shared.scope("m")  # nothing is connected before it runs
     return Sources(
-        fleet, feeds, scopes, books, BreakerBoard(lambda: 100.0), proxy, PromptStats(), ListenStats
+        fleet, feeds, scopes, books, BreakerBoard(lambda: 100.0), proxy, PromptStats(), ListenStats, shared
     )
 
 
