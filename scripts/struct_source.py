@@ -26,7 +26,7 @@ class Field(NamedTuple):
 
 
 def fields(struct: type[msgspec.Struct]) -> list[Field]:
-    """The fields of a struct and then those of its parents, each as it is written where it is defined last."""
+    """The fields of a struct, then those of its parents, each as written where it is defined last."""
     found: dict[str, Field] = {}
     for cls in struct.__mro__:
         if cls is not msgspec.Struct and issubclass(cls, msgspec.Struct):
