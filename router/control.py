@@ -213,6 +213,7 @@ def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str,
         "kv_usage": status.kv_usage,
         "feed": None if feed is None else msgspec.to_builtins(feed),
         "feed_state": planner.feed_state(status.engine_id),
+        "followed_by": None if sources.shared is None else sources.shared.follower(status.engine_id),
         "mode": "shadow"
         if status.engine_id in sources.books.shadows
         else None

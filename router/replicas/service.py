@@ -142,6 +142,13 @@ class SharedIndex:
         self.keeper.unwant(engine_id)
         self.sight.remove(engine_id)
 
+    def follower(self, engine_id: str) -> str | None:
+        """The replica that follows an engine, as last heard; None where nobody does."""
+        if self.keeper.follows(engine_id):
+            return self.replica
+        known = self.sight.known(engine_id)
+        return None if known is None else known.holder or None
+
     def stop_all(self) -> None:
         """See ``Following``. Leases are given back by ``close``."""
         for engine_id in list(self.keeper.held):
