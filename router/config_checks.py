@@ -17,7 +17,7 @@ from router.fleet.engine import Engine
 from router.policy.shadow import ShadowFleet
 
 if TYPE_CHECKING:
-    from router.config import Config, ModelConfig
+    from router.config import Config, ModelConfig, ServerConfig
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -40,6 +40,15 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names the key and the remedy."""
 
 
+def _check_server(server: ServerConfig) -> None:
+    if server.log_level not in {"debug", "info", "warning", "error"}:
+        raise ConfigError(f"server.log_level: {server.log_level!r} is none of debug, info, warning, error")
+    if server.log_format not in {"console", "json"}:
+        raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
+    if not 0 <= server.port < 1 << 16:
+        raise ConfigError(f"server.port: {server.port} is not a port number")
+
+
 def check_config(config: Config) -> None:
     """Every rule that no single field can check. Raises ``ConfigError``."""
     ids = [engine.engine_id for engine in config.engines]
@@ -47,14 +56,7 @@ def check_config(config: Config) -> None:
         check_engine(engine)
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
-    if config.server.log_level not in {"debug", "info", "warning", "error"}:
-        raise ConfigError(
-            f"server.log_level: {config.server.log_level!r} is none of debug, info, warning, error"
-        )
-    if config.server.log_format not in {"console", "json"}:
-        raise ConfigError(f"server.log_format: {config.server.log_format!r} is neither console nor json")
-    if not 0 <= config.server.port < 1 << 16:
-        raise ConfigError(f"server.port: {config.server.port} is not a port number")
+    _check_server(config.server)
     for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index"):
         _check_numbers(section, getattr(config, section))
     try:

@@ -18,6 +18,9 @@ from router.tools.traces import TraceError, trace_files
 from router.tools.verify import TraceResult, total, verify_trace
 from router.tools.verify_shared import SharedVerifier
 
+_NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 6}
+"""Columns of counts, each with the width it keeps on a narrow terminal."""
+
 
 def run_verify(paths: list[Path], *, as_json: bool, index: IndexSettings | None = None) -> int:
     """0 if every probe of every trace is exact, 1 if not, 2 for a trace that cannot be read.
@@ -73,10 +76,10 @@ def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult])
 
 def _table(results: list[TraceResult]) -> Table:
     table = Table(title="predicted hits against recorded truth", pad_edge=False)
-    table.add_column("trace", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.add_column("scheme", no_wrap=True, overflow="ellipsis")
-    for name in ("probes", "exact", "over", "under", "tokens", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("trace", "scheme"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    for name, digits in _NUMBERS.items():
+        table.add_column(name, justify="right", no_wrap=True, min_width=digits)
     for result in (*results, total(results)):
         counts = (result.probes, result.exact, result.over, result.under)
         tokens = (result.truth_tokens, result.abs_error_tokens)
