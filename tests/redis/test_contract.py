@@ -11,8 +11,7 @@ from router.index.base import Index
 from router.index.shared.settings import SharedSettings
 from tests.index.contract import IndexContract, IndexMachine
 from tests.redis.backend import SharedIndex, make_settings
-from tests.redis.conftest import any_program
-from tests.redis.servers import Cluster, Server
+from tests.redis.servers import Cluster, Server, any_program
 
 Open = Callable[[SharedSettings], SharedIndex]
 

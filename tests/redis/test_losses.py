@@ -10,9 +10,8 @@ import pytest
 from router.index.shared.link import IndexUnavailable
 from router.index.shared.registry import EngineFacts, IndexRefused
 from tests.redis.backend import MODEL, make_settings
-from tests.redis.conftest import any_program
 from tests.redis.replicas import CPU, FULL, Replicas, Writer, blocks, until
-from tests.redis.servers import Cluster, Server
+from tests.redis.servers import Cluster, Server, any_program
 
 MANY = blocks(*(n * 7_919_000_000_000_003 % (1 << 64) for n in range(3000)))
 

@@ -112,6 +112,32 @@ def test_changes_while_a_flush_is_under_way(plain_server: Server, seed: int) -> 
     asyncio.run(body())
 
 
+def test_changes_while_an_engine_is_taken_over(plain_server: Server) -> None:
+    """A feed may run on while its engine is taken over again under a new token."""
+
+    async def body() -> None:
+        rng = random.Random(8)
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
+            writer = replicas["a"]
+            for turn in range(20):
+                token = await writer.leases.acquire("e0")
+                assert token is not None
+                taking = asyncio.create_task(writer.mirror.take_over("e0", token))
+                while not taking.done():
+                    if turn % 4:
+                        change(rng, writer, "e0")
+                    elif rng.random() < 0.2:
+                        writer.mirror.store("e0", FULL, rng.choices(HASHES, k=2))
+                    await asyncio.sleep(0)
+                await taking
+                await writer.mirror.flush()
+                assert await replicas.exact(HASHES)
+                if turn % 4 == 3:
+                    writer.mirror.drop("e0")
+
+    asyncio.run(body())
+
+
 def test_two_hundred_and_fifty_five_generations(plain_server: Server) -> None:
     """A slot whose generations are used up is left for another one, and for good."""
 

@@ -13,9 +13,8 @@ from router.index.shared.connect import connect
 from router.index.shared.link import IndexUnavailable
 from router.index.shared.settings import SettingsError
 from tests.redis.backend import make_settings
-from tests.redis.conftest import any_program
 from tests.redis.replicas import CPU, FULL, Replicas, blocks
-from tests.redis.servers import Cluster, Server, free_port
+from tests.redis.servers import Cluster, Server, any_program, free_port
 
 # What the index itself needs; operators are told the whole list, with what replicas need besides.
 _SCRIPTS = ["+evalsha", "+eval", "+time"]

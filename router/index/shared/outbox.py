@@ -108,7 +108,7 @@ class Outbox:
     async def take_over(self, engine_id: str, token: int) -> None:
         """See ``MirroredIndex.take_over``; raises ``EpochChanged`` to be called again."""
         scope = await self.settle()
-        engine = Pending(token, whole=not self._memory.planes(engine_id))
+        engine = Pending(token, whole=False)
         await self._registry.fence(scope, engine_id, token)
         await self._claim(scope, engine_id, engine)
         self.engines[engine_id] = engine
@@ -274,9 +274,9 @@ class Outbox:
         self.counters.claims += 1
         engine.seated(seat, _now())
         if not engine.whole:
-            self.counters.remirrors += 1
-            engine.touched.clear()
-            engine.backlog = [self._memory.blocks_of(engine_id)]
+            held = self._memory.blocks_of(engine_id)
+            self.counters.remirrors += len(held) > 0
+            engine.touched, engine.backlog = set(), [held]
 
     def _touch(self, engine: Pending, hashes: Sequence[BlockHash]) -> None:
         if not engine.touch(hashes, self._settings.touched_max):

@@ -120,8 +120,9 @@ class Pending:
         return taken
 
     def refresh(self, held: Callable[[], Words], now: float, period_s: float) -> None:
-        """Move the blocks whose turn it is to the backlog; ``held`` lists all of them for the next round."""
-        if self.seat is None:
+        """Move the blocks whose turn it is to the backlog, once that is empty; ``held`` lists all of them for
+        the next round."""
+        if self.seat is None or self.backlog:
             return
         share = (now - self._round_began) / period_s
         if self._refresh is not None:
