@@ -213,12 +213,55 @@ class Fleet:
         assert self.clients.failures == []
 
 
+class Relay:
+    """A way to a server on this machine that can be cut: bytes stop, connections stay."""
+
+    def __init__(self, port: int) -> None:
+        self.cut = False
+        self.url = ""
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Relay:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, target in ((reader, back), (there, writer)):
+            task = asyncio.create_task(self._pass_on(source, target))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                while self.cut:
+                    await asyncio.sleep(0.02)
+                target.write(data)
+                await target.drain()
+        except OSError:
+            pass
+        finally:
+            target.close()
+
+
 @contextmanager
-def processes(
-    index: str, *, engines: int = 3, members: int = 2, settings: tuple[str, ...] = ()
-) -> Iterator[Any]:
-    """(Engine URLs, replicas) in processes of their own."""
-    with engine_process(engines, QUICK) as urls, replicas(members, urls, index, *SETTINGS, *settings) as made:
+def processes(index: str, *, engines: int = 3, members: int = 2, cut: str | None = None) -> Iterator[Any]:
+    """(Engine URLs, replicas) in processes of their own; the first replica goes by way of ``cut``."""
+    with (
+        engine_process(engines, QUICK) as urls,
+        replicas(members, urls, index, *SETTINGS, first_index=cut) as made,
+    ):
         yield urls, made
 
 

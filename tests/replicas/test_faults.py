@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from replicas.fleet import Fleet, fleet, run, until
+from replicas.fleet import Fleet, Relay, fleet, run, until
 from replicas.servers import RedisServer, Replica, server_binary
 from tests.redis.servers import Cluster
 
@@ -133,8 +133,11 @@ def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
 
             await until(noticed, "the sleeper drops its engines")
             await recovered(made)
-            held = list((await made.holders()).values())
-            assert set(held) == {sleeper.name, waker.name}  # and it gets its share again
+
+            async def shared() -> bool:
+                return set((await made.holders()).values()) == {sleeper.name, waker.name}
+
+            await until(shared, "the sleeper gets its share again")
 
     with RedisServer() as server:
         run(main(server))
@@ -180,3 +183,20 @@ def test_a_cluster_node_down_and_up_again() -> None:
         run(main(cluster))
     finally:
         cluster.close()
+
+
+def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
+    """Packets vanish, connections stay: one replica is cut off while the other goes on."""
+
+    async def main(server: RedisServer) -> None:
+        async with Relay(server.port) as relay, fleet(server.url, cut=relay.url) as made:
+            lonely, other_one = made.members
+            relay.cut = True
+            await made.settled({other_one.name})
+            await made.clients.more(20)
+            relay.cut = False
+            await recovered(made)
+            assert await made.metric(lonely, "kvatlas_look_fallbacks_total") > 0
+
+    with RedisServer() as server:
+        run(main(server))
