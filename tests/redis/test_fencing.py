@@ -127,6 +127,9 @@ def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
             await replicas["a"].mirror.take_over("e", token)
             with pytest.raises(LeaseLost):
                 await replicas["b"].mirror.take_over("e", token - 1)
+            replicas["a"].mirror.store("e", FULL, blocks(1))
+            await replicas["a"].mirror.flush()
+            assert await replicas.held("e", FULL, 1) == [True]
             with pytest.raises(LeaseLost):
                 await replicas["b"].mirror.take_over("e", token + 5)
             assert not replicas["b"].mirror.mirrored()
@@ -265,7 +268,10 @@ def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> No
             writer.mirror.store("e", FULL, blocks(1))
             writer.mirror.store("f", FULL, blocks(2))
             await writer.mirror.flush()
-            await writer.mirror.registry.disown("e")
+            token = writer.mirror.mirrored()["e"]
+            with pytest.raises(LeaseLost):
+                await writer.mirror.registry.disown("e", token - 1)
+            await writer.mirror.registry.disown("e", token)
             assert "e" not in (await replicas.look([])).engines
             running = asyncio.create_task(writer.mirror.run())
             await until(lambda: replicas.exact(blocks(1, 2)))

@@ -193,6 +193,92 @@ def test_a_full_server_shows_nothing_that_is_gone(server: Server) -> None:
     asyncio.run(body())
 
 
+def test_a_full_server_and_news_it_has_no_room_for(server: Server) -> None:
+    """New patterns and new descriptions cannot be written; removals in the same breath must be."""
+
+    async def body() -> None:
+        async with Replicas(make_settings(server.url), "a") as replicas:
+            mirror = replicas["a"].mirror
+            await replicas["a"].take("e", "f")
+            mirror.describe("f", EngineFacts(mode="native"))
+            for engine_id in ("e", "f"):
+                mirror.store(engine_id, FULL, MANY[:100])
+            await mirror.flush()
+            server.command("CONFIG", "SET", "maxmemory", 1)
+            mirror.remove("e", FULL, MANY[:50])
+            mirror.store("e", CPU, MANY[:100])
+            for _ in range(2):
+                with pytest.raises(IndexUnavailable, match="OOM"):
+                    await mirror.flush()
+            wrong, missing = await replicas.differences(MANY[:100])
+            assert wrong == []
+            assert missing
+            mirror.describe("f", EngineFacts(mode="unknown", why_unknown="another group was seen"))
+            with pytest.raises(IndexUnavailable, match="OOM"):
+                await mirror.flush()
+            assert (await replicas.look([])).engines.keys() == {"e"}
+            server.command("CONFIG", "SET", "maxmemory", 0)
+            await mirror.flush()
+            assert await replicas.exact(MANY[:100])
+            assert (await replicas.look([])).engines["f"].mode == "unknown"
+
+    asyncio.run(body())
+
+
+def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server) -> None:
+    """The lease is renewed, only the writes fail: for ever so, if nobody did anything about it."""
+
+    async def body() -> None:
+        settings = make_settings(server.url, lease_s=0.5, renew_s=0.1)
+        async with Replicas(settings, "a") as replicas:
+            writer = replicas["a"]
+            await writer.take("e", "f")
+            for engine_id in ("e", "f"):
+                writer.mirror.store(engine_id, FULL, MANY[:100])
+            await writer.mirror.flush()
+            assert server.command("ACL", "SETUSER", "default", "-mget") == b"OK"
+            writer.mirror.remove("e", FULL, MANY[:50])
+
+            async def disowned() -> bool:
+                assert not await writer.leases.renew(writer.mirror.mirrored())
+                with pytest.raises(IndexUnavailable, match="script"):
+                    await writer.mirror.flush()
+                view = await writer.mirror.registry.fetch()
+                return view is not None and view.seats.keys() == {"f"}
+
+            await until(disowned)
+            assert server.command("ACL", "SETUSER", "default", "+mget") == b"OK"
+            await writer.mirror.flush()
+            assert await replicas.exact(MANY[:100])
+
+    asyncio.run(body())
+
+
+def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
+    async def body() -> None:
+        settings = make_settings(server.url, block_ttl_s=1.5, lease_s=0.6, renew_s=0.2)
+        async with Replicas(settings, "a") as replicas:
+            writer = replicas["a"]
+            await writer.take("e", "f")
+            writer.mirror.store("e", FULL, MANY[:200])
+            writer.mirror.store("f", CPU, MANY[100:120])
+            running = asyncio.create_task(writer.mirror.run())
+            await until(lambda: replicas.exact(MANY[:200]))
+            end = asyncio.get_running_loop().time() + 2.5 * settings.block_ttl_s
+            while asyncio.get_running_loop().time() < end:
+                assert not await writer.leases.renew(writer.mirror.mirrored())
+                assert await replicas.exact(MANY[:200])
+                await asyncio.sleep(0.05)
+            blocks_there = [key for key in server.all_keys() if len(key) == len(settings.namespace) + 15]
+            assert len(blocks_there) == 200
+            assert server.command("DEL", *blocks_there[:50]) == 50
+            await until(lambda: replicas.exact(MANY[:200]))
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(body())
+
+
 def test_scripts_may_be_flushed(server: Server) -> None:
     async def body() -> None:
         async with Replicas(make_settings(server.url), "a") as replicas:

@@ -112,6 +112,30 @@ def test_changes_while_a_flush_is_under_way(plain_server: Server, seed: int) -> 
     asyncio.run(body())
 
 
+def test_a_flush_may_be_cancelled_at_any_moment(plain_server: Server) -> None:
+    """What it had taken waits again."""
+
+    async def body() -> None:
+        rng = random.Random(9)
+        async with Replicas(make_settings(plain_server.url, script_blocks=2), "a") as replicas:
+            writer = replicas["a"]
+            await writer.take("e0", "e1")
+            for turns in range(40):
+                for _ in range(10):
+                    change(rng, writer, rng.choice(["e0", "e1"]))
+                flush = asyncio.create_task(writer.mirror.flush())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                flush.cancel()
+                await asyncio.gather(flush, return_exceptions=True)
+                await writer.mirror.flush()
+                assert await replicas.exact(HASHES)
+                assert writer.mirror.written("e0")
+                assert writer.mirror.written("e1")
+
+    asyncio.run(body())
+
+
 def test_changes_while_an_engine_is_taken_over(plain_server: Server) -> None:
     """A feed may run on while its engine is taken over again under a new token."""
 

@@ -50,7 +50,7 @@ async def everything(replicas: Replicas) -> None:
     registry = writer.mirror.registry
     await registry.check()
     await registry.rehome(await registry.open())
-    await registry.disown("e")
+    await registry.disown("e", writer.mirror.mirrored()["e"])
 
 
 def test_the_documented_rights_are_enough(servers: Server | Cluster) -> None:

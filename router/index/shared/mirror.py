@@ -4,7 +4,7 @@ Copies are counted in memory and never leave it. Every change only marks its blo
 computes what they are then and writes that, absolute, so that ten changes of a block are one write and any
 write may be repeated. Forgetting an engine is a new generation in the books, whatever it held.
 Always true: a change is written as soon as the server takes it, and until then nobody else vouches for
-the engine longer than its lease runs. How the writes stay in order: ``outbox.py``.
+the engine longer than its lease runs. How the writes stay in order: ``flush.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Slot
 from router.index.memory import MemoryIndex
 from router.index.shared.connect import Client
+from router.index.shared.flush import Flush
 from router.index.shared.link import IndexUnavailable
 from router.index.shared.outbox import IDLE_S, Outbox
 from router.index.shared.pending import MirrorStats
@@ -162,11 +163,19 @@ class MirroredIndex:
         async with self._writing():
             self._dirty.clear()
             self.counters.flushes += 1
-            for _ in range(_ATTEMPTS):
-                with suppress(EpochChanged):
-                    await self._outbox.write_all()
-                    return
-            raise EpochChanged
+            try:
+                await self._write()
+            except IndexUnavailable as error:
+                self._dirty.set()
+                await self._outbox.failed(error)
+                raise
+
+    async def _write(self) -> None:
+        for _ in range(_ATTEMPTS):
+            with suppress(EpochChanged):
+                await Flush(self._outbox).run()
+                return
+        raise EpochChanged
 
     def _writing(self) -> asyncio.Lock:
         """One flush or take-over at a time; made in the loop that uses it."""

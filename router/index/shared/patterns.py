@@ -15,6 +15,7 @@ from publisher.events import BlockHash
 from router.index.base import Plane
 from router.index.memory import MemoryIndex
 from router.index.shared.codec import PLANES_MAX
+from router.index.shared.handshake import ServerError
 from router.index.shared.registry import Registry, Scope
 
 Codes = npt.NDArray[np.intp]
@@ -29,6 +30,8 @@ class PatternCodes:
         self._known: dict[int, int] = {0: 0}
         self.without_code = 0
         """Patterns shown only in part, for want of codes."""
+        self.provisional = False
+        """Whether the last codes told less than is so, for the server had no room for new ones."""
         self.planes_left_out = 0
         """Planes beyond ``PLANES_MAX``: not shown at all."""
 
@@ -44,12 +47,24 @@ class PatternCodes:
         bits = memory.held_in(engine_id, self._planes, hashes)
         patterns, inverse = np.unique(bits, return_inverse=True)
         wanted: list[int] = patterns.tolist()
-        new = [pattern for pattern in wanted if pattern not in self._known]
-        if new:
+        known = await self._learn(scope, [pattern for pattern in wanted if pattern not in self._known])
+        return np.array([known[pattern] for pattern in wanted], np.intp)[inverse]
+
+    async def _learn(self, scope: Scope, new: list[int]) -> dict[int, int]:
+        """The code of every known and every new pattern."""
+        self.provisional = False
+        if not new:
+            return self._known
+        try:
             codes = await self._registry.codes(scope, [self._planes_in(pattern) for pattern in new])
-            for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
-                self._known[pattern] = code or self._part_of(pattern)
-        return np.array([self._known[pattern] for pattern in wanted], np.intp)[inverse]
+        except ServerError as error:
+            if error.reason != "OOM":
+                raise
+            self.provisional = True  # removals must be written though new codes cannot
+            return self._known | {pattern: self._part_of(pattern) for pattern in new}
+        for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
+            self._known[pattern] = code or self._part_of(pattern)
+        return self._known
 
     def _see(self, planes: Sequence[Plane]) -> None:
         new = [plane for plane in planes if plane not in self._planes]

@@ -134,10 +134,30 @@ class Pending:
             self._refresh, self._refreshed, self._round_began = held(), 0, now
 
 
-class Batch(msgspec.Struct):
+class Batch:
     """Some blocks of one engine on their way."""
 
-    engine_id: str
-    engine: Pending
-    hashes: list[BlockHash]
-    reply: asyncio.Future[list[Reply]]
+    __slots__ = ("_settled", "engine", "engine_id", "hashes", "provisional", "reply")
+
+    def __init__(
+        self,
+        engine_id: str,
+        engine: Pending,
+        hashes: list[BlockHash],
+        reply: asyncio.Future[list[Reply]],
+        provisional: bool,
+    ) -> None:
+        self.engine_id = engine_id
+        self.engine = engine
+        self.hashes = hashes
+        self.reply = reply
+        self.provisional = provisional
+        """Its codes told less than is so: it must be written again."""
+        self._settled = False
+        engine.in_flight += 1
+
+    def settle(self) -> None:
+        """It was answered, or nobody waits for it any more."""
+        if not self._settled:
+            self._settled = True
+            self.engine.in_flight -= 1

@@ -193,9 +193,11 @@ class Registry:
         _raise_for(reply[0], "")
         return [int(code) for code in reply[1:]]
 
-    async def disown(self, engine_id: str) -> None:
-        """Let nothing of this engine be believed, even where the server has no room to write."""
-        await self.client.run(scripts.DISOWN, [self.keys.scope], engine_id)
+    async def disown(self, engine_id: str, token: int) -> None:
+        """Let nothing of this engine be believed, even where the server has no room to write, until it is
+        claimed again. Raises ``LeaseLost``."""
+        keys = [self.keys.scope, self.keys.leases]
+        _raise_for(await self.client.run(scripts.DISOWN, keys, engine_id, token), engine_id)
 
     async def retire(self, scope: Scope, engine_id: str, token: int | None, idle_s: float = 0.0) -> bool:
         """The engine left for good: its slot is free. Without a token only if its lease ended ``idle_s`` ago.

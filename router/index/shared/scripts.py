@@ -186,10 +186,12 @@ return 'OK'
 )
 
 DISOWN = Script(
-    """
--- scope; engine
+    _HOLDS
+    + """
+-- scope, leases; engine, token
 -- What is written of this engine must not be believed. Only deletes, which a full server allows too; readers
 -- take a missing version for a changed one.
+if redis.call('HGET', KEYS[2], ARGV[1]) and not holds(ARGV[1], ARGV[2]) then return 'LEASE' end
 redis.call('HDEL', KEYS[1], 's:' .. ARGV[1], 'v')
 return 'OK'
 """
