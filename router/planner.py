@@ -105,7 +105,7 @@ class Planner:
             schemes = {status.engine_id: self._scheme(status.engine_id) for status in engines}
             for scheme in set(schemes.values()):
                 await self._reader.hashes(read, scheme)
-        look = await self._look(read, engines) if self._shared is not None else NO_LOOK
+        look = await self._look(read, engines, rehearsal) if self._shared is not None else NO_LOOK
         engines = [status for status in engines if self._fleet.get(status.engine_id) is status]
         if not engines:  # they left while the prompt was being read
             raise no_ready_engine("The engines of this model have just left; try again shortly.")
@@ -113,15 +113,16 @@ class Planner:
             return self._decide_by_tokens(read, engines, schemes, state, look, detail=rehearsal)
         return self._decide_by_text(read, request, engines, state, look)
 
-    async def _look(self, read: Prompt | TextAffinity | None, engines: list[EngineStatus]) -> Look:
+    async def _look(
+        self, read: Prompt | TextAffinity | None, engines: list[EngineStatus], detail: bool
+    ) -> Look:
         """What other replicas know of these engines: the one wait that a shared index costs."""
         if self._shared is None:
             return NO_LOOK
         models = {s.engine_id: s.base_model for s in engines if s.publishes_events}
         known = {engine_id: model for engine_id, model in models.items() if model is not None}
-        return await self._shared.look(
-            read if isinstance(read, Prompt) and not read.skips_cache else None, known
-        )
+        prompt = read if isinstance(read, Prompt) and not read.skips_cache else None
+        return await self._shared.look(prompt, known, detail=detail)
 
     def _askable(self, model: str | None, exclude: frozenset[str]) -> list[EngineStatus]:
         ready = self._fleet.ready(model)

@@ -44,5 +44,10 @@ class SharedView(Protocol):
     def feed_state(self, engine_id: str) -> str | None:
         """State of the feed at the replica that follows the engine; None where nobody is known to."""
 
-    async def look(self, prompt: HashedPrompt | None, engines: Mapping[str, str]) -> Look:
-        """Ask the shared index about ``engines`` (id -> model); ``prompt`` None: about their load only."""
+    async def look(
+        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
+    ) -> Look:
+        """Ask the shared index about ``engines`` (id -> model); ``prompt`` None: about their load only.
+
+        ``detail``: hits by spec class too.
+        """

@@ -111,7 +111,9 @@ class Sight:
             return None
         return str(FeedState.STALE) if known.stale else known.feed_state
 
-    async def look(self, prompt: HashedPrompt | None, engines: Mapping[str, str]) -> Look:
+    async def look(
+        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
+    ) -> Look:
         """See ``SharedView``."""
         elsewhere = {e: model for e, model in engines.items() if not self._own.sure_of(e)}
         if not elsewhere and not self._own.others_alive:
@@ -123,7 +125,7 @@ class Sight:
         try:
             for model in dict.fromkeys(engines.values()):
                 ids = [e for e, its in elsewhere.items() if its == model]
-                found = await self._look_up(model, prompt, ids, hits)
+                found = await self._look_up(model, prompt, ids, hits, detail=detail)
                 load |= found.load
                 if found.flights:
                     self._hear(found.flights)
@@ -155,7 +157,13 @@ class Sight:
         return Look({e: EngineHit(e, "unknown", why_unknown=why) for e in lost}, problem=reason)
 
     async def _look_up(
-        self, model: str, prompt: HashedPrompt | None, ids: list[str], hits: dict[str, EngineHit]
+        self,
+        model: str,
+        prompt: HashedPrompt | None,
+        ids: list[str],
+        hits: dict[str, EngineHit],
+        *,
+        detail: bool,
     ) -> SharedRows:
         """Hits of ``ids`` added to ``hits``; looks again where a scheme turned out to be new."""
         reader = self._reader()
@@ -174,7 +182,7 @@ class Sight:
             self.stats.repeats += 1
             schemes |= news
         if prompt is not None:
-            hits |= self._hits(found, prompt, ids, spans)
+            hits |= self._hits(found, prompt, ids, spans, detail=detail)
         return found
 
     def _hits(
@@ -183,6 +191,8 @@ class Sight:
         prompt: HashedPrompt,
         ids: list[str],
         spans: Mapping[HashScheme, tuple[int, int]],
+        *,
+        detail: bool,
     ) -> dict[str, EngineHit]:
         hits: dict[str, EngineHit] = {}
         seats: dict[HashScheme, list[Seat]] = {}
@@ -196,7 +206,7 @@ class Sight:
         for scheme, alike in seats.items():
             start, end = spans[scheme]
             rows = Rows(end - start, {key: column[start:end] for key, column in found.rows.columns.items()})
-            hits |= seat_hits(rows, prompt.num_tokens, alike, "native", detail=True)
+            hits |= seat_hits(rows, prompt.num_tokens, alike, "native", detail=detail)
         for engine_id in [seat.engine_id for alike in seats.values() for seat in alike]:
             if not _trusted(found.engines[engine_id]):
                 self.stats.stale_engines += 1
