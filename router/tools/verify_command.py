@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -56,9 +57,11 @@ def _with_progress(files: list[Path]) -> list[TraceResult]:
 
 
 def _table(results: list[TraceResult]) -> Table:
-    table = Table(title="predicted hits against recorded truth", pad_edge=False)
-    for name in ("trace", "scheme"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table = Table(
+        title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11)
     for name, digits in _NUMBERS.items():
         table.add_column(name, justify="right", no_wrap=True, min_width=digits)
     for result in (*results, total(results)):
