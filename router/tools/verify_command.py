@@ -14,7 +14,7 @@ from rich.table import Table
 from router.tools.traces import TraceError, trace_files
 from router.tools.verify import TraceResult, total, verify_trace
 
-_NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 6}
+_NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 5}
 """Columns of counts, each with the width it keeps on a narrow terminal."""
 
 
@@ -60,7 +60,7 @@ def _table(results: list[TraceResult]) -> Table:
     table = Table(
         title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=22)
     table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11)
     for name, digits in _NUMBERS.items():
         table.add_column(name, justify="right", no_wrap=True, min_width=digits)
