@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -18,7 +19,7 @@ from router.tools.traces import TraceError, trace_files
 from router.tools.verify import TraceResult, total, verify_trace
 from router.tools.verify_shared import SharedVerifier
 
-_NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 6}
+_NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 5}
 """Columns of counts, each with the width it keeps on a narrow terminal."""
 
 
@@ -75,9 +76,11 @@ def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult])
 
 
 def _table(results: list[TraceResult]) -> Table:
-    table = Table(title="predicted hits against recorded truth", pad_edge=False)
-    for name in ("trace", "scheme"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table = Table(
+        title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=22)
+    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11)
     for name, digits in _NUMBERS.items():
         table.add_column(name, justify="right", no_wrap=True, min_width=digits)
     for result in (*results, total(results)):
