@@ -162,14 +162,16 @@ class Fleet:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def holders(self) -> dict[str, str]:
-        """Engine -> the replica whose lease has not run out."""
+        """Engine -> the replica whose lease has not run out, by books that were written to these servers."""
         client = connect(IndexSettings(url=self.index))
         try:
             if not await client.start(2.0):
                 return {}
             books = await read_books(client, MODEL)
-            leases = {} if books is None else books.leases
-            return {engine_id: lease.holder for engine_id, lease in leases.items() if lease.held}
+            if books is None or books.view.scope.home != client.identity:
+                return {}
+            whole = books.view.seats.keys() & books.addresses.keys()
+            return {e: lease.holder for e, lease in books.leases.items() if lease.held and e in whole}
         except IndexUnavailable:
             return {}
         finally:
