@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import sys
 import termios
 import tty
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import aiohttp
@@ -40,8 +39,9 @@ def run_top(router: str, *, interval_s: float, once: bool, as_json: bool) -> int
     if as_json:
         asyncio.run(_lines(url, interval_s))
         return 0
-    with _keys() as pressed:
-        asyncio.run(_watch(url, interval_s, pressed))
+    stdin = sys.stdin.fileno()
+    with _single_keys(stdin):
+        asyncio.run(_watch(url, interval_s, stdin))
     return 0
 
 
@@ -61,17 +61,24 @@ async def _lines(url: str, interval_s: float) -> None:
             _print_json(picture)
 
 
-async def _watch(url: str, interval_s: float, pressed: Callable[[], str]) -> None:
-    """Show pictures until q is pressed."""
+async def _watch(url: str, interval_s: float, terminal: int) -> None:
+    """Show pictures until q is pressed on this terminal (its file descriptor)."""
+    loop, quit_ = asyncio.get_running_loop(), asyncio.Event()
+
+    def pressed() -> None:
+        if os.read(terminal, 1) in {b"q", b"Q", b""}:
+            quit_.set()
+
     with Live(screen=True, auto_refresh=False) as live:
-        watching = asyncio.create_task(_show(url, interval_s, live))
+        tasks = [asyncio.create_task(_show(url, interval_s, live)), asyncio.create_task(quit_.wait())]
+        loop.add_reader(terminal, pressed)
         try:
-            while not watching.done() and pressed() not in {"q", "Q", "\x03"}:
-                await asyncio.sleep(0.05)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            loop.remove_reader(terminal)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _show(url: str, interval_s: float, live: Live) -> None:
@@ -80,7 +87,7 @@ async def _show(url: str, interval_s: float, live: Live) -> None:
             live.update(render(picture, hint=_HINT), refresh=True)
 
 
-async def pictures(url: str, interval_s: float) -> AsyncIterator[Picture]:
+async def pictures(url: str, interval_s: float) -> AsyncGenerator[Picture, None]:
     """A picture every ``interval_s``, for ever; one with a ``problem`` while the router does not answer."""
     loop = asyncio.get_running_loop()
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
@@ -116,17 +123,11 @@ def _print_json(picture: Picture) -> None:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[], str]]:
-    """A function that gives the key pressed meanwhile ("" for none); the terminal is put back at the end."""
-    descriptor = sys.stdin.fileno()
-    kept = termios.tcgetattr(descriptor)
-
-    def pressed() -> str:
-        ready, _, _ = select.select([descriptor], [], [], 0)
-        return os.read(descriptor, 1).decode("latin-1") if ready else ""
-
-    tty.setcbreak(descriptor)
+def _single_keys(terminal: int) -> Iterator[None]:
+    """Keys come as they are pressed, unseen; the terminal is put back at the end."""
+    kept = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
     try:
-        yield pressed
+        yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, kept)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, kept)

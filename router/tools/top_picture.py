@@ -1,7 +1,7 @@
 """One picture of a running router: its own endpoints' answers turned into rows and totals.
 
-Pure: takes what ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics`` answered. Fields that are missing
-or of another type (an older or newer router) are left out; nothing here raises because of an answer.
+Pure: takes what ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics`` answered. Fields that are
+missing or of another type (an older or newer router) are left out; nothing raises because of an answer.
 """
 
 from __future__ import annotations

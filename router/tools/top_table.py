@@ -33,16 +33,16 @@ def render(picture: Picture, *, hint: str = "") -> RenderableType:
 
 
 def _figures(row: EngineRow | Totals) -> list[str]:
-    is_engine = isinstance(row, EngineRow)
+    queue_s, kv_usage = (row.queue_s, row.kv_usage) if isinstance(row, EngineRow) else (None, None)
     return [
         f"{row.requests:,}",
         "-" if row.requests_per_s is None else f"{row.requests_per_s:.1f}",
         _percent(row.hit_share),
         _percent(row.exact_share),
-        _seconds(row.queue_s) if is_engine else "",
+        _seconds(queue_s),
         _count(row.running),
         _count(row.waiting),
-        _percent(row.kv_usage) if is_engine else "",
+        _percent(kv_usage),
     ]
 
 
