@@ -221,6 +221,14 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
 
 
+def event_sources(base_url: str, body: bytes) -> list[Engine]:
+    """Engines of a ``/kv_event_sources`` answer. Raises ``ValueError`` for a body that is none."""
+    try:
+        return discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
+    except _BadAnswerError as error:
+        raise ValueError(str(error)) from None
+
+
 def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[Engine]:
     """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
 
