@@ -78,6 +78,9 @@ class Http:
                 )
         except TimeoutError:
             return HttpAnswer(0, problem=f"no answer within {timeout_s:g} s")
+        except aiohttp.ClientConnectorError as problem:
+            reason = problem.strerror or type(problem.os_error).__name__
+            return HttpAnswer(0, problem=f"cannot connect: {reason}"[:_PROBLEM_LENGTH_MAX])
         except (aiohttp.ClientError, OSError, ValueError) as problem:
             text = f"{type(problem).__name__}: {problem}"
             return HttpAnswer(0, problem=text[:_PROBLEM_LENGTH_MAX])
