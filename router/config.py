@@ -227,10 +227,10 @@ def load(
 
 
 def parse_engine(text: str) -> Engine:
-    """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]`` as ``--engine`` takes it."""
+    """``URL[,events=..][,replay=..][,snapshot=..][,topic=..][,dp-rank=N]`` as ``--engine`` takes it."""
     url, *options = text.split(",")
     values: dict[str, Any] = {"base_url": url.rstrip("/")}
-    names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank"}
+    names = {name: name for name in ("events", "replay", "snapshot", "topic")} | {"dp-rank": "dp_rank"}
     for option in options:
         name, separator, value = option.partition("=")
         if name not in names or not separator:
@@ -387,7 +387,7 @@ def _check_engine(engine: Engine) -> None:
         raise ConfigError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
     if engine.dp_rank is not None and engine.dp_rank < 0:
         raise ConfigError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
-    for name in ("events", "replay"):
+    for name in ("events", "replay", "snapshot"):
         address = getattr(engine, name)
         if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
             raise ConfigError(

@@ -70,6 +70,7 @@ class Followers:
                 self._sink,
                 clock=self._clock,
                 settings=self._settings,
+                snapshot_endpoint=engine.snapshot,
             )
             self.stats[engine.engine_id] = feed.stats
             try:

@@ -86,6 +86,10 @@ class Index(Protocol):
     def forget(self, engine_id: str) -> None:
         """Everything of this engine is gone, in O(1) of what it held."""
 
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        """What was stored under ``staged_id`` becomes all that ``engine_id`` holds, in one step; the
+        staged name is free again. Readers see the old or the new picture, never a part of either."""
+
     def slot(self, engine_id: str) -> Slot | None:
         """Where this engine's bit stands in ``Rows``; None for an engine that never stored anything."""
 

@@ -126,6 +126,13 @@ class MemoryIndex:
         if slot is not None:
             self._free_slots.append(slot)
 
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.forget(engine_id)
+        lanes = self._lanes.pop(staged_id, None)
+        if lanes is not None:
+            self._lanes[engine_id] = lanes
+            self._slots[engine_id] = self._slots.pop(staged_id)
+
     def slot(self, engine_id: str) -> Slot | None:
         slot = self._slots.get(engine_id)
         return None if slot is None else Slot(*slot_position(slot))

@@ -30,6 +30,9 @@ from router.index.layout import CacheLayout, GroupLearner, ModelFacts, make_layo
 from router.index.learned import LearnedKeys
 from router.index.root_events import root_event
 
+_STAGED = "\x00staged"
+"""Ends the index's name of a picture under construction; no engine id holds a NUL."""
+
 _SETTLED_MAX = 1024
 """Distinct (medium, group, block size) remembered; engines have a handful."""
 
@@ -105,6 +108,32 @@ class EngineResidency:
     def scheme_mismatches(self) -> int:
         return self._detector.mismatches
 
+    def successor(self) -> EngineResidency:
+        """A picture of the same engine to be built beside this one, from a snapshot; see ``supersede``."""
+        staged = EngineResidency(
+            f"{self.engine_id}{_STAGED}", self.index, self.facts, self._known_schemes, self._shared_layouts
+        )
+        staged._reset(expected=self._groups.known)
+        staged._lookahead = self._lookahead
+        return staged
+
+    def supersede(self, old: EngineResidency) -> None:
+        """Take the place of ``old``, of the same process, in one step.
+
+        What the snapshot did not teach of the engine's hashes stays as it was known; its counts are exact.
+        """
+        if self._detector.state is not Detection.NATIVE and old._detector.state is not Detection.WAITING:
+            self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
+            self._relayout()
+        if self._layout is None:
+            self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
+        self.index.adopt(self.engine_id, old.engine_id)
+        self.engine_id = old.engine_id
+        self.rejected.update(old.rejected)
+        self.events += old.events
+        self.re_reports += old.re_reports
+        self.revision += old.revision
+
     def forget(self) -> None:
         """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
         self.index.forget(self.engine_id)
@@ -140,6 +169,9 @@ class EngineResidency:
         self._after_detection()
 
     def _stored(self, event: BlockStored) -> None:
+        if not event.block_size and not event.num_tokens():
+            self._named(event)
+            return
         plane = self._settled.get((event.medium, event.group_idx, event.block_size))
         if plane is None or event.lookahead_token_ids is not None:
             plane = self._learn(event)
@@ -149,6 +181,12 @@ class EngineResidency:
         if looked_at and plane.medium == "GPU" and not self._is_new(event):
             return
         if event.block_hashes:
+            self.index.store(self.engine_id, plane, _hashes(event.block_hashes))
+
+    def _named(self, event: BlockStored) -> None:
+        """Blocks without tokens: that they are held is all such an event says."""
+        plane = self._plane(event.medium, event.group_idx)
+        if plane is not None and event.block_hashes:
             self.index.store(self.engine_id, plane, _hashes(event.block_hashes))
 
     def _is_new(self, event: BlockStored) -> bool:
