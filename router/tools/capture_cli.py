@@ -81,3 +81,23 @@ def replay(
 
     options = ReplayOptions(paths, to_seq, source, speed, tuple(publish or ()), stay, samples, diff, diff_seq)
     return run_replay(options, as_json=json)
+
+
+def explain(
+    *paths: Pieces,
+    request: Annotated[Path, Parameter(help="JSON: a chat or completion body, or an object with token_ids.")],
+    router: Annotated[str | None, Parameter(help="Ask this running router instead of a capture.")] = None,
+    at: Annotated[int | None, Parameter(help="As it was after this seq.")] = None,
+    tokenizer: Annotated[Path | None, Parameter(help="Directory with tokenizer.json.")] = None,
+    config: ConfigFile = None,
+    hash_scheme: Annotated[
+        str | None,
+        Parameter(help="ALGO[,seed=..][,size=N][,lookahead=N], where it cannot be detected (redacted)."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
+    from router.tools.explain_command import ExplainOptions, run_explain  # noqa: PLC0415  # loaded when run
+
+    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme)
+    return run_explain(options, as_json=json)
