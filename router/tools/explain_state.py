@@ -173,6 +173,9 @@ class _Known:
         self._hashes: Sequence[BlockHash] = () if used is None else prompt.hashes(used)
         if scheme is None and engine.learned is not None:
             self._hashes = engine.learned.translate(self._hashes)
+        if self.layout is not None and self.layout.single_group and not self.layout.lookahead:
+            if self.layout.classes and self.layout.classes[0].spec.is_eagle:  # the dropped block must be a hit
+                self._hashes = self._hashes[: (prompt.num_tokens - 1) // self.layout.hash_block_size]
 
     def boundary(self, tokens: int) -> Boundary:
         """Everything missing for a hit of ``tokens``; full attention first, as the engine looks."""

@@ -89,8 +89,8 @@ class Ledger(MemoryIndex):
         counts.copies += len(hashes)
         counts.stored += len(hashes)
 
-    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
-        super().remove(engine_id, plane, hashes)
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        left = super().remove(engine_id, plane, hashes)
         logs, counts = self._of(engine_id, plane)
         for block in hashes:
             log = logs.get(block)
@@ -99,6 +99,7 @@ class Ledger(MemoryIndex):
                 continue
             self._take(log, counts, 1, "evicted")
             counts.removed += 1
+        return left
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
         log = self.log(engine_id, plane, block)
