@@ -20,6 +20,7 @@ from publisher.groups import Family
 from router.books import Books
 from router.errors import model_not_found, no_ready_engine
 from router.feeds.base import FeedState, FeedStats
+from router.feeds.trust import expected_hit
 from router.fleet.registry import EngineStatus, Fleet
 from router.index.predict import EngineHit
 from router.index.scopes import Scopes
@@ -64,6 +65,8 @@ class View(NamedTuple):
         """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
         if self.candidate.confidence == "none":
             return "none"
+        if self.candidate.confidence == "degraded" and self.hit is not None:
+            return self.hit.mode
         return "native" if self.candidate.confidence == "exact" else self.candidate.confidence
 
     @property
@@ -235,8 +238,12 @@ class Planner:
             if not shared.common_tokens and self._known_empty(status):
                 confidence = "exact"
         elif hit is not None:
-            tokens, trunk, confidence = hit.hit_tokens, hit.trunk_tokens, _CONFIDENCE[hit.mode]
-            offloaded = hit.offloaded_tokens - hit.hit_tokens
+            feed = self._feeds.get(status.engine_id)
+            tokens = expected_hit(hit.hit_tokens, hit.alignment, feed)
+            trunk, confidence = hit.trunk_tokens, _CONFIDENCE[hit.mode]
+            offloaded = expected_hit(hit.offloaded_tokens, hit.alignment, feed) - tokens
+            if feed is not None and feed.state is not FeedState.READY:
+                confidence = "degraded"
         elif shadow is not None:
             tokens, trunk, confidence = shadow.hit_tokens, shadow.trunk_tokens, "shadow"
         rates = self._books.load.rates

@@ -38,6 +38,10 @@ class FeedStats(msgspec.Struct):
     """Seq of the batch applied last."""
     missing_batches: int = 0
     """Gauge: batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
+    known_batches: int = 0
+    """Gauge: batches that what is known rests on, see ``router.feeds.trust``."""
+    waiting_batches: int = 0
+    """Gauge: batches that exist but have not been applied yet, nor given up."""
     held_batches: int = 0
     """Gauge: live batches waiting for a gap before them to be repaired."""
     batches: int = 0

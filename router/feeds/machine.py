@@ -487,6 +487,8 @@ class FeedMachine:
         """Hand out the actions gathered, the change of state last."""
         stats = self._stats
         stats.missing_batches = self._position.missing
+        stats.known_batches = self._position.known
+        stats.waiting_batches = max(0, self._position.top_seq + 1 - max(self._position.next_seq, 0))
         stats.held_batches = len(self._position.held)
         state, reason = self._state()
         if (state, reason) != self.announced:

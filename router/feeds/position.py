@@ -25,6 +25,8 @@ class Position:
         """Highest seq heard of from this process, applied or not."""
         self.missing = 0
         """Batches whose content is unknown now."""
+        self.known = 0
+        """Batches that what is known rests on."""
         self.unknown = ""
         """Why the residency is not wholly known; empty when it is."""
         self.held = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
@@ -92,6 +94,7 @@ class Position:
             self.lose(1, frame.fault or "undecodable")
             return
         self._last_ts = frame.batch.ts
+        self.known += 1
         self._out.append(Apply(frame.batch))
         self._note(frame.batch)
 
@@ -109,6 +112,7 @@ class Position:
         self.publisher_id = cut.publisher_id or self.publisher_id
         self.found_whole()
         self._offload_seen = cut.offload
+        self.known = cut.seq + 1
         self.applied += 1
         self.held.clear()
         self.top_seq = cut.seq
@@ -158,6 +162,7 @@ class Position:
         """Drop everything known of the engine, in the sink too; what is held stays."""
         self._out.append(Forget())
         self.recent.clear()
+        self.known = 0
         self.found_whole()
         self.next_seq = NOWHERE
         self.publisher_id = None
@@ -183,6 +188,7 @@ class Position:
             if isinstance(event, AllBlocksCleared):
                 # It empties the GPU only: once offload tiers have been seen, it does not make up for losses.
                 if not self._offload_seen:
+                    self.known = 1
                     self.found_whole()
             elif event.medium != "GPU" and event.medium is not None:
                 self._offload_seen = True
