@@ -54,7 +54,7 @@ def replay(engine: EngineSeen) -> Iterator[Told]:
         )
     elif tap.replay_state is ReplayState.COMPLETE:
         yield from _replay_complete(engine)
-    elif tap.replay_state is ReplayState.CUT_SHORT:
+    elif tap.replay_state is ReplayState.CUT_SHORT and tap.replayed_batches:
         yield warning(
             f"{address}: {tap.replayed_batches} batches, then silence",
             "the engine stopped in the middle of its answer, or its send queue overflowed",

@@ -36,7 +36,7 @@ def engines(seen: Seen) -> Iterator[Told]:
 @fleet_check("fleet.duplicates")
 def duplicates(seen: Seen) -> Iterator[Told]:
     """Two entries that hear the same messages: one engine counted twice."""
-    heard = [(engine, set(engine.tally.digests)) for engine in seen.engines]
+    heard = [(engine, set(engine.tally.digests)) for engine in seen.engines if engine.tally.digests]
     for (first, a), (second, b) in combinations(heard, 2):
         shared = len(a & b)
         if shared:
@@ -45,8 +45,8 @@ def duplicates(seen: Seen) -> Iterator[Told]:
                 "two names of one engine, or events= of one given to the other",
                 "list each engine once, with its own event address",
             )
-    if len(seen.engines) > 1 and not any(a & b for (_, a), (_, b) in combinations(heard, 2)):
-        yield ok(f"{len(seen.engines)} engines, each with events of its own")
+    if len(heard) > 1 and not any(a & b for (_, a), (_, b) in combinations(heard, 2)):
+        yield ok(f"{len(heard)} engines, each with events of its own")
 
 
 @fleet_check("fleet.hash_seeds")

@@ -31,7 +31,6 @@ _FIRST_TOKENS = 600
 _BLOCKS = 3
 _TOKENS_MAX = 8192
 _MARGIN_TOKENS = 16
-_EVENTS_WAIT_S = 5.0
 _QUIET_S = 0.3
 _POLL_S = 0.02
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
@@ -71,7 +70,7 @@ class Prober:
         self._reader = reader
         self._http = http
         self._tap = tap
-        self._max_tokens = min(_TOKENS_MAX, (max_tokens or _TOKENS_MAX) - 2 * _MARGIN_TOKENS)
+        self._max_tokens = min(_TOKENS_MAX, (max_tokens or _TOKENS_MAX) - 4 * _MARGIN_TOKENS)
         self._timeout_s = request_timeout_s
         self._rng = random.Random(secrets.randbits(64))
 
@@ -106,7 +105,7 @@ class Prober:
             missing = num_tokens - have
             if missing <= 0 and text:
                 return text
-            words = ("".join(self._rng.choices(_SYLLABLES, k=3)) for _ in range(max(1, missing // 4)))
+            words = ("".join(self._rng.choices(_SYLLABLES, k=3)) for _ in range(max(1, missing // 8)))
             text = " ".join((text, *words)).lstrip()
 
     async def _read(self, text: str) -> Prompt | None:
@@ -145,7 +144,7 @@ class Prober:
         """Wait for a batch beyond ``before``, and then for a short silence; False where none comes."""
         if self._tap is None:
             return False
-        deadline = time.monotonic() + _EVENTS_WAIT_S
+        deadline = time.monotonic() + self._http.timeout_s
         if not await _until(lambda: self._heard() > before, deadline):
             return False
         last, quiet_since = self._heard(), time.monotonic()

@@ -25,6 +25,10 @@ from router.feeds.sockets import MessageReader, Slice
 from router.feeds.wire import Frame, WireError, parse_live, parse_replay
 
 _HELD_MAX = 20_000
+_STRANGE_MAX = 16
+"""Messages that are none, after which a replay socket is given up."""
+_REPLAY_TIMEOUTS = 10
+"""A whole answer may take so many times what a silence may."""
 _TOPICS_MAX = 16
 _MESSAGE_BYTES_MAX = 256 << 20
 _SLICE_S = 0.005
@@ -177,7 +181,10 @@ class EventTap:
                 return
             watching = asyncio.create_task(self._watch_replay(monitor))
             try:
-                await self._read_replay(reader)
+                async with asyncio.timeout(_REPLAY_TIMEOUTS * self._timeout_s):
+                    await self._read_replay(reader)
+            except TimeoutError:
+                self.seen.replay_state = ReplayState.CUT_SHORT
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
@@ -187,9 +194,12 @@ class EventTap:
             self.seen.replay_link = _further(self.seen.replay_link, event)
 
     async def _read_replay(self, reader: MessageReader) -> None:
+        """Take the answer; a stranger may send garbage for ever, or drop by drop."""
         seen = self.seen
         work = Slice(time.monotonic, _SLICE_S)
-        while seen.replayed_batches <= _HELD_MAX:
+        strange = 0
+        seen.replay_state = ReplayState.CUT_SHORT
+        while seen.replayed_batches < _HELD_MAX and strange < _STRANGE_MAX:
             message = await self._next(reader)
             if message is None:
                 seen.replay_state = ReplayState.CUT_SHORT if seen.replayed_batches else ReplayState.SILENT
@@ -198,6 +208,7 @@ class EventTap:
                 frame = parse_replay(message)
             except WireError as problem:
                 seen.malformed[problem.reason] += 1
+                strange += 1
                 continue
             if frame is None:
                 seen.replay_state = ReplayState.COMPLETE

@@ -1,4 +1,4 @@
-"""The doctor on real sockets: simulated engines, and tiny servers and publishers that are broken on purpose."""
+"""The doctor on real sockets: simulated engines, and servers and publishers that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import zmq
 from aiohttp import web
-
 from app.rig import LOCAL
+
+from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config import ANY_MODEL, Config, ModelConfig
@@ -74,9 +75,7 @@ async def saying(answers: Answers) -> AsyncIterator[str]:
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         told = answers.get(request.path, (404, b"{}", {}))
-        status, body, headers = (
-            told if isinstance(told, tuple) else (200, msgspec.json.encode(told), {})
-        )
+        status, body, headers = told if isinstance(told, tuple) else (200, msgspec.json.encode(told), {})
         return web.Response(status=status, body=body, headers=headers)
 
     runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
@@ -126,9 +125,10 @@ def at(url: str, publisher: ZmqPublisher, **changes: Any) -> Engine:
 
 
 def stored(*, tokens: int = 16, block_size: int = 16, hashes: list[int] | None = None, **more: Any) -> Event:
-    """A stored event of a prompt's first tokens."""
+    """A stored event of a prompt's first tokens, with vLLM's default hashes."""
+    real = list(block_hashes(list(range(tokens)), HashScheme(hash_block_size=block_size)))
     fields: dict[str, Any] = {
-        "block_hashes": [1 + i for i in range(tokens // block_size)] if hashes is None else hashes,
+        "block_hashes": real if hashes is None else hashes,
         "parent_block_hash": None,
         "token_ids": encode_tokens(list(range(tokens))),
         "block_size": block_size,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from app.rig import LOCAL, configure, routing, run, running
+
 from router.config import ModelConfig
 from router.doctor.checks import names
 from router.doctor.findings import Severity
