@@ -36,6 +36,7 @@ from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.proxy.base import InboundRequest, Usage
 from router.proxy.breaker import BreakerBoard
+from router.proxy.paths import CACHE_RESETS
 
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
@@ -364,6 +365,15 @@ class Planner:
         if isinstance(read, Prompt):
             self._books.shadows.served(placed.engine_id, read.token_ids, read.hashes)
 
+    def cache_reset(self, engine_id: str) -> None:
+        """A reset was passed on and answered. The engine tells of it only with its next batch, so what is
+        known goes at once; a reset that it did not carry out leaves us expecting less than there is."""
+        engine = self._scopes.engine(engine_id)
+        if engine is not None:
+            engine.clear()
+        self._books.shadows.reset(engine_id)
+        self._books.inflight.forget(engine_id)
+
     def _receipt(self, placed: Placed, usage: Usage | None) -> Receipt:
         view, decision = placed.decision.view, placed.decision
         read = decision.read
@@ -420,6 +430,8 @@ class Placed:
     def first_byte(self) -> None:
         """See ``Placement``; only a stream's first byte tells when the prefill was over."""
         self.answered = True
+        if self.request.path in CACHE_RESETS:
+            self._planner.cache_reset(self.engine_id)
         if self._open and not self.prefilled and self.request.stream:
             self.prefilled = True
             self.ttft_s = self._planner.now() - self._placed_s
