@@ -28,6 +28,8 @@ _SEQ_MAX = (1 << 63) - 1
 _RECENT_MAX = 16_384
 """Digests kept, to tell a frame that came both live and from history from one of a restarted engine."""
 _HOLD_BYTES_MAX = 64 << 20
+_RECEIVE_QUEUE_MAX = 100_000
+"""Messages ZMQ keeps for us: a recorder would rather spend memory than lose a frame."""
 
 
 class FrameSink(Protocol):
@@ -88,7 +90,7 @@ class SourceRecorder:
         self.stats = SourceStats(source.source)
         self._source = source
         self._sink = sink
-        self._settings = settings or FeedSettings()
+        self._settings = settings or FeedSettings(receive_queue_max=_RECEIVE_QUEUE_MAX)
         self._wall = wall
         self._context = context or zmq.Context.instance()
         self._next = 0 if source.replay is not None else None
@@ -266,9 +268,19 @@ class SourceRecorder:
         if frame is None:
             self.stats.malformed += 1
         elif self._next is not None and frame.seq >= self._next:
+            self._fill_from_held(frame.seq)
             if frame.seq > self._next:
                 self._lose(frame.seq)
             self.stats.history_frames += 1
+            self._write(frame)
+
+    def _fill_from_held(self, seq: int) -> None:
+        """Write the held frames before ``seq``: the engine's history may begin after them."""
+        while self._held and self._next is not None and self._next <= self._held[0].seq < seq:
+            frame = self._held.popleft()
+            self._held_bytes -= len(frame.payload)
+            if frame.seq > self._next:
+                self._lose(frame.seq)
             self._write(frame)
 
     def _release(self) -> None:

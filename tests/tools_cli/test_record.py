@@ -154,6 +154,23 @@ def test_history_that_rolled_past_is_no_loss() -> None:
     asyncio.run(scenario())
 
 
+def test_history_that_begins_after_what_was_held() -> None:
+    """The ring has rolled past the frame that showed the gap: that frame is written first, nothing restarts."""
+
+    async def scenario() -> None:
+        stage = Stage(replay=True, buffer_steps=2)
+        async with stage:
+            await stage.subscribed()
+            stage.publish(1)
+            await until(lambda: stage.stats.last_seq == 1)
+            stage.publish(5, 6, 7, 8, 9)  # 2..4 are lost, the ring holds 8 and 9
+            await until(lambda: stage.stats.last_seq == 9)
+        assert stage.kept.seqs == [0, 1, 5, 6, 7, 8, 9]
+        assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 3, 0)
+
+    asyncio.run(scenario())
+
+
 def test_a_restarted_engine_is_recorded_from_its_first_batch() -> None:
     async def scenario() -> None:
         stage = Stage(replay=True)
