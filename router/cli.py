@@ -15,6 +15,9 @@ from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
 from router.config import ANY_MODEL, ConfigError, load, parse_engine
+from router.doctor.cli import doctor
+from router.tools import capture_cli
+from router.tools.top_cli import top
 
 app = App(
     name="kvatlas",
@@ -133,6 +136,13 @@ def demo(
     from router.demo.run import run_demo
 
     return run_demo(seconds=seconds, engines=engines, port=port, as_json=json, keep=keep)
+
+
+app.command(capture_cli.record)
+app.command(capture_cli.replay)
+app.command(capture_cli.explain)
+app.command(doctor)
+app.command(top)
 
 
 def _assignments(texts: list[str]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from router.doctor.registry import engine_check
 from router.doctor.seen import EngineSeen, ProbeRequest, PromptParity
 
 
-@engine_check("prompts.parity")
+@engine_check("tokens.parity")
 def parity(engine: EngineSeen) -> Iterator[Told]:
     """Tokenizer and chat template against the engine's ``/tokenize``."""
     if not engine.server.models:
@@ -62,7 +62,7 @@ def _not_compared(result: PromptParity) -> Iterator[Told]:
         )
 
 
-@engine_check("prompts.usage")
+@engine_check("tokens.usage")
 def usage(engine: EngineSeen) -> Iterator[Told]:
     """``--enable-prompt-tokens-details``."""
     if engine.probe is None:
@@ -110,7 +110,7 @@ def _lengths(requests: list[ProbeRequest]) -> Iterator[Told]:
             yield error(
                 f"the probe has {ours} tokens here, {theirs} at the engine",
                 "tokenizer and engine differ",
-                "see prompts.parity",
+                "see tokens.parity",
             )
             return
 

@@ -100,6 +100,14 @@ def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
             "look at the engine's log; the breaker closes with the first success",
             subject=subject,
         )
+    alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
+    if alarms:
+        yield warning(
+            f"{alarms} phantom alarm(s): the router counted more blocks than the engine has",
+            "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
+            "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
+            subject=subject,
+        )
     yield from _same_view(engine, theirs)
 
 
@@ -152,7 +160,7 @@ def predictions(seen: Seen) -> Iterator[Told]:
             yield warning(
                 f"predictions drift: {outcomes}",
                 "more than a quarter of the latest predictions were wrong",
-                "check cache.facts and prompts.parity of this engine",
+                "check cache.facts and tokens.parity of this engine",
                 subject=engine_id,
             )
         elif compared:
@@ -183,7 +191,7 @@ def _metrics(router: RouterSeen) -> Iterator[Told]:
             yield error(
                 f"{value:.0f} prompt(s) had another length at the engine than in the router",
                 "tokenizer or chat template differ from the engine's",
-                "see prompts.parity; give the router the engine's tokenizer and template",
+                "see tokens.parity; give the router the engine's tokenizer and template",
                 subject=labels.get("engine", router.url),
             )
         elif name == "kvatlas_prompts_template_mismatches_total":

@@ -41,6 +41,8 @@ def run_doctor(
     """0: nothing amiss, 1: warnings or errors. Raises ``ConfigError`` for what cannot be run."""
     if not 0 <= settings.seconds <= _SECONDS_MAX:
         raise ConfigError(f"--seconds: {settings.seconds} is not in 0..{_SECONDS_MAX:g}")
+    if not 0 < settings.timeout_s <= _SECONDS_MAX:
+        raise ConfigError(f"--timeout: {settings.timeout_s} is not above 0 and up to {_SECONDS_MAX:g}")
     models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
     loaded = load(config, engines=tuple(parse_engine(text) for text in engines), models=models).config
     if not loaded.engines and router is None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -34,7 +33,7 @@ from router.doctor.seen import (
 )
 from router.doctor.tap import EventTap
 from router.fleet.engine import Engine
-from router.fleet.poller import reachable
+from router.fleet.poller import event_sources
 from router.fleet.registry import ModelCard
 from router.index.detect import Detection
 from router.index.layout import ModelFacts
@@ -133,19 +132,11 @@ async def _ask_server(http: Http, url: str) -> ServerSeen:
 
 
 def _discovered(url: str, server: ServerSeen) -> list[Engine]:
-    """One engine per data-parallel rank that publishes, as the server says."""
-    host = urlsplit(url).hostname or "127.0.0.1"
-    sources = server.sources or {}
-    ranks = []
-    for rank, source in sources.items():
-        if source is None or not source.enable_kv_cache_events or not source.endpoint:
-            continue
-        if not (rank.isascii() and rank.isdecimal() and len(rank) < 7):
-            continue
-        replay = reachable(source.replay_endpoint, host) if source.replay_endpoint else None
-        number = int(rank) if len(sources) > 1 else None
-        ranks.append(Engine(url, number, reachable(source.endpoint, host), replay, source.topic))
-    return ranks
+    """One engine per data-parallel rank that publishes, as the router would read the server's answer."""
+    try:
+        return event_sources(url, server.sources_answer.body) if server.sources_answer.ok else []
+    except ValueError:
+        return []
 
 
 def _engine_seen(engine: Engine, server: ServerSeen, config: Config, *, sources_ignored: bool) -> EngineSeen:

@@ -14,7 +14,7 @@ from router.doctor.seen import EngineSeen, Seen
 EngineCheck = Callable[[EngineSeen], Iterator[Told]]
 FleetCheck = Callable[[Seen], Iterator[Told]]
 
-_AREAS = ("http", "clock", "events", "cache", "prompts", "probe", "fleet", "router")
+_AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "fleet", "router")
 """First part of a check's id: the order in which they are shown."""
 
 _ENGINE_CHECKS: dict[str, EngineCheck] = {}

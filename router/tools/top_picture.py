@@ -137,8 +137,9 @@ def _totals(
         running=sum(row.running or 0 for row in rows),
         waiting=sum(row.waiting or 0 for row in rows),
         active=_whole(sums.get("kvatlas_proxy_requests_active")),
-        errors=_whole(sums.get("kvatlas_proxy_errors_total")),
-        retries=_whole(sums.get("kvatlas_proxy_retries_total")),
+        # A counter by reason has no sample before its first reason.
+        errors=_whole(sums.get("kvatlas_proxy_errors_total", 0.0)) if sums else None,
+        retries=_whole(sums.get("kvatlas_proxy_retries_total", 0.0)) if sums else None,
     )
 
 

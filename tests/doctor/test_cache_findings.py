@@ -180,8 +180,8 @@ def test_another_chat_template_than_the_engines(tmp_path: Path) -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             found = await look(engine.base_url, model=model)
-            found.expect("prompts.parity", Severity.ERROR, "chat:", "chat template")
-            found.expect("prompts.parity", Severity.OK, "completion")
+            found.expect("tokens.parity", Severity.ERROR, "chat:", "chat template")
+            found.expect("tokens.parity", Severity.OK, "completion")
 
     run(main())
 
@@ -197,8 +197,8 @@ def test_another_tokenizer_than_the_engines(tmp_path: Path) -> None:
         async with running({}) as (engine,):
             model = ModelConfig(tokenizer=str(tmp_path / "other"))
             found = await look(engine.base_url, model=model, probe=True)
-            found.expect("prompts.parity", Severity.ERROR, "completion:", "another tokenizer")
-            found.expect("probe.exact", Severity.ERROR, "tokens here", "prompts.parity")
+            found.expect("tokens.parity", Severity.ERROR, "completion:", "another tokenizer")
+            found.expect("probe.exact", Severity.ERROR, "tokens here", "tokens.parity")
 
     run(main())
 
@@ -208,11 +208,11 @@ def test_an_engine_without_tokenize() -> None:
         async with running({}) as (engine,), fronting(engine) as front:
             front.overrides["/tokenize"] = lambda: (404, {})
             found = await look(at(front.base_url, engine.publisher))  # type: ignore[arg-type]
-            found.expect("prompts.parity", Severity.INFO, "no endpoint")
-            assert len(found.of("prompts.parity")) == 1
+            found.expect("tokens.parity", Severity.INFO, "no endpoint")
+            assert len(found.of("tokens.parity")) == 1
             front.overrides["/tokenize"] = lambda: (200, {"x": 1})
             found = await look(front.base_url)
-            found.expect("prompts.parity", Severity.INFO, "an answer without tokens")
+            found.expect("tokens.parity", Severity.INFO, "an answer without tokens")
 
     run(main())
 
@@ -228,7 +228,7 @@ def test_a_template_that_cannot_be_used_here(tmp_path: Path) -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             found = await look(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "none")))
-            found.expect("prompts.parity", Severity.WARNING, "cannot be tokenized here", "no_template")
+            found.expect("tokens.parity", Severity.WARNING, "cannot be tokenized here", "no_template")
 
     run(main())
 
@@ -241,7 +241,7 @@ def usage(prompt_tokens: int, cached: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answer", "check", "severity", "words"),
     [
-        ((200, usage(600, None)), "prompts.usage", Severity.WARNING, "--enable-prompt-tokens-details"),
+        ((200, usage(600, None)), "tokens.usage", Severity.WARNING, "--enable-prompt-tokens-details"),
         ((500, {}), "probe.exact", Severity.ERROR, "status 500"),
         ((200, [1]), "probe.exact", Severity.ERROR, "no completion"),
         ((0, {}), "probe.exact", Severity.ERROR, "POST /v1/completions"),

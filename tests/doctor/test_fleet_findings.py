@@ -97,6 +97,7 @@ def router(**changes: Any) -> Answers:
             Severity.WARNING,
             "degraded (history_rolled)",
         ),
+        ({"feed": {"phantom_alarms": 2}}, "router.engines", Severity.WARNING, "2 phantom alarm(s)"),
         ({"feed_state": "stale"}, "router.engines", Severity.WARNING, "stale"),
         ({"available": False}, "router.engines", Severity.WARNING, "breaker is open"),
         ({"drifting": True}, "router.predictions", Severity.WARNING, "drift"),

@@ -23,10 +23,10 @@ def test_a_healthy_engine_is_found_exact(groups: str) -> None:
             assert found.bad() == []
             exact = found.expect("probe.exact", Severity.OK, "exact")
             assert "predicted 0," not in exact.seen
-            found.expect("prompts.parity", Severity.OK, "chat of three turns", "completion, odd text")
+            found.expect("tokens.parity", Severity.OK, "chat of three turns", "completion, odd text")
             found.expect("cache.scheme", Severity.OK, "sha256")
             found.expect("cache.groups", Severity.OK, f"{len(engine.groups)} group(s)")
-            found.expect("prompts.usage", Severity.OK)
+            found.expect("tokens.usage", Severity.OK)
             found.expect("events.flow", Severity.OK, "live")
 
     run(main())
@@ -47,7 +47,7 @@ def test_the_probe_is_exact_without_a_tokenizer_of_its_own() -> None:
     async def main() -> None:
         async with running({"enable_scale_out": False}) as (engine,):
             found = await look(engine.base_url, model=ModelConfig(), probe=True)
-            found.expect("prompts.parity", Severity.INFO, "no tokenizer given")
+            found.expect("tokens.parity", Severity.INFO, "no tokenizer given")
             found.expect("probe.exact", Severity.OK, "exact")
 
     run(main())
