@@ -18,6 +18,7 @@ from router.config import ANY_MODEL, Config, ConfigError, load
 from router.index.layout import ModelFacts
 from router.prompts.body import peek
 from router.tools.capture import CaptureError, is_trace, read_capture
+from router.tools.capture_progress import shown
 from router.tools.explain_choice import ChoiceMade, choice
 from router.tools.explain_prompt import PromptError, read_body, read_prompt, router_body
 from router.tools.explain_state import AskedPrompt, Boundary, EngineExplanation, MissingBlock, explain_engine
@@ -90,8 +91,8 @@ def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
     config = load(options.config, models=models).config
     prompt = read_prompt(options.request, body, config)
     player = Player(_facts(options, body, config))
-    player.learn(read_capture(options.paths))
-    player.play_all(up_to(read_capture(options.paths), options.at))
+    player.learn(shown(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
+    player.play_all(shown(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
     if not player.runs:
         raise CaptureError(f"{options.paths[0]}: no frames up to that seq")
     engines = [_hinted(player, explain_engine(player, run.source, prompt, scheme)) for run in player.runs]

@@ -20,6 +20,7 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.config import ConfigError
 from router.index.layout import ModelFacts
 from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture
+from router.tools.capture_progress import shown
 from router.tools.replay import Player, Sample, Sampler, SourceRun, sample, up_to
 from router.tools.replay_diff import PlaneDiff, diff
 from router.tools.replay_publish import Endpoint, paced, parse_endpoint, publish_frame, publishers, topics_of
@@ -191,7 +192,8 @@ async def _run(
                 print(f"{source}: events {publisher.endpoint}{replay}", file=sys.stderr, flush=True)
         if live is not None:
             stack.enter_context(live)
-        await _feed(sampler, paced(_frames(options, options.to_seq), speed), opened, stop, live, player)
+        frames = shown(_frames(options, options.to_seq), "playing", quiet=quiet or bool(speed))
+        await _feed(sampler, paced(frames, speed), opened, stop, live, player)
         if endpoints and not stop.is_set():
             print(f"all {total} frames are sent; replay is served until Ctrl-C", file=sys.stderr, flush=True)
             with contextlib.suppress(TimeoutError):

@@ -134,7 +134,7 @@ def test_a_text_prompt_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest
             assert [(s.source, s.events) for s in sources] == [(engine.base_url, engine.events_endpoint)]
             done = await asyncio.create_subprocess_exec(
                 *[sys.executable, "-m", "router.cli", "record", "--engine", engine.base_url],
-                *["-o", str(path), "--seconds", "1", "--json"],
+                *["-o", str(path), "--seconds", "2", "--json"],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
             )
@@ -200,7 +200,7 @@ def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> Non
                 await rig.chat(f"{number % 5} {TEXT * (8 + number % 4)}")
             done = await asyncio.create_subprocess_exec(
                 *[sys.executable, "-m", "router.cli", "record", "--engine", engine.base_url],
-                *["-o", str(path), "--seconds", "1", "--json"],
+                *["-o", str(path), "--seconds", "2", "--json"],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
             )
