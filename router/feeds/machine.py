@@ -146,13 +146,18 @@ class FeedMachine:
         if repair is None or repair.request_id != request_id:
             return []
         position = self._position
-        heard = self._heard_id or position.publisher_id
+        followed = position.publisher_id
+        heard = self._heard_id or (None if self._unverified else followed)
         if cut.publisher_id is not None and heard is not None and cut.publisher_id != heard:
             self._no_snapshot(now, repair)
             return self._finish()
         self._stats.snapshots += 1
         self._repair = None
-        position.adopt(cut, (self._tail if repair.kind is RepairKind.REFRESH else position.held).frames())
+        tail = (self._tail if repair.kind is RepairKind.REFRESH else position.held).frames()
+        if cut.publisher_id is not None and followed is not None and cut.publisher_id != followed:
+            self._stats.restarts += 1
+            self._forget()
+        position.adopt(cut, tail)
         self._tail.clear()
         self._snapshots.worked()
         if position.is_whole:
@@ -202,7 +207,7 @@ class FeedMachine:
         if repair is not None and now >= repair.deadline:
             self._give_up(now, repair)
         elif repair is None and self._connected:
-            if self._position.unknown and self._snapshots.may_ask(now):
+            if (self._position.unknown or self._unverified) and self._snapshots.may_ask(now):
                 self._refresh(now)
             elif self._trust.take_due(now):
                 self._try_again(now)

@@ -164,7 +164,9 @@ class World:
                     self.fleet.adopt("e")
                     cut = next(piece for piece in self.taken if isinstance(piece, Cut))
                     assert self.answered_by is not None
-                    self.followed, self.era_floor = (self.answered_by, cut.seq), 0
+                    # An empty engine is anybody's.
+                    self.followed = (self.answered_by, cut.seq) if cut.seq >= 0 else None
+                    self.era_floor = 0
                 case RequestReplay() | RequestSnapshot():
                     self._unstage()
                     self.request, self.due, self.answer = action, self.now + action.delay_s, []
@@ -360,7 +362,9 @@ class World:
         self.connect()
         while self.late:
             self.deliver_late()
-        for _ in range(3):
+        published = len(self.engine.frames)
+        while len(self.engine.frames) < published + 3:  # news shows what was lost before it
+            self.engine.era += 1  # prompts that nobody sent before
             self.engine.work(self.rng)
             self.publish("ok")
         for _ in range(80):
