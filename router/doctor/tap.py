@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from publisher.events import DecodedBatch
 from router.doctor.tally import EventTally
-from router.feeds.base import FeedSink
 from router.feeds.sockets import MessageReader, Slice
 from router.feeds.wire import Frame, WireError, parse_live, parse_replay
 
@@ -82,6 +83,16 @@ class TapSeen(msgspec.Struct):
     """Our clock minus the time stamp of live batches."""
 
 
+class TapSink(Protocol):
+    """Where a tap's batches go."""
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Take one batch; in the order of their numbers."""
+
+    def forget(self, engine_id: str) -> None:
+        """The engine restarted."""
+
+
 class EventTap:
     """Hears one engine and hands its batches to ``sink``. ``run`` may be called once.
 
@@ -89,7 +100,7 @@ class EventTap:
     """
 
     def __init__(
-        self, engine_id: str, events: str, replay: str | None, sink: FeedSink, *, replay_timeout_s: float
+        self, engine_id: str, events: str, replay: str | None, sink: TapSink, *, replay_timeout_s: float
     ) -> None:
         self.seen = TapSeen()
         self.tally = EventTally()

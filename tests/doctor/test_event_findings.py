@@ -11,11 +11,12 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from app.rig import run, running
+from app.rig import run, running, until
 
-from publisher.events import AllBlocksCleared, encode_batch
+from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
 from publisher.zmq_publisher import ZmqPublisher
 from router.doctor.findings import Severity
+from router.doctor.tap import EventTap
 from router.fleet.engine import Engine
 
 from .looking import Findings, at, bound, look, publishing, saying, server, stored
@@ -182,6 +183,37 @@ def test_a_restart_while_listening() -> None:
                 async with doing(step):
                     found = await look(at(url, publisher), seconds=1.0)
                 found.expect("events.flow", Severity.INFO, "restart(s)")
+
+    run(main())
+
+
+class Recorder:
+    """A sink that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        self.told.append(f"batch of {len(batch.events)}")
+
+    def forget(self, engine_id: str) -> None:
+        self.told.append("forget")
+
+
+def test_what_was_before_a_restart_is_forgotten() -> None:
+    async def main() -> None:
+        sink = Recorder()
+        with publishing(replay=False) as publisher:
+            tap = EventTap("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)
+            listening = asyncio.create_task(tap.run())
+            async with doing(lambda: publisher.publish([stored()] * 2)):
+                await until(lambda: len(sink.told) > 2, "batches")
+                publisher._next_seq = 0
+                await until(lambda: "forget" in sink.told, "the restart")
+            assert sink.told.count("forget") == 1
+            assert set(sink.told) == {"batch of 2", "forget"}
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     run(main())
 

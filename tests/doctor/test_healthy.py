@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import aiohttp
 import pytest
+from app.front import fronting
 from app.rig import LOCAL, configure, routing, run, running
 
 from router.config import ModelConfig
@@ -92,3 +96,23 @@ def test_a_router_and_its_engines() -> None:
 
 def test_every_check_has_an_id_of_its_own() -> None:
     assert len(names()) == len(set(names())) > 20
+
+
+def test_data_parallel_ranks_are_looked_at_one_by_one() -> None:
+    async def main() -> None:
+        ranks = ({"dp_rank": 0}, {"dp_rank": 1})
+        async with running(*ranks) as engines, fronting(*engines) as front:
+            sources: dict[str, Any] = {}
+            async with aiohttp.ClientSession() as session:
+                for engine in engines:
+                    async with session.get(f"{engine.base_url}/kv_event_sources") as answer:
+                        sources |= await answer.json()
+            front.overrides["/kv_event_sources"] = lambda: (200, sources)
+            found = await look(front.base_url, probe=True)
+            assert found.bad() == []
+            exact = found.of("probe.exact")
+            assert [f.subject for f in exact] == [f"{front.base_url}#dp{rank}" for rank in range(2)]
+            assert all("exact" in f.seen for f in exact)
+            assert all(engine.scheduler.stats.prompt_tokens > 0 for engine in engines)
+
+    run(main())
