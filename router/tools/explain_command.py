@@ -133,17 +133,15 @@ def _summary(
 
 
 def _show(prompt: AskedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade) -> None:
-    table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", pad_edge=False)
-    table.add_column("engine", no_wrap=True, overflow="ellipsis")
+    table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
     for name in ("seq", "hit", "offloaded", "trunk"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("alone, by class", overflow="fold")
     table.add_column("the match ended", overflow="fold")
     for e in engines:
-        classes = "\n".join(f"{c.spec_class}: {c.hit_tokens}" for c in e.by_class)
         numbers = (e.hit_tokens, e.offloaded_tokens, e.trunk_tokens)
         style = "bold" if e.engine == made.engine else ""
-        table.add_row(e.engine, str(e.seq), *[f"{n:,}" for n in numbers], classes, _ended(e), style=style)
+        table.add_row(e.engine, str(e.seq), *[f"{n:,}" for n in numbers], _ended(e), style=style)
     console = Console()
     console.print(table)
     console.print(
@@ -152,7 +150,7 @@ def _show(prompt: AskedPrompt, engines: Sequence[EngineExplanation], made: Choic
 
 
 def _ended(engine: EngineExplanation) -> str:
-    lines = []
+    lines = [f"{c.spec_class} alone: {c.hit_tokens}" for c in engine.by_class]
     if engine.mode == "unknown":
         lines.append(engine.why_unknown)
     elif engine.whole_prompt:
@@ -246,9 +244,10 @@ def _router_table(said: RouterAnswer) -> Table:
     chosen = said.choice.get("engine")
     tokens = said.prompt.get("tokens", said.prompt.get("tokens_estimated"))
     title = f"a prompt of {tokens} tokens: {chosen} ({said.choice.get('reason')})"
-    table = Table(title=title, pad_edge=False)
-    for name in ("engine", "feed", "mode"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
+    for name in ("feed", "mode"):
+        table.add_column(name, no_wrap=True)
     for name in ("hit", "offloaded", "trunk", "cost ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("the match ended", overflow="fold")

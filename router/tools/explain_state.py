@@ -160,6 +160,11 @@ def _history(player: Player, source: str) -> str:
     return ", ".join(said)
 
 
+def _drops_whole_block(layout: CacheLayout) -> bool:
+    """A single group with EAGLE: the block it drops must itself lie before the prompt's last token."""
+    return layout.single_group and not layout.lookahead and any(c.spec.is_eagle for c in layout.classes)
+
+
 class _Known:
     """One engine and one prompt, and what the journal says of the prompt's blocks there."""
 
@@ -173,9 +178,8 @@ class _Known:
         self._hashes: Sequence[BlockHash] = () if used is None else prompt.hashes(used)
         if scheme is None and engine.learned is not None:
             self._hashes = engine.learned.translate(self._hashes)
-        if self.layout is not None and self.layout.single_group and not self.layout.lookahead:
-            if self.layout.classes and self.layout.classes[0].spec.is_eagle:  # the dropped block must be a hit
-                self._hashes = self._hashes[: (prompt.num_tokens - 1) // self.layout.hash_block_size]
+        if self.layout is not None and _drops_whole_block(self.layout):
+            self._hashes = self._hashes[: (prompt.num_tokens - 1) // self.layout.hash_block_size]
 
     def boundary(self, tokens: int) -> Boundary:
         """Everything missing for a hit of ``tokens``; full attention first, as the engine looks."""

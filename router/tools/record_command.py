@@ -176,19 +176,19 @@ def _summary(recorders: Sequence[SourceRecorder], writer: CaptureWriter) -> dict
 
 
 def _table(stats: Sequence[SourceStats], writer: CaptureWriter) -> Table:
-    table = Table(title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", pad_edge=False)
-    table.add_column("engine", no_wrap=True, overflow="ellipsis")
-    names = ("frames", "history", "first seq", "last seq", "gaps", "lost", "restarts", "malformed")
+    table = Table(
+        title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column("engine", overflow="fold")
+    names = ("frames", "history", "seqs", "gaps", "lost", "restarts", "malformed")
     for name in ("reached", *names):
         table.add_column(name, justify="right", no_wrap=True)
     for s in stats:
-        ends = ["" if seq is None else str(seq) for seq in (s.first_seq, s.last_seq)]
+        seqs = "" if s.first_seq is None else f"{s.first_seq}..{s.last_seq}"
         counts = [str(n) for n in (s.gaps, s.lost_frames, s.restarts, s.malformed)]
         reached = "yes" if s.connected else "no"
         style = "red" if s.lost_frames or s.malformed or not s.connected else ""
-        table.add_row(
-            s.source, reached, f"{s.frames:,}", f"{s.history_frames:,}", *ends, *counts, style=style
-        )
+        table.add_row(s.source, reached, f"{s.frames:,}", f"{s.history_frames:,}", seqs, *counts, style=style)
     return table
 
 

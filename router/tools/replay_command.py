@@ -108,11 +108,11 @@ def _diff(options: ReplayOptions, *, as_json: bool) -> int:
 
 
 def _diff_table(found: Sequence[PlaneDiff]) -> Table:
-    table = Table(title="residency: A against B", pad_edge=False)
-    table.add_column("engine", no_wrap=True, overflow="ellipsis")
-    for name in ("medium", "group", "in both", "only A", "only B", "copies differ"):
+    table = Table(title="residency: A against B", box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
+    for name in ("medium", "group", "in both", "only A", "only B", "copies"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("blocks", overflow="fold")
+    table.add_column("blocks", no_wrap=True)
     for plane in found:
         shown = [*(f"A {h}" for h in plane.only_a), *(f"B {h}" for h in plane.only_b)]
         more = [f"and {len(shown) - _SHOWN_HASHES} more (--json)"] if len(shown) > _SHOWN_HASHES else []
@@ -249,19 +249,21 @@ def _show(player: Player, samples: Sequence[Sample]) -> None:
 
 
 def _stream_table(runs: Sequence[SourceRun]) -> Table:
-    table = Table(title="streams", pad_edge=False)
-    table.add_column("engine", no_wrap=True, overflow="ellipsis")
-    names = ("frames", "events", "seqs", "gaps", "missing", "restarts", "resets", "late", "bad")
+    table = Table(title="streams", box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
+    names = ("frames", "events", "seqs", "gaps", "restarts", "resets", "late", "bad")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         bad = run.undecodable + run.rejected_events
-        counts = (run.gaps, run.missing_batches, run.restarts, run.clears, run.late, bad)
+        counts = (run.restarts, run.clears, run.late, bad)
+        gaps = f"{run.gaps:,} ({run.missing_batches:,} batches)" if run.gaps else "0"
         table.add_row(
             run.source,
             f"{run.frames:,}",
             f"{run.events:,}",
             f"{run.first_seq}..{run.last_seq}",
+            gaps,
             *[f"{n:,}" for n in counts],
             style="yellow" if run.gaps or bad else "",
         )
@@ -269,22 +271,22 @@ def _stream_table(runs: Sequence[SourceRun]) -> Table:
 
 
 def _sample_table(samples: Sequence[Sample]) -> Table:
-    """One row per moment and plane."""
-    table = Table(title="residency over time", pad_edge=False)
-    table.add_column("s", justify="right", no_wrap=True)
-    table.add_column("engine", no_wrap=True, overflow="ellipsis")
-    names = ("seq", "medium", "group", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
-    for name in names:
+    """One row per moment and plane; the engine has a column only where there are several."""
+    engines = {p.source for taken in samples for p in taken.planes}
+    table = Table(title="residency over time", box=None, padding=(0, 2, 0, 0))
+    if len(engines) > 1:
+        table.add_column("engine", overflow="fold")
+    names = ("plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
+    for name in ("s", "seq", *names):
         table.add_column(name, justify="right", no_wrap=True)
     for taken in samples:
         for number, p in enumerate(taken.planes):
             counts = (p.blocks, p.copies, p.stored, p.removed, p.cleared, p.unknown_removals, p.gaps)
             table.add_row(
+                *([p.source] if len(engines) > 1 else []),
                 "" if number else f"{taken.elapsed_s:.1f}",
-                p.source,
                 str(p.seq),
-                p.medium,
-                str(p.group),
+                f"{p.medium} {p.group}",
                 *[f"{n:,}" for n in counts],
             )
         table.add_section()

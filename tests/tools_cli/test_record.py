@@ -155,7 +155,7 @@ def test_history_that_rolled_past_is_no_loss() -> None:
 
 
 def test_history_that_begins_after_what_was_held() -> None:
-    """The ring has rolled past the frame that showed the gap: that frame is written first, nothing restarts."""
+    """The ring has rolled past the frame that showed the gap: it is written first, nothing restarts."""
 
     async def scenario() -> None:
         stage = Stage(replay=True, buffer_steps=2)
@@ -361,6 +361,11 @@ def test_an_engine_that_is_not_reached_is_status_1(
     assert run_record(["events=tcp://127.0.0.1:9"], options, as_json=True) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["complete"], said["sources"][0]["connected"]) == (False, False)
+    table = RecordOptions(tmp_path / "b.jsonl", seconds=0.2, redact=True)
+    assert run_record(["events=tcp://127.0.0.1:9"], table, as_json=False) == 1
+    out = capsys.readouterr().out
+    assert "0 frames in" in out
+    assert "--hash-scheme" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
