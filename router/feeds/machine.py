@@ -209,7 +209,7 @@ class FeedMachine:
         elif repair is None and self._connected:
             if (self._position.unknown or self._unverified) and self._snapshots.may_ask(now):
                 self._refresh(now)
-            elif self._trust.take_due(now):
+            elif self._has_replay and self._trust.take_due(now):
                 self._try_again(now)
         self._check_silence(now)
         return self._finish()

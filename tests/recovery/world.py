@@ -168,6 +168,8 @@ class World:
                     self.followed = (self.answered_by, cut.seq) if cut.seq >= 0 else None
                     self.era_floor = 0
                 case RequestReplay() | RequestSnapshot():
+                    asked_rightly = self.has_replay if isinstance(action, RequestReplay) else self.snapshots
+                    assert asked_rightly, "asked for what there is not"
                     self._unstage()
                     self.request, self.due, self.answer = action, self.now + action.delay_s, []
 

@@ -140,3 +140,35 @@ def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
     pairs = asyncio.run(scenario())
     assert [predicted for predicted, _ in pairs] == [actual for _, actual in pairs]
     assert sum(actual > 0 for _, actual in pairs) >= 3
+
+
+def test_a_killed_and_restarted_engine_is_credited_with_nothing_it_lost(engine: VllmEngine) -> None:
+    token_ids = [7 + n % 900 for n in range(300)]
+
+    async def scenario() -> None:
+        fleet = FleetResidency(ModelFacts())
+        settings = FeedSettings(replay_timeout_s=10.0)
+        feed = Feed("e", engine.events, engine.replay, "kv", fleet, settings=settings)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(feed.run())
+            try:
+                await ready(feed)
+                await asyncio.to_thread(complete, engine, token_ids)
+                await quiet(feed)
+                assert fleet.predict(TokenPrompt(token_ids), ["e"])["e"].hit_tokens > 0
+                await asyncio.to_thread(engine.stop)
+                assert feed.state is not FeedState.READY
+                await asyncio.to_thread(engine.start)
+                await asyncio.to_thread(engine.wait_until_healthy)
+                await ready(feed)
+                await quiet(feed)
+                assert feed.stats.restarts == 1
+                assert fleet.predict(TokenPrompt(token_ids), ["e"])["e"].hit_tokens == 0
+                assert await asyncio.to_thread(complete, engine, token_ids) == 0
+                await quiet(feed)
+                predicted = fleet.predict(TokenPrompt(token_ids), ["e"])["e"]
+                assert predicted.hit_tokens == await asyncio.to_thread(complete, engine, token_ids) > 0
+            finally:
+                feed.close()
+
+    asyncio.run(scenario())
