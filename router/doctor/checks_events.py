@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from router.doctor.findings import Told, error, info, ok, warning
+from router.doctor.heard import Link, ReplayState
 from router.doctor.registry import engine_check
 from router.doctor.seen import EngineSeen
-from router.doctor.tap import Link, ReplayState
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
 

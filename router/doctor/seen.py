@@ -8,9 +8,9 @@ import msgspec
 
 from router.config import Config, ModelConfig
 from router.doctor.gauges import EngineGauges
+from router.doctor.heard import TapSeen
 from router.doctor.http import HttpAnswer
 from router.doctor.tally import EventTally
-from router.doctor.tap import TapSeen
 from router.doctor.versions import Version, parse_version
 from router.fleet.engine import Engine
 from router.fleet.registry import ModelCard
