@@ -180,7 +180,7 @@ def _table(stats: Sequence[SourceStats], writer: CaptureWriter) -> Table:
     table = Table(
         title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", box=None, padding=(0, 2, 0, 0)
     )
-    table.add_column("engine", overflow="fold")
+    table.add_column("engine", overflow="fold", min_width=21)
     names = ("frames", "history", "seqs", "gaps", "lost", "restarts", "malformed")
     for name in ("reached", *names):
         table.add_column(name, justify="right", no_wrap=True)

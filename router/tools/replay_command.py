@@ -109,7 +109,7 @@ def _diff(options: ReplayOptions, *, as_json: bool) -> int:
 
 def _diff_table(found: Sequence[PlaneDiff]) -> Table:
     table = Table(title="residency: A against B", box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold")
+    table.add_column("engine", overflow="fold", min_width=21)
     for name in ("medium", "group", "in both", "only A", "only B", "copies"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("blocks", no_wrap=True)
@@ -250,7 +250,7 @@ def _show(player: Player, samples: Sequence[Sample]) -> None:
 
 def _stream_table(runs: Sequence[SourceRun]) -> Table:
     table = Table(title="streams", box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold")
+    table.add_column("engine", overflow="fold", min_width=21)
     names = ("frames", "events", "seqs", "gaps", "restarts", "resets", "late", "bad")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -275,7 +275,7 @@ def _sample_table(samples: Sequence[Sample]) -> Table:
     engines = {p.source for taken in samples for p in taken.planes}
     table = Table(title="residency over time", box=None, padding=(0, 2, 0, 0))
     if len(engines) > 1:
-        table.add_column("engine", overflow="fold")
+        table.add_column("engine", overflow="fold", min_width=21)
     names = ("plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
     for name in ("s", "seq", *names):
         table.add_column(name, justify="right", no_wrap=True)

@@ -17,11 +17,11 @@ def render(picture: Picture, *, hint: str = "") -> RenderableType:
     if picture.problem:
         return Group(Text(f"{picture.router}: {picture.problem}", style="bold red"), Text(hint, style="dim"))
     table = Table(title=f"kvatlas at {picture.router}", pad_edge=False, title_justify="left")
-    table.add_column("engine", overflow="fold")
+    table.add_column("engine", overflow="fold", min_width=14)
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", overflow="fold")
-    table.add_column("state", overflow="fold")
+    table.add_column("state", overflow="fold", min_width=6)
     for row in picture.engines:
         table.add_row(row.engine.removeprefix("http://"), *_figures(row), _feed(row), _state(row))
     parts: list[RenderableType] = [table]
