@@ -1,8 +1,9 @@
-"""Time until a router that knows nothing is READY again, by replay and by snapshot, and how free its loop is.
+"""Time until a router that knows nothing is READY again, by replay, by snapshot and by Redis.
 
 An engine process holds a million blocks (10,000 batches, all still to be replayed, and a ledger). A feed
 is started cold, once with snapshots off and once with them on. Meanwhile the loop is asked for a turn every
 millisecond: the longest wait is what a request would have waited at most. The engine keeps publishing.
+By Redis (``recovery_redis.py``): another replica follows the engine; needs a server program on PATH.
 
     PYTHONPATH=. python benchmarks/recovery.py [BLOCKS]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import shutil
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -19,6 +21,7 @@ import msgspec
 import structlog
 import uvloop
 
+from benchmarks.recovery_redis import measure
 from publisher.events import BlockStored, encode_batch, encode_tokens
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
@@ -31,6 +34,7 @@ from router.index.predict import FleetResidency
 BATCHES = 10_000
 BLOCK_TOKENS = 16
 LIVE_PAUSE_S = 0.01
+SERVER_PORT = 17390
 
 
 def batch(number: int, blocks: int, publisher_id: bytes | None) -> bytes:
@@ -121,6 +125,17 @@ def main() -> None:
             f"{name}: {blocks} blocks READY after {took:.2f} s; longest wait for a turn: router "
             f"{wait * 1e3:.0f} ms, publisher {pause * 1e3:.0f} ms"
         )
+    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    if binary is None:
+        print("redis: no redis-server or valkey-server on PATH")
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        took = runner.run(measure(binary, blocks, SERVER_PORT))
+    print(
+        f"redis: {blocks} blocks, first exact prediction {took.first_exact * 1e3:.0f} ms after the start of "
+        f"a replica beside another, {took.again:.2f} s after the server came back empty "
+        f"({took.looks} looks without a hit meanwhile)"
+    )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from router import __version__
 from router.config import ANY_MODEL, load, parse_engine
 from router.config_checks import ConfigError
 from router.doctor.cli import doctor
-from router.replicas.settings import IndexSettings
 from router.tools import capture_cli
+from router.tools.index_flags import IndexFileFlag, IndexFlag, index_settings
 from router.tools.top_cli import top
 
 app = App(
@@ -35,17 +35,6 @@ EngineFlags = Annotated[
         "Event endpoints are asked from the engine where not given.",
         negative="",
     ),
-]
-
-IndexFlag = Annotated[
-    str | None,
-    Parameter(
-        help="Index shared by several replicas: redis://, rediss://, redis+sentinel://, redis+cluster:// "
-        "(docs/redis.md). Without a password; see --index-file."
-    ),
-]
-IndexFileFlag = Annotated[
-    Path | None, Parameter(help="File that holds the URL of the shared index, for one with a password.")
 ]
 
 
@@ -120,7 +109,7 @@ def verify(
     """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
     from router.tools.verify_command import run_verify
 
-    shared = None if index is None and index_file is None else _index_settings(index, index_file, None)
+    shared = None if index is None and index_file is None else index_settings(index, index_file)
     return run_verify(list(paths), as_json=json, index=shared)
 
 
@@ -143,7 +132,7 @@ def stats(
     """Blocks, bytes per block, engines with their generations, lease holders and feed states."""
     from router.tools.index_command import run_stats
 
-    return run_stats(_index_settings(index, index_file, namespace), model=model, as_json=json)
+    return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
 
 
 @index_app.command
@@ -158,7 +147,7 @@ def dump(
     """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
     from router.tools.index_command import run_dump
 
-    return run_dump(_index_settings(index, index_file, namespace), model=model, limit=limit)
+    return run_dump(index_settings(index, index_file, namespace), model=model, limit=limit)
 
 
 @index_app.command(name="verify")
@@ -178,7 +167,7 @@ def index_verify(
     from router.tools.index_command import run_index_verify
 
     return run_index_verify(
-        _index_settings(index, index_file, namespace),
+        index_settings(index, index_file, namespace),
         model=model,
         engines=tuple(parse_engine(text) for text in engine or []),
         settle_s=settle,
@@ -232,15 +221,8 @@ def demo(
         as_json=json,
         keep=keep,
         replicas=replicas,
-        index=_index_settings(index, index_file, None),
+        index=index_settings(index, index_file),
     )
-
-
-def _index_settings(url: str | None, path: Path | None, namespace: str | None) -> IndexSettings:
-    """Where the index is, from flags and environment."""
-    flags = {"index.url": url, "index.namespace": namespace}
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load(flags=given, index_file=path).config.index
 
 
 app.command(capture_cli.record)

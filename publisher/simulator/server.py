@@ -25,6 +25,7 @@ from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, model_length, resolve_groups
 from publisher.simulator.stepper import Stepper
+from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
 
 _BACKLOG = 2048
@@ -105,6 +106,7 @@ class SimulatedEngine:
                     _tcp(settings.host, settings.events_port),
                     replay_endpoint=_tcp(settings.host, settings.replay_port),
                     data_parallel_rank=settings.dp_rank,
+                    ledger=SnapshotLedger(),
                 )
                 self.publisher.start()
         except BaseException:

@@ -74,6 +74,7 @@ class RouterCollector:
         yield from self._engines()
         yield from _by_engine("feed", s.feeds)
         yield from self._residency()
+        yield from self._removals()
         yield from self._receipts()
         yield from self._load()
         yield from _numbers("proxy", s.proxy)
@@ -143,6 +144,32 @@ class RouterCollector:
                 for reason, count in engine.rejected.items():
                     rejected.add_metric([status.engine_id, reason], count)
         yield from (blocks, held, extra, rows, unknown, rejected, mode)
+
+    def _removals(self) -> Iterator[Metric]:
+        """How each publisher's removals are read (``router.index.removals``), and by what evidence."""
+        read = GaugeMetricFamily(
+            "kvatlas_index_removals", "1 for how removals are read", labels=["engine", "semantics"]
+        )
+        evidence = CounterMetricFamily(
+            "kvatlas_index_removal_evidence",
+            "Evidence for it since the engine's start: removed_again (blocks), told_counts (events), "
+            "phantoms (audits that found more copies than blocks)",
+            labels=["engine", "evidence"],
+        )
+        again = GaugeMetricFamily(
+            "kvatlas_index_re_reports_suspected",
+            "1 if stored events seem to repeat what was told before",
+            labels=["engine"],
+        )
+        for status in self._sources.fleet:
+            engine = self._sources.scopes.engine(status.engine_id)
+            if engine is not None:
+                removals = engine.removals
+                read.add_metric([status.engine_id, str(removals.semantics)], 1.0)
+                for name in ("removed_again", "told_counts", "phantoms"):
+                    evidence.add_metric([status.engine_id, name], float(getattr(removals, name)))
+                again.add_metric([status.engine_id], float(removals.re_reports_suspected))
+        yield from (read, evidence, again)
 
     def _receipts(self) -> Iterator[Metric]:
         outcomes = CounterMetricFamily(

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from router.tools.index_flags import IndexFileFlag, IndexFlag, index_settings
+
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
 ConfigFile = Annotated[
@@ -74,12 +76,21 @@ def replay(
     diff_seq: Annotated[
         int | None, Parameter(help="Compare with the same capture at this seq; status 1 if they differ.")
     ] = None,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
     json: Json = False,
 ) -> int:
-    """Play a capture: residency per engine, group and medium over time, as a live feed again, or a diff."""
+    """Play a capture: residency per engine, group and medium over time, as a live feed again, or a diff.
+
+    With --index also into a shared index, in a namespace of its own; status 1 if it then shows otherwise.
+    """
     from router.tools.replay_command import ReplayOptions, run_replay  # noqa: PLC0415  # loaded when run
 
-    options = ReplayOptions(paths, to_seq, source, speed, tuple(publish or ()), stay, samples, diff, diff_seq)
+    shared = None if index is None and index_file is None else index_settings(index, index_file)
+    published = tuple(publish or ())
+    options = ReplayOptions(
+        paths, to_seq, source, speed, published, stay, samples, diff, diff_seq, index=shared
+    )
     return run_replay(options, as_json=json)
 
 

@@ -32,8 +32,8 @@ from router.tools.index_books import ScopeBooks, block_hashes
 _LOOKUP_S = 10.0
 _PAGE = 20_000
 _AGAIN_S = 0.1
-_Pairs = set[tuple[Plane, int]]
-_Difference = tuple[_Pairs, _Pairs]
+Pairs = set[tuple[Plane, int]]
+_Difference = tuple[Pairs, Pairs]
 """(Wrong, missing) pairs of one engine."""
 _KNOWN = frozenset({FeedState.READY, FeedState.DEGRADED})
 
@@ -113,7 +113,7 @@ class Verifier:
         """The differences that were there before too, and all of now."""
         await self._reader.lookup((), self._model, timeout_s=_LOOKUP_S)
         engines = self._reader.engines(self._model)
-        shown = await self._shown()
+        shown = await shown_pairs(self._client, self._reader, self._model)
         diffs, now = [], {}
         for feed in self._feeds:
             engine_id = feed.engine_id
@@ -136,33 +136,34 @@ class Verifier:
             )
         return diffs, now
 
-    async def _shown(self) -> dict[str, _Pairs]:
-        """What the index shows of each engine: (plane, block) pairs."""
-        view = await Registry(self._client, self._model).fetch()
-        if view is None:
-            return {}
-        keys = ScopeKeys(self._client.settings.namespace, self._model)
-        hashes = await block_hashes(self._client, keys, view.scope)
-        shown: dict[str, _Pairs] = {}
-        for start in range(0, len(hashes), _PAGE):
-            page: Words = hashes[start : start + _PAGE]
-            asked = [BlockHash(value) for value in page.tolist()]
-            found = await self._reader.lookup(asked, self._model, timeout_s=_LOOKUP_S)
-            for engine_id, engine in found.engines.items():
-                pairs = shown.setdefault(engine_id, set())
-                for (plane, word), column in found.rows.columns.items():
-                    if word == engine.slot.word:
-                        there = (column >> np.uint64(engine.slot.bit)) & np.uint64(1) != 0
-                        pairs.update((plane, value) for value in page[there].tolist())
-        return shown
-
-    def _held(self, engine_id: str) -> _Pairs:
+    def _held(self, engine_id: str) -> Pairs:
         """What the engine holds, by its feed."""
         planes = self._memory.planes(engine_id)
         blocks = self._memory.blocks_of(engine_id)
         bits = self._memory.held_in(engine_id, planes, [BlockHash(value) for value in blocks.tolist()])
-        pairs: _Pairs = set()
+        pairs: Pairs = set()
         for number, plane in enumerate(planes):
             there = (bits >> np.uint64(number)) & np.uint64(1) != 0
             pairs.update((plane, value) for value in blocks[there].tolist())
         return pairs
+
+
+async def shown_pairs(client: Client, reader: SharedReader, model: str) -> dict[str, Pairs]:
+    """What a scope shows of each engine: (plane, block) pairs. Raises ``IndexUnavailable``."""
+    view = await Registry(client, model).fetch()
+    if view is None:
+        return {}
+    keys = ScopeKeys(client.settings.namespace, model)
+    hashes = await block_hashes(client, keys, view.scope)
+    shown: dict[str, Pairs] = {}
+    for start in range(0, len(hashes), _PAGE):
+        page: Words = hashes[start : start + _PAGE]
+        asked = [BlockHash(value) for value in page.tolist()]
+        found = await reader.lookup(asked, model, timeout_s=_LOOKUP_S)
+        for engine_id, engine in found.engines.items():
+            pairs = shown.setdefault(engine_id, set())
+            for (plane, word), column in found.rows.columns.items():
+                if word == engine.slot.word:
+                    there = (column >> np.uint64(engine.slot.bit)) & np.uint64(1) != 0
+                    pairs.update((plane, value) for value in page[there].tolist())
+    return shown

@@ -22,6 +22,7 @@ from publisher.events import (
     decode_batch,
     to_block_hash,
 )
+from router.index.base import Index
 from router.index.layout import ModelFacts
 from router.index.predict import FleetResidency
 from router.tools.capture import CapturedFrame
@@ -69,11 +70,13 @@ class _Cursor:
 
 
 class Player:
-    """Residency of all engines of a capture."""
+    """Residency of all engines of a capture. ``index``: what writes go through, if not the ledger itself."""
 
-    def __init__(self, facts: ModelFacts) -> None:
-        self.ledger = Ledger()
-        self.fleet = FleetResidency(facts, self.ledger)
+    def __init__(
+        self, facts: ModelFacts, *, ledger: Ledger | None = None, index: Index | None = None
+    ) -> None:
+        self.ledger = Ledger() if ledger is None else ledger
+        self.fleet = FleetResidency(facts, self.ledger if index is None else index)
         self.masked: dict[tuple[str, int], dict[BlockHash | None, list[MaskedSpan]]] = {}
         """By engine and group, then by the parent of the span."""
         self._cursors: dict[str, _Cursor] = {}
@@ -238,6 +241,7 @@ class Sampler:
     def __init__(self, player: Player, *, total: int, samples: int) -> None:
         self.taken: list[Sample] = []
         self.frames = 0
+        self.total = total
         self._player = player
         self._marks = {max(1, total * number // samples) for number in range(1, samples + 1)}
         self._first_ts: float | None = None

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -19,11 +19,15 @@ from rich.table import Table
 from publisher.zmq_publisher import ZmqPublisher
 from router.config_checks import ConfigError
 from router.index.layout import ModelFacts
+from router.index.shared.link import IndexUnavailable
+from router.index.shared.registry import IndexRefused
+from router.replicas.settings import IndexSettings
 from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture
 from router.tools.capture_progress import shown
 from router.tools.replay import Player, Sample, Sampler, SourceRun, sample, up_to
 from router.tools.replay_diff import PlaneDiff, diff
 from router.tools.replay_publish import Endpoint, paced, parse_endpoint, publish_frame, publishers, topics_of
+from router.tools.replay_shared import opened
 from router.tools.traces import TraceError, trace_facts
 
 _SHOWN_HASHES = 8
@@ -45,16 +49,18 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     samples: int = 10
     diff: Path | None = None
     diff_seq: int | None = None
+    index: IndexSettings | None = None
+    """A shared index that the capture is played into as well."""
 
 
 def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
-    """0 done, 1 for states that differ, 2 for input that cannot be used."""
+    """0 done, 1 for states that differ, 2 for input or an index that cannot be used."""
     try:
         _check(options)
         if options.diff is not None or options.diff_seq is not None:
             return _diff(options, as_json=as_json)
         return _play(options, as_json=as_json)
-    except (CaptureError, ConfigError, TraceError) as error:
+    except (CaptureError, ConfigError, TraceError, IndexRefused, IndexUnavailable) as error:
         print(f"kvatlas replay: {error}", file=sys.stderr)
         return 2
 
@@ -81,6 +87,11 @@ def _check(options: ReplayOptions) -> None:
         raise ConfigError("--diff and --diff-seq: one of them")
     if options.publish and (options.diff is not None or options.diff_seq is not None):
         raise ConfigError("--publish and --diff: one of them")
+    if options.index is not None:
+        if not options.index.is_shared:
+            raise ConfigError("--index: no address of a shared index")
+        if options.diff is not None or options.diff_seq is not None:
+            raise ConfigError("--index and --diff: one of them")
 
 
 def _frames(options: ReplayOptions, to_seq: int | None) -> Iterator[CapturedFrame]:
@@ -107,8 +118,8 @@ def _diff(options: ReplayOptions, *, as_json: bool) -> int:
     return 1 if differs else 0
 
 
-def _diff_table(found: Sequence[PlaneDiff]) -> Table:
-    table = Table(title="residency: A against B", box=None, padding=(0, 2, 0, 0))
+def _diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against B") -> Table:
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
     table.add_column("engine", overflow="fold", min_width=21)
     for name in ("medium", "group", "in both", "only A", "only B", "copies"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -129,22 +140,20 @@ def _diff_table(found: Sequence[PlaneDiff]) -> Table:
 
 
 def _play(options: ReplayOptions, *, as_json: bool) -> int:
-    player = Player(facts_of(options.paths))
     total = sum(1 for _ in _frames(options, options.to_seq))
     if not total:
         where = "" if options.source is None else f" of {options.source}"
         raise CaptureError(f"{options.paths[0]}: no frames{where} up to that seq")
-    sampler = Sampler(player, total=total, samples=options.samples)
     endpoints = _endpoints(options)
     try:
-        asyncio.run(_run(player, sampler, options, endpoints, total=total, quiet=as_json))
+        done = asyncio.run(_run(options, endpoints, total=total, quiet=as_json))
     except zmq.ZMQError as error:
         raise ConfigError(f"--publish: {error}") from None
     if as_json:
-        print(msgspec.json.encode(_summary(player, sampler.taken)).decode())
+        print(msgspec.json.encode(_summary(done)).decode())
     else:
-        _show(player, sampler.taken)
-    return 0
+        _show(done)
+    return 0 if done.same else 1
 
 
 def _endpoints(options: ReplayOptions) -> dict[str, Endpoint]:
@@ -164,16 +173,44 @@ def _endpoints(options: ReplayOptions) -> dict[str, Endpoint]:
     return dict(zip(names, given, strict=True))
 
 
-async def _run(
+class _Done(NamedTuple):
+    """What came of a replay."""
+
+    player: Player
+    samples: Sequence[Sample]
+    shared: Sequence[PlaneDiff] | None
+    """Memory against shared index; None without one."""
+
+    @property
+    def same(self) -> bool:
+        return not any(plane.differs for plane in self.shared or ())
+
+
+async def _run(options: ReplayOptions, endpoints: dict[str, Endpoint], *, total: int, quiet: bool) -> _Done:
+    """Play all frames, into a shared index as well if there is one."""
+    facts = facts_of(options.paths)
+    if options.index is None:
+        player = Player(facts)
+        sampler = Sampler(player, total=total, samples=options.samples)
+        await _perform(player, sampler, options, endpoints, quiet=quiet)
+        return _Done(player, sampler.taken, None)
+    sources = topics_of(_frames(options, options.to_seq))
+    async with opened(options.index, facts, sources) as shared:
+        sampler = Sampler(shared.player, total=total, samples=options.samples)
+        await _perform(shared.player, sampler, options, endpoints, quiet=quiet)
+        return _Done(shared.player, sampler.taken, await shared.compare())
+
+
+async def _perform(
     player: Player,
     sampler: Sampler,
     options: ReplayOptions,
     endpoints: dict[str, Endpoint],
     *,
-    total: int,
     quiet: bool,
 ) -> None:
     """Play all frames at their pace; with endpoints, publish them and stay."""
+    total = sampler.total
     speed = options.speed if options.speed is not None else 1.0 if endpoints else 0.0
     topics = topics_of(_frames(options, options.to_seq)) if endpoints else {}
     console = Console(stderr=True)
@@ -184,16 +221,16 @@ async def _run(
     )
     stop = asyncio.Event()
     with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(publishers(endpoints, topics, buffer_steps=total))
+        published = stack.enter_context(publishers(endpoints, topics, buffer_steps=total))
         if endpoints:
             stack.enter_context(_signals(stop))
-            for source, publisher in opened.items():
+            for source, publisher in published.items():
                 replay = f", replay {publisher.replay_endpoint}" if publisher.replay_endpoint else ""
                 print(f"{source}: events {publisher.endpoint}{replay}", file=sys.stderr, flush=True)
         if live is not None:
             stack.enter_context(live)
         frames = shown(_frames(options, options.to_seq), "playing", quiet=quiet or bool(speed))
-        await _feed(sampler, paced(frames, speed), opened, stop, live, player)
+        await _feed(sampler, paced(frames, speed), published, stop, live, player)
         if endpoints and not stop.is_set():
             print(f"all {total} frames are sent; replay is served until Ctrl-C", file=sys.stderr, flush=True)
             with contextlib.suppress(TimeoutError):
@@ -204,7 +241,7 @@ async def _run(
 async def _feed(
     sampler: Sampler,
     frames: Any,
-    opened: dict[str, ZmqPublisher],
+    published: dict[str, ZmqPublisher],
     stop: asyncio.Event,
     live: Live | None,
     player: Player,
@@ -215,8 +252,8 @@ async def _feed(
         async for frame in frames:
             if stop.is_set():
                 return
-            if frame.source in opened:
-                publish_frame(opened[frame.source], frame)
+            if frame.source in published:
+                publish_frame(published[frame.source], frame)
             sampler.play(frame)
             if live is not None and loop.time() - shown > _REFRESH_S:
                 shown = loop.time()
@@ -235,17 +272,23 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _summary(player: Player, samples: Sequence[Sample]) -> dict[str, Any]:
-    return {
-        "sources": [msgspec.to_builtins(run) for run in player.runs],
-        "samples": [msgspec.to_builtins(taken) for taken in samples],
+def _summary(done: _Done) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "sources": [msgspec.to_builtins(run) for run in done.player.runs],
+        "samples": [msgspec.to_builtins(taken) for taken in done.samples],
     }
+    if done.shared is not None:
+        planes = [msgspec.to_builtins(plane) for plane in done.shared]
+        told["index"] = {"same": done.same, "planes": planes}
+    return told
 
 
-def _show(player: Player, samples: Sequence[Sample]) -> None:
+def _show(done: _Done) -> None:
     console = Console()
-    console.print(_stream_table(player.runs))
-    console.print(_sample_table(samples))
+    console.print(_stream_table(done.player.runs))
+    console.print(_sample_table(done.samples))
+    if done.shared is not None:
+        console.print(_diff_table(done.shared, title="residency: A memory against B what the index shows"))
 
 
 def _stream_table(runs: Sequence[SourceRun]) -> Table:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from publisher.events import BlockHash
 from router.index.base import Plane
 from router.tools.replay import Player
 
@@ -49,11 +50,12 @@ def _plane(label: str, plane: Plane, a: Player, name_a: str, b: Player, name_b: 
         plane.medium,
         plane.group_idx,
         len(both),
-        _hex(held_a.keys() - held_b.keys()),
-        _hex(held_b.keys() - held_a.keys()),
+        hex_blocks(held_a.keys() - held_b.keys()),
+        hex_blocks(held_b.keys() - held_a.keys()),
         sum(held_a[block] != held_b[block] for block in both),
     )
 
 
-def _hex(blocks: set[BlockHash]) -> list[str]:
+def hex_blocks(blocks: Iterable[int]) -> list[str]:
+    """Blocks as 16 hexadecimal digits, sorted."""
     return [f"{block:016x}" for block in sorted(blocks)]

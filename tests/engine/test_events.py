@@ -11,9 +11,14 @@ import zmq
 import zmq.asyncio
 
 from publisher.engine import SimulatedEngine
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, to_block_hash
 from publisher.zmq_publisher import END_SEQ
-from tests.engine.support import DEADLINE_S, LONG_TEXT, client, engine, request
+from router.feeds.base import FeedState
+from router.feeds.subscriber import Feed
+from router.index.base import Plane
+from router.index.layout import ModelFacts
+from router.index.predict import FleetResidency
+from tests.engine.support import DEADLINE_S, LONG_TEXT, client, engine, request, until
 
 Residency = list[Counter[int | bytes]]
 
@@ -151,3 +156,26 @@ def test_an_engine_can_keep_its_events_to_itself() -> None:
             assert await request(running, "GET", "/kv_event_sources") == (200, {})
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("int_hashes", [True, False])
+def test_a_late_router_recovers_by_snapshot(int_hashes: bool) -> None:
+    async def scenario() -> None:
+        async with engine(groups="gemma3-like", num_blocks=420, int_hashes=int_hashes) as running:
+            await load(running)
+            assert running.events_endpoint is not None
+            fleet = FleetResidency(ModelFacts())
+            feed = Feed("e", running.events_endpoint, running.replay_endpoint, "", fleet)
+            task = asyncio.create_task(feed.run())
+            try:
+                await until(lambda: feed.state is FeedState.READY)
+                assert (feed.stats.snapshots, feed.stats.replays) == (1, 0)
+                for group in range(len(running.groups)):
+                    held = {to_block_hash(wire) for wire in running.pool.resident(group)}
+                    assert held
+                    assert fleet.index.copies("e", Plane("GPU", group)) == len(held)
+            finally:
+                feed.close()
+                await task
+
+    asyncio.run(scenario())

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from publisher.events import DecodedBatch
 from router.books import Books
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engine import Engine
@@ -131,6 +132,23 @@ def test_receipts_are_counted_by_outcome_with_a_histogram_of_errors(sources: Sou
     assert buckets[IDS[0], "256"] == buckets[IDS[0], "+Inf"] == 4
     assert len(buckets) == len(ERROR_BUCKETS) + 1
     assert values(sources, "kvatlas_prediction_drifting") == {(IDS[0],): 0}
+
+
+def test_how_removals_are_read_shows_with_its_evidence(sources: Sources) -> None:
+    sources.scopes.apply(IDS[0], DecodedBatch(0.0, [], None, None, []))
+    engine = sources.scopes.engine(IDS[0])
+    assert engine is not None
+    assert values(sources, "kvatlas_index_removals") == {(IDS[0], "undecided"): 1}
+    engine.removals.phantom()
+    assert values(sources, "kvatlas_index_removals") == {(IDS[0], "last_copy"): 1}
+    engine.removals.counted()
+    assert values(sources, "kvatlas_index_removals") == {(IDS[0], "counted"): 1}
+    assert values(sources, "kvatlas_index_removal_evidence") == {
+        (IDS[0], "removed_again"): 0,
+        (IDS[0], "told_counts"): 1,
+        (IDS[0], "phantoms"): 1,
+    }
+    assert values(sources, "kvatlas_index_re_reports_suspected") == {(IDS[0],): 0}
 
 
 def test_an_open_breaker_shows(sources: Sources) -> None:

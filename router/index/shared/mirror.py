@@ -39,9 +39,14 @@ class MirroredIndex:
     that were never taken over. ``on_lost`` hears of an engine that another writer has taken over."""
 
     def __init__(
-        self, client: Client, model: str, *, on_lost: Callable[[str], None] = lambda engine_id: None
+        self,
+        client: Client,
+        model: str,
+        *,
+        on_lost: Callable[[str], None] = lambda engine_id: None,
+        memory: MemoryIndex | None = None,
     ) -> None:
-        self.memory = MemoryIndex()
+        self.memory = MemoryIndex() if memory is None else memory
         self.registry = Registry(client, model)
         self._outbox = Outbox(client, self.registry, self.memory, on_lost, self._changed)
         self._lock: asyncio.Lock | None = None
