@@ -197,9 +197,19 @@ def encode_tokens(token_ids: list[int]) -> msgspec.Raw:
     return msgspec.Raw(_ENCODER.encode(token_ids))
 
 
-def encode_batch(ts: float, events: list[Event], data_parallel_rank: int | None = 0) -> bytes:
-    """The payload vLLM's publisher would send for these events (map encoding, 0.24 and later)."""
+def encode_batch(
+    ts: float,
+    events: list[Event],
+    data_parallel_rank: int | None = 0,
+    publisher_id: bytes | None = None,
+) -> bytes:
+    """The payload vLLM's publisher would send for these events (map encoding, 0.24 and later).
+
+    ``publisher_id`` is appended where the publisher serves snapshots; old readers ignore it.
+    """
     wire = [_Stored032.of(event) if isinstance(event, BlockStored) else event for event in events]
+    if publisher_id is not None:
+        return _ENCODER.encode([ts, wire, data_parallel_rank, publisher_id])
     return _ENCODER.encode([ts, wire, data_parallel_rank])
 
 

@@ -5,6 +5,10 @@ a DEALER or REQ peer sends ``[b"", start_seq]``; every batch still in the ring w
 is answered as ``[b"", topic, seq, payload]``, then ``[b"", b"", ff * 8, b""]``. Frames are byte-identical
 to those of vLLM 0.32's ``ZmqEventPublisher``.
 
+With a ledger every payload ends in a 16-byte publisher id, an idle second is marked by an empty batch, and
+a peer of the replay socket that sends ``[b"", b"snapshot"]`` is answered with all the engine holds, in one
+message ``[b"", cut, publisher_id, chunk, ...]``: the form of vLLM #57789, on the replay socket.
+
 For asyncio programs: ``publish`` never blocks (a PUB socket drops for a peer whose queue is full), and
 replay is served by the loop in slices, so that a long answer holds up neither the program nor live batches.
 One thread, the loop's, uses an instance. Deviation from vLLM: the PUB endpoint is always bound.
@@ -13,20 +17,27 @@ One thread, the loop's, uses an instance. Deviation from vLLM: the PUB endpoint 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import msgspec
 import zmq
 
-from publisher.events import Event, encode_batch
+from publisher.events import Event, decode_batch, encode_batch
+from publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
 
 END_SEQ = b"\xff" * 8
 """Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number."""
 
 _SLICE_MESSAGES = 128
 """Replay messages sent before the loop gets its turn: about half a millisecond."""
+_SHARD_COST = 16
+"""What a shard of a snapshot counts for in a slice, in replay messages."""
+_HEARTBEAT_S = 1.0
+_DONE: list[bytes] = []
+"""Stands for the end of an answer: no message is empty."""
 _ANSWERS_MAX = 64
 """Replay answers in progress; a further request is dropped and counted, its sender times out and repeats."""
 
@@ -39,6 +50,10 @@ class PublisherStats(msgspec.Struct):
     replayed_batches: int = 0
     bad_replay_requests: int = 0
     dropped_replay_requests: int = 0
+    snapshots: int = 0
+    snapshots_refused: int = 0
+    """Asked for while there was none to be had, or too large."""
+    heartbeats: int = 0
 
 
 def rank_endpoint(endpoint: str, data_parallel_rank: int) -> str:
@@ -63,7 +78,8 @@ class ZmqPublisher:
 
     ``endpoint`` and ``replay_endpoint`` may end in ``:*``; the attributes of the same names hold what was
     bound. Replay needs ``start`` to have been called inside the running loop. ``clock`` gives the batch
-    time stamp (seconds since the epoch). Raises ``zmq.ZMQError`` when an endpoint cannot be bound.
+    time stamp (seconds since the epoch). ``ledger``, with ``snapshots``, is where they come from; it is kept
+    up to date here. Raises ``zmq.ZMQError`` when an endpoint cannot be bound.
     """
 
     def __init__(
@@ -77,15 +93,23 @@ class ZmqPublisher:
         hwm: int = 100_000,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.time,
+        ledger: SnapshotLedger | None = None,
+        snapshot_bytes_max: int = 256 << 20,
     ) -> None:
         self.stats = PublisherStats()
+        self.publisher_id = os.urandom(16) if ledger is not None else None
+        """Names this run of the publisher, where it serves snapshots."""
+        self._ledger = ledger
+        self._snapshot_bytes_max = snapshot_bytes_max
+        self._published = False
+        self._heartbeat: asyncio.TimerHandle | None = None
         self.topic = topic
         self.data_parallel_rank = data_parallel_rank
         self._topic = topic.encode()
         self._clock = clock
         self._next_seq = 0
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._answers: deque[Iterator[list[bytes]]] = deque()
+        self._answers: deque[Generator[list[bytes] | None, None, None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pump_handle: asyncio.Handle | None = None
         self._replay: zmq.Socket[bytes] | None = None
@@ -113,17 +137,28 @@ class ZmqPublisher:
     def closed(self) -> bool:
         return self._pub.closed
 
+    def renumber(self, next_seq: int) -> None:
+        """Give the next batch this seq, where a recorded stream is published again. Going back is what a
+        restarted engine does: nothing from before can be replayed then."""
+        if next_seq < self._next_seq:
+            self._ring.clear()
+        self._next_seq = next_seq
+
     def publish(self, events: list[Event], *, ts: float | None = None) -> int:
         """Send one batch; returns its seq. Never blocks. Raises ``RuntimeError`` after ``close``."""
         timestamp = self._clock() if ts is None else ts
-        return self.publish_payload(encode_batch(timestamp, events, self.data_parallel_rank))
+        payload = encode_batch(timestamp, events, self.data_parallel_rank, self.publisher_id)
+        return self.publish_payload(payload)
 
     def publish_payload(self, payload: bytes) -> int:
-        """Send an already encoded batch; returns its seq."""
+        """Send an already encoded batch; returns its seq. With snapshots it must end in ``publisher_id``."""
         if self._pub.closed:
             raise RuntimeError("the publisher is closed")
         seq = self._next_seq
         self._next_seq = seq + 1
+        if self._ledger is not None:
+            self._ledger.apply(decode_batch(payload))
+            self._published = True
         # Kept before it is sent: who has seen a seq live can also have it replayed.
         self._ring.append((seq, payload))
         self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
@@ -131,10 +166,14 @@ class ZmqPublisher:
         return seq
 
     def start(self) -> None:
-        """Serve replay requests from the running event loop until ``close``."""
-        if self._replay is None or self._loop is not None:
+        """Serve replay and snapshots from the running event loop until ``close``."""
+        if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
+        if self._ledger is not None:
+            self._heartbeat = self._loop.call_later(_HEARTBEAT_S, self._beat)
+        if self._replay is None:
+            return
         self._loop.add_reader(self._replay.fileno(), self._take_requests, self._replay)
         self._take_requests(self._replay)
 
@@ -143,6 +182,11 @@ class ZmqPublisher:
         if self._pump_handle is not None:
             self._pump_handle.cancel()
             self._pump_handle = None
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            self._heartbeat = None
+        for answer in self._answers:
+            answer.close()
         self._answers.clear()
         if self._replay is not None and not self._replay.closed:
             if self._loop is not None and not self._loop.is_closed():
@@ -161,6 +205,8 @@ class ZmqPublisher:
                 self.stats.bad_replay_requests += 1
             elif len(self._answers) >= _ANSWERS_MAX:
                 self.stats.dropped_replay_requests += 1
+            elif self._ledger is not None and frames[2] == REQUEST:
+                self._answers.append(self._snapshot(frames[0], self._ledger))
             else:
                 self._answers.append(self._answer(frames[0], int.from_bytes(frames[2], "big")))
         if self._answers and self._pump_handle is None and self._loop is not None:
@@ -169,11 +215,15 @@ class ZmqPublisher:
     def _pump(self, replay: zmq.Socket[bytes]) -> None:
         """Send one slice of the oldest answer, then let the loop run."""
         self._pump_handle = None
-        for _ in range(_SLICE_MESSAGES):
-            message = next(self._answers[0], None)
+        room = _SLICE_MESSAGES
+        while room > 0:
+            message = next(self._answers[0], _DONE)
             if message is None:
+                room -= _SHARD_COST
+                continue
+            room -= 1
+            if message is _DONE:
                 self._answers.popleft()
-                self.stats.replays += 1
                 break
             try:
                 replay.send_multipart(message, zmq.NOBLOCK)
@@ -182,12 +232,40 @@ class ZmqPublisher:
                 break
         self._take_requests(replay)  # sending may have consumed the descriptor's signal
 
-    def _answer(self, peer: bytes, start_seq: int) -> Iterator[list[bytes]]:
+    def _answer(self, peer: bytes, start_seq: int) -> Generator[list[bytes] | None, None, None]:
         """The messages of one answer, from the ring as it is when the answer begins."""
         for seq, payload in [entry for entry in self._ring if entry[0] >= start_seq]:
             self.stats.replayed_batches += 1
             yield [peer, b"", self._topic, seq.to_bytes(8, "big"), payload]
         yield [peer, b"", b"", END_SEQ, b""]
+        self.stats.replays += 1
+
+    def _snapshot(self, peer: bytes, ledger: SnapshotLedger) -> Generator[list[bytes] | None, None, None]:
+        """The one message of a snapshot, after a None for each piece of work."""
+        cut, snapshot = self._next_seq - 1, ledger.snapshot()
+        head = [peer, b"", cut.to_bytes(8, "big", signed=True), self.publisher_id or b""]
+        try:
+            while not ledger.lost and snapshot.size_bytes <= self._snapshot_bytes_max and snapshot.step():
+                yield None
+            if snapshot.done and snapshot.size_bytes <= self._snapshot_bytes_max:
+                self.stats.snapshots += 1
+                yield [*head, *snapshot.chunks]
+            else:
+                self.stats.snapshots_refused += 1
+                head[2] = UNAVAILABLE.to_bytes(8, "big", signed=True)
+                yield head
+        finally:
+            snapshot.close()
+
+    def _beat(self) -> None:
+        """An empty batch for a second without one, so that a reader can tell silence from trouble."""
+        if self._loop is None or self._pub.closed:
+            return
+        self._heartbeat = self._loop.call_later(_HEARTBEAT_S, self._beat)
+        if not self._published:
+            self.stats.heartbeats += 1
+            self.publish([])
+        self._published = False
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:

@@ -38,6 +38,9 @@ from router.replicas.service import SharedIndex
 _log = structlog.get_logger()
 _DETECTION_TICK_S = 0.05
 _AFTER_FAULT_S = 1.0
+_AUDIT_S = 5.0
+_PHANTOM_PAUSE_S = 60.0
+"""Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy."""
 _WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
 
 
@@ -65,6 +68,7 @@ class Router:
         self._warmed_up = False
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self._audit_after: dict[str, float] = {}
         self._lora_paths: dict[str, dict[str, str]] = {}
         models = {name: self._prompts(name) for name in (*config.models, ANY_MODEL)}
         self.reader = PromptReader(
@@ -133,9 +137,10 @@ class Router:
         ):
             self._session, self._tasks = session, tasks
             poller = FleetPoller(self.fleet, self, self.config.fleet, session)
-            background = [tasks.create_task(poller.run()), tasks.create_task(self._detect())]
+            works = [poller.run(), self._detect(), self._audit()]
             if self.shared is not None:
-                background.append(tasks.create_task(self.shared.run()))
+                works.append(self.shared.run())
+            background = [tasks.create_task(work) for work in works]
             try:
                 yield
             finally:
@@ -202,6 +207,7 @@ class Router:
         self._following.stop(engine_id)
         self.scopes.remove(engine_id)
         self.books.forget(engine_id)
+        self._audit_after.pop(engine_id, None)
         self.proxy.client.forget(engine_id.partition("#")[0])
         self.proxy.board.forget(engine_id)
 
@@ -220,6 +226,27 @@ class Router:
                 _log.exception("detection failed")
                 pause_s = _AFTER_FAULT_S
             await asyncio.sleep(pause_s)
+
+    async def _audit(self) -> None:
+        """No engine can hold more blocks than its pool has: where the index says so, something is wrong."""
+        while True:
+            await asyncio.sleep(_AUDIT_S)
+            for status in self.fleet:
+                self.audit(status)
+
+    def audit(self, status: EngineStatus) -> None:
+        """Hold one engine's residency against the size of its pool; a contradiction has it fetched anew."""
+        stats, engine = self.followers.stats.get(status.engine_id), self.scopes.engine(status.engine_id)
+        now = self._clock()
+        if stats is None or engine is None or status.pool_blocks is None:
+            return
+        if stats.state is not FeedState.READY or now < self._audit_after.get(status.engine_id, now):
+            return
+        if not engine.audit(status.pool_blocks):
+            self._audit_after[status.engine_id] = now + _PHANTOM_PAUSE_S
+            stats.phantom_alarms += 1
+            _log.warning("more blocks than the engine has", engine=status.engine_id, pool=status.pool_blocks)
+            self.followers.distrust(status.engine_id, "phantom")
 
     async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._session is None:

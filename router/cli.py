@@ -16,7 +16,10 @@ from cyclopts import App, CycloptsError, Parameter
 from router import __version__
 from router.config import ANY_MODEL, load, parse_engine
 from router.config_checks import ConfigError
+from router.doctor.cli import doctor
 from router.replicas.settings import IndexSettings
+from router.tools import capture_cli
+from router.tools.top_cli import top
 
 app = App(
     name="kvatlas",
@@ -238,6 +241,13 @@ def _index_settings(url: str | None, path: Path | None, namespace: str | None) -
     flags = {"index.url": url, "index.namespace": namespace}
     given = {key: value for key, value in flags.items() if value is not None}
     return load(flags=given, index_file=path).config.index
+
+
+app.command(capture_cli.record)
+app.command(capture_cli.replay)
+app.command(capture_cli.explain)
+app.command(doctor)
+app.command(top)
 
 
 def _assignments(texts: list[str]) -> dict[str, object]:

@@ -117,7 +117,7 @@ def check_engine(engine: Engine) -> None:
         raise ConfigError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
     if engine.dp_rank is not None and engine.dp_rank < 0:
         raise ConfigError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
-    for name in ("events", "replay"):
+    for name in ("events", "replay", "snapshot"):
         address = getattr(engine, name)
         if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
             raise ConfigError(

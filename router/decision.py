@@ -36,6 +36,8 @@ class View(NamedTuple):
         """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
         if self.candidate.confidence == "none":
             return "none"
+        if self.candidate.confidence == "degraded" and self.hit is not None:
+            return self.hit.mode
         return "native" if self.candidate.confidence == "exact" else self.candidate.confidence
 
     @property

@@ -69,6 +69,12 @@ class Followers:
         if followed.task is not None:
             followed.task.cancel()
 
+    def distrust(self, engine_id: str, reason: str) -> None:
+        """What an engine's feed led to is shown to be wrong: have it fetched anew."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.distrust(reason)
+
     def stop_all(self) -> None:
         """Stop following every engine."""
         for engine_id in list(self._followed):
@@ -87,6 +93,7 @@ class Followers:
                 self._sink,
                 clock=self._clock,
                 settings=self._settings,
+                snapshot_endpoint=engine.snapshot,
             )
             self.stats[engine.engine_id] = feed.stats
             try:

@@ -17,15 +17,20 @@ from router.policy.inflight import InflightPrompt
 from router.policy.load import Ticket
 from router.prompts.prompt import Prompt
 from router.proxy.base import InboundRequest, Usage
+from router.proxy.paths import CACHE_RESETS
 
 
 class Bookkeeper:
-    """Enters what becomes of placements. ``feed_state`` names the state of an engine's feed."""
+    """Enters what becomes of placements. ``feed_state`` names the state of an engine's feed, ``clear``
+    forgets what its GPU holds."""
 
-    def __init__(self, fleet: Fleet, books: Books, feed_state: Callable[[str], str]) -> None:
+    def __init__(
+        self, fleet: Fleet, books: Books, *, feed_state: Callable[[str], str], clear: Callable[[str], None]
+    ) -> None:
         self._fleet = fleet
         self._books = books
         self._feed_state = feed_state
+        self._clear = clear
 
     def now(self) -> float:
         """The router's clock, in seconds."""
@@ -49,6 +54,13 @@ class Bookkeeper:
             if not placed.prefilled:
                 books.shadows.served(engine_id, read.token_ids, read.hashes)
             books.receipts.add(self._receipt(placed, usage))
+
+    def cache_reset(self, engine_id: str) -> None:
+        """A reset was passed on and answered. The engine tells of it only with its next batch, so what is
+        known goes at once; a reset that it did not carry out leaves us expecting less than there is."""
+        self._clear(engine_id)
+        self._books.shadows.reset(engine_id)
+        self._books.inflight.forget(engine_id)
 
     def prefilled(self, placed: Placed) -> None:
         """The first token arrived: the prompt is computed, and how long that took is known."""
@@ -121,6 +133,8 @@ class Placed:
     def first_byte(self) -> None:
         """See ``Placement``; only a stream's first byte tells when the prefill was over."""
         self.answered = True
+        if self.request.path in CACHE_RESETS:
+            self._keeper.cache_reset(self.engine_id)
         if self._open and not self.prefilled and self.request.stream:
             self.prefilled = True
             self.ttft_s = self._keeper.now() - self._placed_s

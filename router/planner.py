@@ -21,6 +21,7 @@ from router.books import Books
 from router.decision import Decision, Shared, View
 from router.errors import model_not_found, no_ready_engine
 from router.feeds.base import FeedState, FeedStats
+from router.feeds.trust import expected_hit
 from router.fleet.registry import EngineStatus, Fleet
 from router.index.predict import EngineHit
 from router.index.scopes import Scopes
@@ -70,7 +71,7 @@ class Planner:
         self._settings = settings
         self._retention = retention
         self._expose = expose_decision
-        self._keeper = Bookkeeper(fleet, books, self.feed_state)
+        self._keeper = Bookkeeper(fleet, books, feed_state=self.feed_state, clear=scopes.clear)
         self._shared = shared
         self._clock = books.now
         self._policy = policy(settings.policy)
@@ -234,8 +235,12 @@ class Planner:
         elif hit is not None and hit.stale:  # nothing to count on, but a better bet than elsewhere
             trunk = hit.trunk_tokens
         elif hit is not None:
-            tokens, trunk, confidence = hit.hit_tokens, hit.trunk_tokens, _CONFIDENCE[hit.mode]
-            offloaded = hit.offloaded_tokens - hit.hit_tokens
+            feed = self._feeds.get(status.engine_id)
+            tokens = expected_hit(hit.hit_tokens, hit.alignment, feed)
+            trunk, confidence = hit.trunk_tokens, _CONFIDENCE[hit.mode]
+            offloaded = expected_hit(hit.offloaded_tokens, hit.alignment, feed) - tokens
+            if self.feed_state(status.engine_id) != FeedState.READY:
+                confidence = "degraded"
         elif shadow is not None:
             tokens, trunk, confidence = shadow.hit_tokens, shadow.trunk_tokens, "shadow"
         rates = self._books.load.rates

@@ -26,6 +26,17 @@ class RequestReplay(msgspec.Struct, frozen=True, gc=False):
     delay_s: float
 
 
+class RequestSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """Ask for all that the engine holds, after ``delay_s``; an earlier request is then void."""
+
+    request_id: int
+    delay_s: float
+
+
+class Adopt(msgspec.Struct, frozen=True, gc=False):
+    """What the snapshot's answer staged in the sink is all that the engine held at the snapshot's cut."""
+
+
 class StateChanged(msgspec.Struct, frozen=True, gc=False):
     """The feed's state, or the reason for it, is another now."""
 
@@ -33,4 +44,4 @@ class StateChanged(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Action = Apply | Forget | RequestReplay | StateChanged
+Action = Apply | Forget | RequestReplay | RequestSnapshot | Adopt | StateChanged

@@ -38,6 +38,10 @@ class FeedStats(msgspec.Struct):
     """Seq of the batch applied last."""
     missing_batches: int = 0
     """Gauge: batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
+    known_batches: int = 0
+    """Gauge: batches that what is known rests on, see ``router.feeds.trust``."""
+    waiting_batches: int = 0
+    """Gauge: batches that exist but have not been applied yet, nor given up."""
     held_batches: int = 0
     """Gauge: live batches waiting for a gap before them to be repaired."""
     batches: int = 0
@@ -55,6 +59,12 @@ class FeedStats(msgspec.Struct):
     restarts: int = 0
     resyncs: int = 0
     """Full re-syncs: everything forgotten and replayed from the engine's first batch."""
+    snapshots: int = 0
+    """Full pictures of the engine taken over."""
+    snapshot_failures: int = 0
+    """Asked for and not had, or not of the process that was followed."""
+    phantom_alarms: int = 0
+    """Times the index held more copies than the engine has blocks."""
     disconnects: int = 0
     buffer_overflows: int = 0
     sink_errors: int = 0
@@ -99,6 +109,9 @@ class FeedSettings(msgspec.Struct, frozen=True):
     receive_queue_max: int = 20_000
     """ZMQ receive high-water mark, messages; live ones beyond it are dropped by ZMQ and show as a gap."""
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
+    snapshots: bool = True
+    """Ask engines for snapshots; those that know none say so at once."""
+    snapshot_bytes_max: int = 256 << 20
 
 
 class FeedSink(Protocol):
@@ -110,13 +123,45 @@ class FeedSink(Protocol):
     def forget(self, engine_id: str) -> None:
         """Drop everything of that engine: it restarted, is being re-synced, or its feed was removed."""
 
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Take a piece of a snapshot, beside what is known, which stays in use until ``adopt``."""
+
+    def adopt(self, engine_id: str) -> None:
+        """Replace what is known by what was staged, in one step."""
+
+    def unstage(self, engine_id: str) -> None:
+        """Drop what was staged, if anything."""
+
 
 class ResyncError(Exception):
     """Missing batches could not be fetched; ``str()`` says why."""
 
 
+class SnapshotUnsupportedError(ResyncError):
+    """This publisher knows no snapshots."""
+
+
+class Cut(msgspec.Struct, frozen=True, gc=False):
+    """What a snapshot is of: all batches up to ``seq`` (-1: none) of one process, and none after."""
+
+    seq: int
+    publisher_id: bytes | None = None
+    offload: bool = False
+    """It shows blocks outside the GPU."""
+
+
+class SnapshotSource(Protocol):
+    """A way to fetch all that an engine holds."""
+
+    def fetch(self) -> AsyncGenerator[DecodedBatch | Cut, None]:
+        """The snapshot in small batches, in order, and its cut last.
+
+        Raises ``SnapshotUnsupportedError``, or ``ResyncError`` when it could not be had this time.
+        """
+
+
 class Resync(Protocol):
-    """A way to fetch what a feed missed. Replay is the one in use; snapshots fit behind the same face."""
+    """A way to fetch the batches that a feed missed."""
 
     def fetch(self, from_seq: int) -> AsyncGenerator[Frame, None]:
         """Batches from ``from_seq`` on, as far as the engine still has them, in the order they arrive.

@@ -3,7 +3,11 @@
 Batches are applied in order and never twice (``Position``). What arrives ahead of a gap is held (bounded)
 while a replay repairs it. A repair that makes no progress for ``hold_s_max``, or whose batches the
 publisher no longer has, is given up: the feed goes on with what it holds, and is DEGRADED with the count of
-missing batches until a restart, a cache clear or a full re-sync (forget, then replay from seq 0).
+missing batches until a restart, a cache clear, a snapshot or a full re-sync (forget, then replay from seq 0).
+
+Where the publisher has snapshots, one is asked for instead of the history, and whenever something is unknown;
+replay still mends gaps. Its answer is staged in the sink by the shell; ``snapshot_taken`` decides whether it
+is adopted: it must be of the process that is heard, and batches heard after its cut are applied on top.
 
 Which process is speaking is told by content: a repair also asks for the batch applied last (the anchor) and
 compares digests, and a seq that goes back is a repetition if its digest is known and a restart otherwise. A
@@ -15,25 +19,36 @@ No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds
 
 from __future__ import annotations
 
-from router.feeds.actions import Action, RequestReplay, StateChanged
-from router.feeds.base import FeedSettings, FeedState, FeedStats
+from router.feeds.actions import Action, RequestReplay, RequestSnapshot, StateChanged
+from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
 from router.feeds.position import NOWHERE, Position
-from router.feeds.repair import Repair, RepairKind, ReplayTrust
+from router.feeds.repair import Repair, RepairKind, ReplayTrust, SnapshotTrust
+from router.feeds.window import HeldBatches
 from router.feeds.wire import Frame
 
 
 class FeedMachine:
     """See the module's docstring. ``stats`` is updated in place."""
 
-    def __init__(self, settings: FeedSettings, stats: FeedStats, *, has_replay: bool) -> None:
+    def __init__(
+        self, settings: FeedSettings, stats: FeedStats, *, has_replay: bool, has_snapshot: bool = False
+    ) -> None:
         self._settings = settings
         self._stats = stats
         self._has_replay = has_replay
         self._out: list[Action] = []
+        self.announced = stats.state, stats.reason
+        """State and reason after the last input; the shell shows READY only once its actions are done."""
         self._position = Position(settings, stats, self._out)
         self._repair: Repair | None = None
         self._request_id = 0
         self._trust = ReplayTrust(settings)
+        self._snapshots = SnapshotTrust(settings, available=has_snapshot)
+        self._tail = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
+        """Live batches, applied or not, since a REFRESH was asked for."""
+        self._heard_id: bytes | None = None
+        """Publisher named by the last live batch."""
+        self._beats = False  # this publisher marks idle seconds
         self._connected = False
         self._connection_seen = False  # by the socket's monitor, not just implied by a message
         self._ever_connected = False
@@ -69,6 +84,7 @@ class FeedMachine:
         if not self._connected:
             self._connect(now)
         position = self._position
+        self._note_publisher(now, frame)
         if position.is_foreign(frame):
             self._restart(now, frame)
         elif frame.batch is None and frame.seq != position.next_seq:
@@ -124,6 +140,55 @@ class FeedMachine:
             self._ask_again(now, repair)
         return self._finish()
 
+    def snapshot_taken(self, now: float, request_id: int, cut: Cut) -> list[Action]:
+        """The answer to ``request_id`` is staged whole. Without an ``Adopt`` in what returns it is void."""
+        repair = self._repair
+        if repair is None or repair.request_id != request_id:
+            return []
+        position = self._position
+        followed = position.publisher_id
+        heard = self._heard_id or (None if self._unverified else followed)
+        if cut.publisher_id is not None and heard is not None and cut.publisher_id != heard:
+            self._no_snapshot(now, repair)
+            return self._finish()
+        self._stats.snapshots += 1
+        self._repair = None
+        tail = (self._tail if repair.kind is RepairKind.REFRESH else position.held).frames()
+        if cut.publisher_id is not None and followed is not None and cut.publisher_id != followed:
+            self._stats.restarts += 1
+            self._forget()
+        position.adopt(cut, tail)
+        self._tail.clear()
+        self._snapshots.worked()
+        if position.is_whole:
+            self._done(now)
+        elif self._has_replay:
+            self._start(now, RepairKind.GAP)
+        else:
+            position.skip_all("gap")
+        return self._finish()
+
+    def snapshot_failed(self, now: float, request_id: int, *, unsupported: bool) -> list[Action]:
+        """No usable answer to ``request_id``; ``unsupported``: this publisher never will have one."""
+        repair = self._repair
+        if repair is None or repair.request_id != request_id:
+            return []
+        if unsupported:
+            self._snapshots.usable = False
+        self._no_snapshot(now, repair)
+        return self._finish()
+
+    def progress(self, now: float, request_id: int) -> None:
+        """The answer to ``request_id`` is coming in."""
+        if self._repair is not None and self._repair.request_id == request_id:
+            self._repair.deadline = now + self._settings.hold_s_max
+
+    def distrust(self, now: float, reason: str) -> list[Action]:
+        """What is known is shown to be wrong by other means: discount it, and have it all anew."""
+        self._position.doubt(reason)
+        self._trust.at_once(now)
+        return self._finish()
+
     def expect_traffic(self, now: float, expected: bool) -> list[Action]:
         """Whether the engine is known (from its HTTP side) to be working, so that silence is a fault."""
         if expected and not self._traffic_expected:
@@ -141,8 +206,11 @@ class FeedMachine:
         repair = self._repair
         if repair is not None and now >= repair.deadline:
             self._give_up(now, repair)
-        elif repair is None and self._connected and self._trust.take_due(now):
-            self._try_again(now)
+        elif repair is None and self._connected:
+            if (self._position.unknown or self._unverified) and self._snapshots.may_ask(now):
+                self._refresh(now)
+            elif self._has_replay and self._trust.take_due(now):
+                self._try_again(now)
         self._check_silence(now)
         return self._finish()
 
@@ -156,18 +224,38 @@ class FeedMachine:
         reconnected = self._ever_connected
         self._connected = self._ever_connected = True
         self._heard_at = now
-        if not self._has_replay:
-            self._unverified = reconnected and self._position.next_seq != NOWHERE
-        elif self._position.next_seq > 0:
-            self._start(now, RepairKind.CHECK)
+        self._snapshots.reset()
+        self._heard_id = None
+        if self._position.next_seq > 0:
+            if self._has_replay:
+                self._start(now, RepairKind.CHECK)
+            else:
+                self._unverified = reconnected
+        elif self._has_replay or self._snapshots.usable:
+            self._start_history(now)
         else:
-            self._position.next_seq = 0
-            self._start(now, RepairKind.HISTORY)
+            self._unverified = reconnected and self._position.next_seq != NOWHERE
+
+    def _start_history(self, now: float) -> None:
+        """Nothing is known: have it told, by a snapshot if there may be one."""
+        self._position.next_seq = 0
+        self._start(now, RepairKind.SNAPSHOT if self._snapshots.may_ask(now) else RepairKind.HISTORY)
+
+    def _note_publisher(self, now: float, frame: Frame) -> None:
+        if frame.batch is not None:
+            self._heard_id = frame.publisher_id
+            self._beats = self._beats or (frame.publisher_id is not None and not frame.batch.events)
+        if self._unverified and self._position.is_same(frame):
+            self._unverified = False
+        repair = self._repair
+        if repair is not None and repair.kind is RepairKind.REFRESH and not self._tail.put(frame):
+            self._stats.buffer_overflows += 1
+            self._no_snapshot(now, repair)
 
     def _check_silence(self, now: float) -> None:
         if self._stale or not self._connected or now - self._heard_at < self._settings.stale_after_s:
             return
-        if self._settings.heartbeats or self._traffic_expected:
+        if self._settings.heartbeats or self._traffic_expected or self._beats:
             self._stale = True
             if self._has_replay and self._repair is None and self._position.next_seq > 0:
                 self._start(now, RepairKind.CHECK)
@@ -195,7 +283,10 @@ class FeedMachine:
 
     def _open_gap(self, now: float, frame: Frame) -> None:
         self._stats.gaps += 1
-        if self._has_replay and self._trust.is_worth_waiting(now):
+        if self._repair is not None and self._repair.kind is RepairKind.REFRESH:
+            self._position.skip_to(frame.seq, "gap")  # the snapshot will make up for it
+            self._position.apply(frame)
+        elif self._has_replay and self._trust.is_worth_waiting(now):
             self._position.hold(frame)
             self._start(now, RepairKind.GAP)
         elif self._unverified:
@@ -210,6 +301,8 @@ class FeedMachine:
 
     def _take_replayed(self, now: float, repair: Repair, frame: Frame) -> None:
         position = self._position
+        if not repair.anchored and position.is_same(frame):
+            self._anchored(now, repair)
         if frame.seq < position.next_seq:
             known = position.recent.digest(frame.seq)
             if known is not None and known != frame.digest:
@@ -286,7 +379,10 @@ class FeedMachine:
         from_seq = 0 if repair.kind is RepairKind.RESYNC else max(self._position.next_seq - 1, 0)
         repair.asked(self._request_id, from_seq, self._position.applied)
         repair.anchored = self._position.next_seq <= 0
-        self._out.append(RequestReplay(self._request_id, from_seq, delay_s))
+        if repair.by_snapshot:
+            self._out.append(RequestSnapshot(self._request_id, delay_s))
+        else:
+            self._out.append(RequestReplay(self._request_id, from_seq, delay_s))
 
     def _ask_again(self, now: float, repair: Repair) -> None:
         """At once after progress (the answer had a hole or broke off), else a bounded number of times."""
@@ -309,6 +405,33 @@ class FeedMachine:
 
     def _give_up(self, now: float, repair: Repair) -> None:
         """Go on with what is held, in order, and remember what is missing."""
+        if repair.by_snapshot:
+            self._no_snapshot(now, repair)
+            return
+        self._go_on(now, repair)
+
+    def _no_snapshot(self, now: float, repair: Repair) -> None:
+        """Ask again later; where nothing is known, the replayed history comes next."""
+        self._tail.clear()
+        self._repair = None
+        if self._snapshots.usable:
+            self._stats.snapshot_failures += 1
+            self._snapshots.failed(now)
+        if repair.kind is RepairKind.SNAPSHOT:
+            if self._has_replay:
+                self._start(now, RepairKind.HISTORY)
+            else:
+                self._go_on(now, repair)
+
+    def _refresh(self, now: float) -> None:
+        """Have all of it anew by a snapshot, while what is known stays in use."""
+        self._tail.clear()
+        if self._position.next_seq == NOWHERE:
+            self._start_history(now)
+        else:
+            self._start(now, RepairKind.REFRESH)
+
+    def _go_on(self, now: float, repair: Repair) -> None:
         self._repair = None
         position = self._position
         if repair.kind is RepairKind.CHECK:
@@ -327,8 +450,7 @@ class FeedMachine:
     def _try_again(self, now: float) -> None:
         """Some time after a given-up repair: is a complete picture to be had by now?"""
         if self._position.next_seq == NOWHERE:
-            self._position.next_seq = 0
-            self._start(now, RepairKind.HISTORY)
+            self._start_history(now)
         elif self._position.unknown:
             self._start(now, RepairKind.RESYNC)
         elif self._unverified:
@@ -347,7 +469,7 @@ class FeedMachine:
             position.publisher_id = frame.publisher_id
             if frame.batch is None:
                 frame = None
-        if not self._has_replay:
+        if not self._has_replay and not self._snapshots.usable:
             if frame is not None:
                 position.begin_at(frame)
             return
@@ -356,12 +478,13 @@ class FeedMachine:
             position.hold(frame)
             position.drain()
         if position.next_seq == 0:
-            self._start(now, RepairKind.HISTORY)
+            self._start_history(now)
 
     def _forget(self) -> None:
         self._position.forget()
-        self._unverified = False
+        self._unverified = self._beats = False
         self._trust.reset()
+        self._snapshots.reset()
 
     # State.
 
@@ -369,10 +492,12 @@ class FeedMachine:
         """Hand out the actions gathered, the change of state last."""
         stats = self._stats
         stats.missing_batches = self._position.missing
+        stats.known_batches = self._position.known
+        stats.waiting_batches = max(0, self._position.top_seq + 1 - max(self._position.next_seq, 0))
         stats.held_batches = len(self._position.held)
         state, reason = self._state()
-        if state is not stats.state or reason != stats.reason:
-            stats.state, stats.reason = state, reason
+        if (state, reason) != self.announced:
+            self.announced = stats.state, stats.reason = state, reason
             self._out.append(StateChanged(state, reason))
         out = self._out[:]
         self._out.clear()
@@ -386,13 +511,14 @@ class FeedMachine:
             return FeedState.STALE, "silent"
         if not self._connected:
             return FeedState.DEGRADED, "disconnected"
-        if repair is not None and repair.kind is not RepairKind.RESYNC:
-            replaying = repair.kind is RepairKind.HISTORY
+        if repair is not None and repair.holds:
+            replaying = repair.kind in {RepairKind.HISTORY, RepairKind.SNAPSHOT}
             return FeedState.REPLAYING if replaying else FeedState.DEGRADED, repair.kind.value
         if position.unknown:
             return FeedState.DEGRADED, position.unknown
         if self._unverified:
             return FeedState.DEGRADED, "unverified"
         if position.next_seq == NOWHERE:
-            return (FeedState.DEGRADED, "history_unknown") if self._has_replay else (FeedState.COLD, "")
+            asked = self._has_replay or self._snapshots.usable
+            return (FeedState.DEGRADED, "history_unknown") if asked else (FeedState.COLD, "")
         return FeedState.READY, ""

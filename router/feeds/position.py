@@ -7,8 +7,8 @@ applied in order and never twice; going past a gap is an explicit ``skip_to``, w
 from __future__ import annotations
 
 from publisher.events import AllBlocksCleared, DecodedBatch
-from router.feeds.actions import Action, Apply, Forget
-from router.feeds.base import FeedSettings, FeedStats
+from router.feeds.actions import Action, Adopt, Apply, Forget
+from router.feeds.base import Cut, FeedSettings, FeedStats
 from router.feeds.window import HeldBatches, RecentBatches
 from router.feeds.wire import Frame
 
@@ -25,6 +25,8 @@ class Position:
         """Highest seq heard of from this process, applied or not."""
         self.missing = 0
         """Batches whose content is unknown now."""
+        self.known = 0
+        """Batches that what is known rests on."""
         self.unknown = ""
         """Why the residency is not wholly known; empty when it is."""
         self.held = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
@@ -36,6 +38,10 @@ class Position:
         self._out = out
         self._last_ts = float("-inf")
         self._offload_seen = False
+        self._heard_seq = -1
+        """Highest seq heard when a snapshot put the position past it."""
+        self._covered_seq = -1
+        """The snapshot's cut: batches between the two are in it, and may come yet."""
 
     @property
     def is_whole(self) -> bool:
@@ -47,10 +53,19 @@ class Position:
         theirs, ours = frame.publisher_id, self.publisher_id
         return theirs is not None and ours is not None and theirs != ours
 
+    def is_same(self, frame: Frame) -> bool:
+        """Whether the frame names the publisher followed."""
+        return frame.publisher_id is not None and frame.publisher_id == self.publisher_id
+
     def is_repetition(self, frame: Frame) -> bool:
         """Whether a frame from behind the position is known to come from the same process again."""
-        same_process = frame.publisher_id is not None and frame.publisher_id == self.publisher_id
-        return same_process or self.recent.digest(frame.seq) == frame.digest
+        if self.is_same(frame) or self.recent.digest(frame.seq) == frame.digest:
+            return True
+        if self._heard_seq < frame.seq <= self._covered_seq:
+            self._heard_seq = frame.seq
+            self.recent.put(frame)
+            return True
+        return False
 
     def is_late(self, frame: Frame) -> bool:
         """Whether it was given up for lost a short while ago; a new process has a later time stamp."""
@@ -79,6 +94,7 @@ class Position:
             self.lose(1, frame.fault or "undecodable")
             return
         self._last_ts = frame.batch.ts
+        self.known += 1
         self._out.append(Apply(frame.batch))
         self._note(frame.batch)
 
@@ -86,6 +102,24 @@ class Position:
         """Apply what is held, up to the next gap."""
         while (frame := self.held.pop(self.next_seq)) is not None:
             self.apply(frame)
+
+    def adopt(self, cut: Cut, tail: list[Frame]) -> None:
+        """Go to just after a snapshot; ``tail`` are the live frames heard since it was asked for."""
+        self._out.append(Adopt())
+        self._heard_seq = max(self.top_seq, self.next_seq - 1)
+        self._covered_seq = cut.seq
+        self.next_seq = cut.seq + 1
+        self.publisher_id = cut.publisher_id or self.publisher_id
+        self.found_whole()
+        self._offload_seen = cut.offload
+        self.known = cut.seq + 1
+        self.applied += 1
+        self.held.clear()
+        self.top_seq = cut.seq
+        for frame in tail:
+            if frame.seq > cut.seq and not self.is_foreign(frame):
+                self.hold(frame)
+        self.drain()
 
     def begin_at(self, frame: Frame) -> None:
         """Take the first frame ever heard for the position; what came before it is unknown."""
@@ -128,15 +162,18 @@ class Position:
         """Drop everything known of the engine, in the sink too; what is held stays."""
         self._out.append(Forget())
         self.recent.clear()
+        self.known = 0
         self.found_whole()
         self.next_seq = NOWHERE
         self.publisher_id = None
         self._last_ts = float("-inf")
         self._offload_seen = False
+        self._covered_seq = -1
 
     def drop_held(self) -> None:
         """Drop what is held. That it existed is remembered, unless nothing ties it to what was applied."""
         self.held.clear()
+        self._covered_seq = -1
         if self.next_seq <= 0:
             self.top_seq = -1
 
@@ -151,6 +188,7 @@ class Position:
             if isinstance(event, AllBlocksCleared):
                 # It empties the GPU only: once offload tiers have been seen, it does not make up for losses.
                 if not self._offload_seen:
+                    self.known = 1
                     self.found_whole()
             elif event.medium != "GPU" and event.medium is not None:
                 self._offload_seen = True

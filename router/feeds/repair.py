@@ -17,6 +17,10 @@ class RepairKind(Enum):
     GAP = "gap"
     CHECK = "check"
     """After a disconnect or a silence: is it the same process, and what did it say meanwhile?"""
+    SNAPSHOT = "snapshot"
+    """All that the engine holds is asked for, and nothing is known meanwhile: as HISTORY, and before it."""
+    REFRESH = "refresh"
+    """The same while what is known stays in use and live batches keep applying."""
     RESYNC = "resync"
     """Asked for seq 0 without holding anything back; becomes HISTORY once seq 0 turns up."""
 
@@ -39,7 +43,12 @@ class Repair(msgspec.Struct):
     @property
     def holds(self) -> bool:
         """Whether live batches wait for this repair."""
-        return self.kind is not RepairKind.RESYNC
+        return self.kind not in {RepairKind.RESYNC, RepairKind.REFRESH}
+
+    @property
+    def by_snapshot(self) -> bool:
+        """Whether the answer is a snapshot."""
+        return self.kind in {RepairKind.SNAPSHOT, RepairKind.REFRESH}
 
     def asked(self, request_id: int, from_seq: int, applied: int) -> None:
         """A request was made; what the answer to an earlier one said no longer counts."""
@@ -82,6 +91,10 @@ class ReplayTrust:
         self._try_at = None if self.rolled else self._distrusted_until
         self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
 
+    def at_once(self, now: float) -> None:
+        """What is known is found to be wrong: the next tick is to re-sync, where that can succeed."""
+        self._try_at = None if self.rolled else now
+
     def put_off(self, now: float) -> None:
         """A re-sync had to make way for something more urgent."""
         self._try_at = now + self._backoff_s
@@ -95,3 +108,32 @@ class ReplayTrust:
         if due:
             self._try_at = None
         return due
+
+
+class SnapshotTrust:
+    """Whether the publisher may have a snapshot, and when to ask for one again after it had none."""
+
+    def __init__(self, settings: FeedSettings, *, available: bool) -> None:
+        self._settings = settings
+        self._available = available
+        self._not_before = float("-inf")
+        self._backoff_s = settings.resync_backoff_s
+        self.usable = available
+
+    def reset(self) -> None:
+        """Another process may answer now."""
+        self.usable = self._available
+        self.worked()
+
+    def worked(self) -> None:
+        """One was had."""
+        self._not_before = float("-inf")
+        self._backoff_s = self._settings.resync_backoff_s
+
+    def failed(self, now: float) -> None:
+        """None was had this time."""
+        self._not_before = now + self._backoff_s
+        self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
+
+    def may_ask(self, now: float) -> bool:
+        return self.usable and now >= self._not_before

@@ -5,13 +5,12 @@ A fresh DEALER per request, so that no answer can be taken for that of another r
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 import zmq
 
 from router.feeds.base import FeedSettings, FeedStats, ResyncError
-from router.feeds.sockets import MessageReader, Slice
+from router.feeds.sockets import MessageReader, Slice, receive
 from router.feeds.wire import Frame, WireError, parse_replay
 
 
@@ -45,7 +44,7 @@ class ReplayResync:
                 raise ResyncError(f"{self._endpoint}: {error}") from error
             work = Slice(self._clock, self._settings.slice_s)
             while True:
-                message = await self._next_message(reader)
+                message = await receive(reader, self._endpoint, self._settings.replay_timeout_s)
                 try:
                     frame = parse_replay(message, payload_bytes_max=self._settings.payload_bytes_max)
                 except WireError as error:
@@ -58,14 +57,3 @@ class ReplayResync:
                     self._stats.malformed(frame.fault)
                 yield frame
                 await work.breathe()
-
-    async def _next_message(self, reader: MessageReader) -> list[bytes]:
-        if (message := reader.take()) is not None:
-            return message
-        try:
-            async with asyncio.timeout(self._settings.replay_timeout_s):
-                while (message := reader.take()) is None:
-                    await reader.wait()
-        except TimeoutError:
-            raise ResyncError(f"{self._endpoint}: silent for {self._settings.replay_timeout_s} s") from None
-        return message

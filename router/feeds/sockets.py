@@ -13,6 +13,8 @@ from typing import Self
 
 import zmq
 
+from router.feeds.base import ResyncError
+
 
 class MessageReader:
     """Owns a socket and reads it; a context manager that closes it.
@@ -55,6 +57,19 @@ class MessageReader:
         if not self.socket.closed:
             self._loop.remove_reader(self.socket.fileno())
             self.socket.close(linger=0)
+
+
+async def receive(reader: MessageReader, endpoint: str, timeout_s: float) -> list[bytes]:
+    """The next message. Raises ``ResyncError``, naming ``endpoint``, after ``timeout_s`` of silence."""
+    if (message := reader.take()) is not None:
+        return message
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (message := reader.take()) is None:
+                await reader.wait()
+    except TimeoutError:
+        raise ResyncError(f"{endpoint}: silent for {timeout_s} s") from None
+    return message
 
 
 class Slice:

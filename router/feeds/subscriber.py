@@ -12,16 +12,27 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
-from router.feeds.base import FeedSettings, FeedSink, FeedState, FeedStats, Resync, ResyncError
+from router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
+from router.feeds.base import (
+    Cut,
+    FeedSettings,
+    FeedSink,
+    FeedState,
+    FeedStats,
+    Resync,
+    ResyncError,
+    SnapshotSource,
+    SnapshotUnsupportedError,
+)
 from router.feeds.machine import FeedMachine
 from router.feeds.replay import ReplayResync
+from router.feeds.snapshot import SnapshotClient
 from router.feeds.sockets import MessageReader, Slice
 from router.feeds.wire import WireError, parse_live
 
@@ -40,8 +51,9 @@ _KEEPALIVE = {
 class Feed:
     """The event stream of one engine (and data-parallel rank).
 
-    ``replay_endpoint`` None: gaps cannot be repaired. ``clock`` is monotonic, ``wall`` in seconds since the
-    epoch. ``resync`` replaces the replay strategy. ``run`` may be called once.
+    ``replay_endpoint`` None: gaps cannot be repaired. Snapshots are asked for at ``snapshot_endpoint``, then
+    at ``replay_endpoint``. ``clock`` is monotonic, ``wall`` in seconds since the
+    epoch. ``resync`` and ``snapshots`` replace the strategies. ``run`` may be called once.
     """
 
     def __init__(
@@ -57,6 +69,8 @@ class Feed:
         settings: FeedSettings | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         resync: Resync | None = None,
+        snapshot_endpoint: str | None = None,
+        snapshots: SnapshotSource | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.events_endpoint = events_endpoint
@@ -71,7 +85,13 @@ class Feed:
         if resync is None and replay_endpoint is not None:
             resync = ReplayResync(replay_endpoint, self._context, self.stats, self._settings, clock)
         self._resync = resync
-        self._machine = FeedMachine(self._settings, self.stats, has_replay=resync is not None)
+        places = [endpoint for endpoint in (snapshot_endpoint, replay_endpoint) if endpoint is not None]
+        if snapshots is None and places and self._settings.snapshots:
+            snapshots = SnapshotClient(places, self._context, self._settings, clock)
+        self._snapshots = snapshots
+        self._machine = FeedMachine(
+            self._settings, self.stats, has_replay=resync is not None, has_snapshot=snapshots is not None
+        )
         self._actions: deque[Action] = deque()
         self._performing = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
@@ -109,11 +129,16 @@ class Feed:
         if not self._closed.is_set():
             self._closed.set()
             self._actions.clear()
+            self._sink.unstage(self.engine_id)
             self._sink.forget(self.engine_id)
 
     def expect_traffic(self, expected: bool) -> None:
         """Tell the feed whether the engine is known to be computing, so that silence makes it STALE."""
         self._actions.extend(self._machine.expect_traffic(self._clock(), expected))
+
+    def distrust(self, reason: str) -> None:
+        """Tell the feed that what it led to is shown to be wrong: it is discounted, and fetched anew."""
+        self._actions.extend(self._machine.distrust(self._clock(), reason))
 
     def _subscribe(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.SUB)
@@ -189,6 +214,39 @@ class Feed:
         else:
             await self._perform(self._machine.replay_ended(self._clock(), request.request_id))
 
+    async def _take_snapshot(self, request: RequestSnapshot, source: SnapshotSource) -> None:
+        """Carry out one snapshot request: stage the answer, and let the machine decide on it."""
+        await asyncio.sleep(request.delay_s)
+        kept = False
+        try:
+            async with contextlib.aclosing(source.fetch()) as pieces:
+                async for piece in pieces:
+                    if not self._machine.wants(request.request_id):
+                        return
+                    if isinstance(piece, Cut):
+                        actions = self._machine.snapshot_taken(self._clock(), request.request_id, piece)
+                        kept = any(isinstance(action, Adopt) for action in actions)
+                        await self._perform(actions)
+                        return
+                    self._sink.stage(self.engine_id, piece)
+                    self._machine.progress(self._clock(), request.request_id)
+        except SnapshotUnsupportedError:
+            await self._no_snapshot(request, unsupported=True)
+        except ResyncError as error:
+            self._log.warning("snapshot_failed", error=str(error))
+            await self._no_snapshot(request, unsupported=False)
+        except Exception:  # noqa: BLE001  a fault in the index must not blind the feed for good
+            self.stats.sink_errors += 1
+            self._log.exception("sink_refused_snapshot")
+            await self._no_snapshot(request, unsupported=False)
+        finally:
+            if not kept:
+                self._sink.unstage(self.engine_id)
+
+    async def _no_snapshot(self, request: RequestSnapshot, *, unsupported: bool) -> None:
+        now = self._clock()
+        await self._perform(self._machine.snapshot_failed(now, request.request_id, unsupported=unsupported))
+
     # Actions.
 
     async def _perform(self, actions: list[Action]) -> None:
@@ -197,6 +255,10 @@ class Feed:
         Cancelled here, nothing is lost: what is left in the queue is done by whoever comes next.
         """
         self._actions.extend(actions)
+        if self.stats.state is FeedState.READY and len(self._actions) > 1:
+            for action in actions:
+                if isinstance(action, StateChanged) and action.state is FeedState.READY:
+                    self.stats.state, self.stats.reason = FeedState.REPLAYING, "applying"
         async with self._performing:
             work = Slice(self._clock, self._settings.slice_s)
             work.begin()
@@ -210,9 +272,15 @@ class Feed:
                 self._apply(action)
             case Forget():
                 self._sink.forget(self.engine_id)
-            case RequestReplay():
-                self._request(action)
+            case RequestReplay() if self._resync is not None:
+                self._request(action, self._fetch(action, self._resync))
+            case RequestSnapshot() if self._snapshots is not None:
+                self._request(action, self._take_snapshot(action, self._snapshots))
+            case Adopt():
+                self._sink.adopt(self.engine_id)
             case StateChanged():
+                if (action.state, action.reason) == self._machine.announced:
+                    self.stats.state, self.stats.reason = action.state, action.reason
                 self._log.info("feed_state", state=str(action.state), reason=action.reason)
 
     def _apply(self, action: Apply) -> None:
@@ -223,10 +291,11 @@ class Feed:
             self._log.exception("sink_refused_batch", seq=self.stats.last_seq)
             self._actions.extend(self._machine.batch_failed())
 
-    def _request(self, request: RequestReplay) -> None:
+    def _request(self, request: RequestReplay | RequestSnapshot, work: Coroutine[None, None, None]) -> None:
         """Start fetching. The request before is void; its task ends, unless it is the one that runs this."""
-        if self._tasks is None or self._resync is None or not self._machine.wants(request.request_id):
+        if self._tasks is None or not self._machine.wants(request.request_id):
+            work.close()
             return
         if self._fetching is not None and self._fetching is not asyncio.current_task():
             self._fetching.cancel()
-        self._fetching = self._tasks.create_task(self._fetch(request, self._resync))
+        self._fetching = self._tasks.create_task(work)

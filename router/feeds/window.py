@@ -34,6 +34,10 @@ class HeldBatches:
             self._bytes -= frame.size_bytes
         return frame
 
+    def frames(self) -> list[Frame]:
+        """All that is held, in order of seq."""
+        return [self._frames[seq] for seq in sorted(self._frames)]
+
     def lowest(self) -> int | None:
         """Smallest seq held."""
         return min(self._frames, default=None)

@@ -21,6 +21,8 @@ class Engine(msgspec.Struct, frozen=True):
     """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
     topic: str = ""
     """What the engine's ``--kv-events-config`` says; "" takes every topic."""
+    snapshot: str | None = None
+    """ZMQ address that serves snapshots, where the engine has one of its own; else ``replay`` is probed."""
 
     @property
     def engine_id(self) -> str:

@@ -66,6 +66,8 @@ _GAUGE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}]*)\})?\s+(\S+)",
     re.MULTILINE,
 )
+_POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
 _RANK = re.compile(rb'engine="(\d{1,6})"')
 
 
@@ -184,6 +186,7 @@ class FleetPoller:
         for status in self._fleet.ranks(base_url):
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
+            status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
                     status.engine_id,
@@ -221,6 +224,14 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
 
 
+def event_sources(base_url: str, body: bytes) -> list[Engine]:
+    """Engines of a ``/kv_event_sources`` answer. Raises ``ValueError`` for a body that is none."""
+    try:
+        return discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
+    except _BadAnswerError as error:
+        raise ValueError(str(error)) from None
+
+
 def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[Engine]:
     """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
 
@@ -252,6 +263,16 @@ def reachable(endpoint: str, host: str) -> str:
     """An endpoint as bound (``tcp://*:5557``) in the form others can connect to."""
     address = f"[{host}]" if ":" in host else host
     return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)", f"tcp://{address}", endpoint)
+
+
+def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
+    """Blocks of the KV pool of one rank, or of the largest; None where the metrics page does not say."""
+    sizes = []
+    for match in _POOL.finditer(text):
+        rank, blocks = _RANK.search(match[1]), _POOL_BLOCKS.search(match[1])
+        if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
+            sizes.append(int(blocks[1]))
+    return max(sizes, default=None)
 
 
 def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:

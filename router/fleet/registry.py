@@ -32,7 +32,7 @@ class EngineStatus:
 
     __slots__ = (
         *("_draining", "_fleet_changed", "_models", "_up", "base_model", "engine", "engine_id"),
-        *("kv_usage", "problem"),
+        *("kv_usage", "pool_blocks", "problem"),
     )
 
     def __init__(self, engine: Engine, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -42,6 +42,8 @@ class EngineStatus:
         """The model whose cache the engine holds: the first card that is not a LoRA."""
         self.problem = "not contacted yet"
         self.kv_usage: float | None = None
+        self.pool_blocks: int | None = None
+        """Blocks of its KV pool, as its metrics say."""
         self._up = False
         self._draining = False
         self._models: tuple[ModelCard, ...] = ()

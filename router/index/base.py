@@ -74,8 +74,11 @@ class Index(Protocol):
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         """One more copy of each block; a hash may occur twice."""
 
-    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
-        """One copy of each block less; a block that is not present is counted and left alone."""
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """One copy of each block less; a block that is not present is counted and left alone.
+
+        Returns those of which copies are left, as far as the backend knows at once.
+        """
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
         """The exact number of copies, from a publisher that tells it (``remaining_copy_counts``)."""
@@ -86,6 +89,10 @@ class Index(Protocol):
     def forget(self, engine_id: str) -> None:
         """Everything of this engine is gone, in O(1) of what it held."""
 
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        """What was stored under ``staged_id`` becomes all that ``engine_id`` holds, in one step; the
+        staged name is free again. Readers see the old or the new picture, never a part of either."""
+
     def slot(self, engine_id: str) -> Slot | None:
         """Where this engine's bit stands in ``Rows``; None for an engine that never stored anything."""
 
@@ -94,6 +101,10 @@ class Index(Protocol):
 
     def copies(self, engine_id: str, plane: Plane) -> int:
         """How many distinct hashes this engine holds in a plane."""
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        """How many copies this engine holds in a medium, all groups together (may take a step per
+        duplicated block)."""
 
     def stats(self) -> IndexStats:
         """Sizes and counters."""

@@ -73,15 +73,17 @@ class MemoryIndex:
         if self._sweep or self._steps_seen != self._patterns.steps_made:
             self._housekeep()
 
-    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         lane = self._lanes.get(engine_id, {}).get(plane)
         if lane is None:
             self._unknown_removals += len(hashes)
-            return
+            return ()
+        left: list[BlockHash] = []
         row_of, steps, extra = self._row_of, lane.clear, lane.extra
         for block in hashes:
             if extra and block in extra:
                 self._drop_copy(extra, block)
+                left.append(block)
                 continue
             row = row_of.get(block, 0)
             step = steps[row]
@@ -95,6 +97,7 @@ class MemoryIndex:
                 del row_of[block]
         if self._sweep or self._steps_seen != self._patterns.steps_made:
             self._housekeep()
+        return left
 
     @staticmethod
     def _drop_copy(extra: dict[BlockHash, int], block: BlockHash) -> None:
@@ -125,6 +128,13 @@ class MemoryIndex:
         slot = self._slots.pop(engine_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.forget(engine_id)
+        lanes = self._lanes.pop(staged_id, None)
+        if lanes is not None:
+            self._lanes[engine_id] = lanes
+            self._slots[engine_id] = self._slots.pop(staged_id)
 
     def slot(self, engine_id: str) -> Slot | None:
         slot = self._slots.get(engine_id)
@@ -174,6 +184,10 @@ class MemoryIndex:
                 column = matrix[:, self._columns[plane, word]]
                 held |= ((column >> np.uint64(bit)) & np.uint64(1)) << np.uint64(number)
         return held
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        lanes = self._lanes.get(engine_id, {}).items()
+        return sum(lane.count + sum(lane.extra.values()) for plane, lane in lanes if plane.medium == medium)
 
     def stats(self) -> IndexStats:
         lanes = [lane for planes in self._lanes.values() for lane in planes.values()]

@@ -74,6 +74,7 @@ class FleetResidency:
         self.facts = facts
         self.index: Index = index if index is not None else MemoryIndex()
         self._engines: dict[str, EngineResidency] = {}
+        self._staged: dict[str, EngineResidency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
         self._seats: dict[str, tuple[int, Seat]] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
@@ -98,9 +99,31 @@ class FleetResidency:
                 self._remembered = engine.scheme, engine.layout
             engine.forget()
 
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        """A piece of a snapshot of the engine, in order; no prediction sees it before ``adopt``."""
+        staged = self._staged.get(engine_id)
+        if staged is None:
+            staged = self._staged[engine_id] = self.engine(engine_id).successor()
+        staged.apply(batch)
+
+    def adopt(self, engine_id: str) -> None:
+        """What was staged is all that the engine holds, from now on; nothing staged: it holds nothing."""
+        old = self.engine(engine_id)
+        staged = self._staged.pop(engine_id, None) or old.successor()
+        staged.supersede(old)
+        self._engines[engine_id] = staged
+        self._seats.pop(engine_id, None)
+
+    def unstage(self, engine_id: str) -> None:
+        """The snapshot broke off: what was staged never was."""
+        staged = self._staged.pop(engine_id, None)
+        if staged is not None:
+            self.index.forget(staged.engine_id)
+
     def remove(self, engine_id: str) -> None:
         """The engine left the fleet for good."""
         self.forget(engine_id)
+        self.unstage(engine_id)
         self._engines.pop(engine_id, None)
         self._seats.pop(engine_id, None)
 

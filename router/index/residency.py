@@ -28,7 +28,11 @@ from router.index.detect import Detection, SchemeDetector, learned_scheme
 from router.index.hits import evaluate
 from router.index.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
 from router.index.learned import LearnedKeys
+from router.index.removals import RemovalEvidence, Removals
 from router.index.root_events import root_event
+
+_STAGED = "\x00staged"
+"""Ends the index's name of a picture under construction; no engine id holds a NUL."""
 
 _SETTLED_MAX = 1024
 """Distinct (medium, group, block size) remembered; engines have a handful."""
@@ -64,6 +68,7 @@ class EngineResidency:
         self._learned: LearnedKeys | None = LearnedKeys()
         self._layout: CacheLayout | None = None
         self._lookahead = 0
+        self.removals = RemovalEvidence()
         self._planes: dict[tuple[str | None, int | None], Plane] = {}
         self._settled: dict[tuple[str | None, int | None, int], Plane] = {}
         self.revision += 1
@@ -105,6 +110,33 @@ class EngineResidency:
     def scheme_mismatches(self) -> int:
         return self._detector.mismatches
 
+    def successor(self) -> EngineResidency:
+        """A picture of the same engine to be built beside this one, from a snapshot; see ``supersede``."""
+        staged = EngineResidency(
+            f"{self.engine_id}{_STAGED}", self.index, self.facts, self._known_schemes, self._shared_layouts
+        )
+        staged._reset(expected=self._groups.known)
+        staged._lookahead = self._lookahead
+        return staged
+
+    def supersede(self, old: EngineResidency) -> None:
+        """Take the place of ``old``, of the same process, in one step.
+
+        What the snapshot did not teach of the engine's hashes stays as it was known; its counts are exact.
+        """
+        if self._detector.state is not Detection.NATIVE and old._detector.state is not Detection.WAITING:
+            self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
+            self._relayout()
+        if self._layout is None:
+            self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
+        self.removals = old.removals  # what was learned of the publisher; it is the same
+        self.index.adopt(self.engine_id, old.engine_id)
+        self.engine_id = old.engine_id
+        self.rejected.update(old.rejected)
+        self.events += old.events
+        self.re_reports += old.re_reports
+        self.revision += old.revision
+
     def forget(self) -> None:
         """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
         self.index.forget(self.engine_id)
@@ -140,6 +172,9 @@ class EngineResidency:
         self._after_detection()
 
     def _stored(self, event: BlockStored) -> None:
+        if not event.block_size and not event.num_tokens():
+            self._named(event)
+            return
         plane = self._settled.get((event.medium, event.group_idx, event.block_size))
         if plane is None or event.lookahead_token_ids is not None:
             plane = self._learn(event)
@@ -149,7 +184,18 @@ class EngineResidency:
         if looked_at and plane.medium == "GPU" and not self._is_new(event):
             return
         if event.block_hashes:
-            self.index.store(self.engine_id, plane, _hashes(event.block_hashes))
+            self._store(plane, _hashes(event.block_hashes))
+
+    def _store(self, plane: Plane, hashes: list[BlockHash]) -> None:
+        if self.removals.watching:
+            self.removals.stored(plane, hashes)
+        self.index.store(self.engine_id, plane, hashes)
+
+    def _named(self, event: BlockStored) -> None:
+        """Blocks without tokens: that they are held is all such an event says."""
+        plane = self._plane(event.medium, event.group_idx)
+        if plane is not None and event.block_hashes:
+            self._store(plane, _hashes(event.block_hashes))
 
     def _is_new(self, event: BlockStored) -> bool:
         """Learn what a GPU event shows of the engine's hashes; False for one that only reports again."""
@@ -157,7 +203,7 @@ class EngineResidency:
             self._detect(event)
         if self._learned is not None and self._layout is not None:
             self._learned.observe(event, self._layout.hash_block_size)
-        if self.facts.report_mode_full and self._is_re_report(event):
+        if (self.facts.report_mode_full or self.removals.re_reports_suspected) and self._is_re_report(event):
             self.re_reports += 1
             return False
         return True
@@ -180,13 +226,35 @@ class EngineResidency:
         hashes = _hashes(event.block_hashes)
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(hashes):
-            self.index.remove(self.engine_id, plane, hashes)
+            self._remove(plane, hashes)
             return
+        if self.removals.semantics is not Removals.COUNTED:
+            self.removals.counted()
         for block, left in zip(hashes, counts, strict=True):
             if left is None:
                 self.index.remove(self.engine_id, plane, (block,))
             else:
                 self.index.set_copies(self.engine_id, plane, block, left)
+
+    def _remove(self, plane: Plane, hashes: list[BlockHash]) -> None:
+        left = self.index.remove(self.engine_id, plane, hashes)
+        evidence = self.removals
+        if plane.medium != "GPU" or not evidence.open or not (left or evidence.watching):
+            return
+        evidence.removed(plane, hashes, left)
+        if evidence.semantics is Removals.LAST_COPY:
+            self._gone((plane, block) for block in left)
+
+    def _gone(self, blocks: Iterable[tuple[Plane, BlockHash]]) -> None:
+        for plane, block in blocks:
+            self.index.set_copies(self.engine_id, plane, block, 0)
+
+    def audit(self, pool_blocks: int) -> bool:
+        """Hold the copies counted against the engine's own number of blocks; False if there are too many."""
+        if self.index.physical(self.engine_id, "GPU") <= pool_blocks:
+            return True
+        self._gone(self.removals.phantom())
+        return False
 
     def _plane(self, medium: str | None, group_idx: int | None) -> Plane | None:
         name = medium or "GPU"

@@ -66,6 +66,25 @@ class Scopes:
         if engine_id in self._model_of:
             self.scope(self._model_of[engine_id]).forget(engine_id)
 
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Feed sink: a piece of a snapshot."""
+        self.scope(self._model_of[engine_id]).stage(engine_id, batch)
+
+    def adopt(self, engine_id: str) -> None:
+        """Feed sink: the snapshot is complete, and the truth."""
+        self.scope(self._model_of[engine_id]).adopt(engine_id)
+
+    def unstage(self, engine_id: str) -> None:
+        """Feed sink: the snapshot broke off."""
+        if engine_id in self._model_of:
+            self.scope(self._model_of[engine_id]).unstage(engine_id)
+
+    def clear(self, engine_id: str) -> None:
+        """The engine's GPU pool was reset by a request this router passed on."""
+        engine = self.engine(engine_id)
+        if engine is not None:
+            engine.clear()
+
     def remove(self, engine_id: str) -> None:
         """The engine left, or serves another model now."""
         model = self._model_of.pop(engine_id, None)

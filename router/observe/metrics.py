@@ -27,6 +27,8 @@ from router.replicas.service import SharedIndex
 _GAUGES = frozenset(
     {
         "feed_held_batches",
+        "feed_known_batches",
+        "feed_waiting_batches",
         "feed_lag_s",
         "feed_last_batch_monotonic",
         "feed_last_seq",

@@ -19,6 +19,7 @@ from router.proxy.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.proxy.forward import Forwarder, Outbound
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import COMPLETION_PATHS, Verdict, judge
+from router.proxy.report_mode import screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 from router.proxy.upstream import UpstreamClient
@@ -87,7 +88,7 @@ class ProxyApp:
             self.stats.requests_active -= 1
 
     def _check_path(self, path: str) -> None:
-        verdict = judge(path, self.settings.refused_paths)
+        verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
         if verdict is Verdict.FORWARD:
             return
         if verdict is Verdict.UNKNOWN:
@@ -98,6 +99,8 @@ class ProxyApp:
 
     def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
         path, method, query = scope["path"], scope["method"], scope["query_string"]
+        if self.settings.kv_cache_report_mode != "pass" and (head.json or path in COMPLETION_PATHS):
+            body = screen(body, self.settings.kv_cache_report_mode)
         look = self._peek(path, method, head, body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path

@@ -22,9 +22,14 @@ class Verdict(Enum):
     UNKNOWN = "unknown"
 
 
-def judge(path: str, refused: frozenset[str]) -> Verdict:
-    """``path`` as ASGI gives it: percent-decoded, without query."""
-    if path in COMPLETION_PATHS:
+CACHE_RESETS = frozenset({"/reset_prefix_cache", "/flush_cache", "/sleep"})
+"""After one of these an engine's GPU pool is empty."""
+
+
+def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset()) -> Verdict:
+    """``path`` as ASGI gives it: percent-decoded, without query. ``passed`` goes before ``refused``, by its
+    exact spelling only."""
+    if path in COMPLETION_PATHS or path in passed:
         return Verdict.FORWARD
     folded = _fold(path)
     if folded in refused:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from router.proxy.report_mode import ReportMode
+
 REFUSED_PATHS = frozenset(
     {
         # vLLM's operator and development endpoints: each changes or stops the engine for everyone.
@@ -41,6 +43,11 @@ class ProxySettings(msgspec.Struct, frozen=True):
 
     body_bytes_max: int = 8 * 1024 * 1024
     refused_paths: frozenset[str] = REFUSED_PATHS
+    passed_paths: frozenset[str] = frozenset()
+    """Passed on although refused or unknown, e.g. ``/reset_prefix_cache``: to one engine, which is then taken
+    to hold nothing."""
+    kv_cache_report_mode: ReportMode = "pass"
+    """What to do with requests that ask for it: ``pass``, ``strip`` (that field only) or ``refuse`` (400)."""
 
     connect_timeout_s: float = 3.0
     stream_head_timeout_s: float = 30.0

@@ -33,6 +33,15 @@ class Sink:
     def forget(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)
 
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        raise AssertionError("no snapshots here")
+
+    def adopt(self, engine_id: str) -> None:
+        raise AssertionError("no snapshots here")
+
+    def unstage(self, engine_id: str) -> None:
+        pass
+
 
 def publisher_of(count: int) -> ZmqPublisher:
     """A publisher with ``count`` batches to be replayed."""

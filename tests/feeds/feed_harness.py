@@ -39,6 +39,15 @@ class RecordingSink:
         self.batches.clear()
         self.forgets += 1
 
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        raise AssertionError("no snapshots here")
+
+    def adopt(self, engine_id: str) -> None:
+        raise AssertionError("no snapshots here")
+
+    def unstage(self, engine_id: str) -> None:
+        pass
+
 
 async def until(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
     """Wait for a condition, doing ``meanwhile`` between looks; a failure names no condition but its line."""

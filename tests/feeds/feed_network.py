@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from publisher.events import AllBlocksCleared, DecodedBatch, Event
+from publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, Event
 from router.feeds.actions import Apply, Forget, RequestReplay
 from router.feeds.base import FeedSettings, FeedState, FeedStats
 from router.feeds.machine import FeedMachine
@@ -37,7 +37,8 @@ class Sent(NamedTuple):
 def make_frame(
     process: int, seq: int, ts: float, publisher_id: bytes | None = None, *, clear: bool = False
 ) -> Frame:
-    events: list[Event] = [AllBlocksCleared()] if clear else []
+    # Never empty: an empty batch of a publisher with an id is a heartbeat.
+    events: list[Event] = [AllBlocksCleared()] if clear else [BlockRemoved([1], "GPU", 0)]
     batch = DecodedBatch(ts, events, 0, publisher_id, [])
     digest = xxhash.xxh3_64_intdigest(f"{process}/{seq}/{ts}".encode())
     return Frame(seq, batch, digest, 100, publisher_id)

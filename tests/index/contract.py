@@ -205,6 +205,26 @@ class IndexContract:
         index.remove("b", FULL, blocks(2))
         assert index.stats().unknown_removals == 1
 
+    def test_adopting_replaces_everything_at_once(self, index: Index) -> None:
+        index.store("a", FULL, blocks(1, 2))
+        index.store("a", CPU, blocks(1))
+        index.store("b", FULL, blocks(1, 3))
+        index.store("staged", FULL, blocks(2, 3, 3))
+        assert held(index, "a", FULL, [1, 2, 3]) == [True, True, False]
+        index.adopt("staged", "a")
+        assert index.slot("staged") is None
+        assert held(index, "a", FULL, [1, 2, 3]) == [False, True, True]
+        assert held(index, "a", CPU, [1]) == [False]
+        assert held(index, "b", FULL, [1, 2, 3]) == [True, False, True]
+        index.remove("a", FULL, blocks(2, 3))
+        assert held(index, "a", FULL, [2, 3]) == [False, True]
+
+    def test_adopting_nothing_forgets(self, index: Index) -> None:
+        index.store("a", FULL, blocks(1))
+        index.adopt("staged", "a")
+        assert index.slot("a") is None
+        assert not anybody(index, [1])
+
     def test_an_engine_may_come_back(self, index: Index) -> None:
         for _ in range(5):
             index.store("a", FULL, blocks(1))

@@ -66,8 +66,8 @@ class SharedIndex:
         self.run(self._take(engine_id))
         self.mirror.store(engine_id, plane, hashes)
 
-    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
-        self.mirror.remove(engine_id, plane, hashes)
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        return self.mirror.remove(engine_id, plane, hashes)
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
         self.seen.add(block)
@@ -80,6 +80,11 @@ class SharedIndex:
     def forget(self, engine_id: str) -> None:
         self.mirror.forget(engine_id)
         self.run(self.mirror.retire(engine_id))
+
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.run(self._take(engine_id))
+        self.mirror.adopt(staged_id, engine_id)
+        self.run(self.mirror.retire(staged_id))
 
     def look(self, hashes: Sequence[BlockHash]) -> SharedRows:
         self.run(self.mirror.flush())
@@ -95,6 +100,9 @@ class SharedIndex:
 
     def copies(self, engine_id: str, plane: Plane) -> int:
         return self.mirror.copies(engine_id, plane)
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        return self.mirror.physical(engine_id, medium)
 
     def stats(self) -> IndexStats:
         return self.mirror.stats()

@@ -169,6 +169,15 @@ class Sink:
     def forget(self, engine_id: str) -> None:
         self.batches.clear()
 
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        raise AssertionError("no snapshots here")
+
+    def adopt(self, engine_id: str) -> None:
+        raise AssertionError("no snapshots here")
+
+    def unstage(self, engine_id: str) -> None:
+        pass
+
 
 def stamps(start: int, stop: int) -> list[float]:
     return [float(number) for number in range(start, stop)]

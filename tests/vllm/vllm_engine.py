@@ -43,8 +43,12 @@ class VllmEngine:
         log: Path,
         served_name: str = "tiny",
         extra_args: tuple[str, ...] = (),
+        buffer_steps: int = 10_000,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.log = log
+        self._buffer_steps = buffer_steps
+        self._environment = environment or {}
         http, events, replay = free_ports(3)
         self.base_url = f"http://127.0.0.1:{http}"
         self.events = f"tcp://127.0.0.1:{events}"
@@ -68,6 +72,7 @@ class VllmEngine:
             "endpoint": self.events.replace("127.0.0.1", "*"),
             "replay_endpoint": self.replay.replace("127.0.0.1", "*"),
             "topic": "kv",
+            "buffer_steps": self._buffer_steps,
         }
 
     def start(self) -> None:
@@ -83,6 +88,7 @@ class VllmEngine:
             "VLLM_SERVER_DEV_MODE": "1",
         }
         environment.pop("PYTHONPATH", None)
+        environment |= self._environment
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,

@@ -55,9 +55,10 @@ class MirroredIndex:
         self.memory.store(engine_id, plane, hashes)
         self._outbox.touch(engine_id, hashes)
 
-    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
-        self.memory.remove(engine_id, plane, hashes)
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        left = self.memory.remove(engine_id, plane, hashes)
         self._outbox.touch(engine_id, hashes)
+        return left
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
         self.memory.set_copies(engine_id, plane, block, copies)
@@ -71,6 +72,10 @@ class MirroredIndex:
         self.memory.forget(engine_id)
         self._outbox.unseat(engine_id)
 
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.memory.adopt(staged_id, engine_id)
+        self._outbox.unseat(engine_id)
+
     def slot(self, engine_id: str) -> Slot | None:
         return self.memory.slot(engine_id)
 
@@ -79,6 +84,9 @@ class MirroredIndex:
 
     def copies(self, engine_id: str, plane: Plane) -> int:
         return self.memory.copies(engine_id, plane)
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        return self.memory.physical(engine_id, medium)
 
     def stats(self) -> IndexStats:
         return self.memory.stats()

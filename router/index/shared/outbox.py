@@ -5,8 +5,7 @@ That is done when an engine is taken over, forgotten or cleared, when too much o
 were lost, when the servers are others than before, and when the seat is gone. An engine that cannot be given
 a new generation because the server is full, or whose changes could not be written for as long as a lease
 runs, is disowned: readers believe nothing of it. Where that cannot be said, no lease can be renewed either.
-Everything held is written again within two thirds of its time to live, which also heals what
-eviction took.
+Everything held is written again within two thirds of its time to live, which also heals what eviction took.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""``kvatlas doctor``: looks at engines and a router as kvatlas would use them, and says what is wrong."""

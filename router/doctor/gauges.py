@@ -1,0 +1,55 @@
+"""What an engine's Prometheus page tells of its set-up: cache configuration, prompt lengths, speculation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+_SERIES = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)", re.MULTILINE)
+_SUMMED = (
+    *("prompt_tokens_total", "request_success_total", "spec_decode_num_drafts_total"),
+    *("request_prompt_tokens_sum", "request_prompt_tokens_count"),
+)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class EngineGauges(msgspec.Struct, frozen=True):
+    """``cache_config`` are the labels of ``vllm:cache_config_info`` (empty where the engine has none)."""
+
+    cache_config: dict[str, str] = {}
+    mean_prompt_tokens: float | None = None
+    requests: int = 0
+    speculates: bool = False
+
+
+def series(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of every sample in a Prometheus page; lines that are none are left out."""
+    for match in _SERIES.finditer(text):
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        yield match[1], dict(_LABEL.findall(match[2] or "")), value
+
+
+def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
+    """The gauges of one rank (None: of the whole server). Never raises."""
+    cache_config: dict[str, str] = {}
+    sums = dict.fromkeys(_SUMMED, 0.0)
+    speculates = False
+    for name, labels, value in series(page.decode("utf-8", "replace")):
+        if dp_rank is not None and labels.get("engine", str(dp_rank)) != str(dp_rank):
+            continue
+        short = name.removeprefix("vllm:")
+        if short == "cache_config_info" and not cache_config:
+            cache_config = labels
+        elif short in sums and 0 <= value < 1e18:
+            sums[short] += value
+            speculates = speculates or short.startswith("spec_decode")
+    tokens, requests = sums["request_prompt_tokens_sum"], sums["request_prompt_tokens_count"]
+    if not requests:
+        tokens, requests = sums["prompt_tokens_total"], sums["request_success_total"]
+    mean = tokens / requests if requests else None
+    return EngineGauges(cache_config, mean, int(requests), speculates)

@@ -1,0 +1,96 @@
+"""Asking over HTTP: an answer or the reason there is none, always within the time and size limits."""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+ANSWER_BYTES_MAX = 8 << 20
+_PROBLEM_LENGTH_MAX = 200
+_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_T = TypeVar("_T")
+
+
+class HttpAnswer(msgspec.Struct, frozen=True):
+    """``status`` 0: no answer, ``problem`` says why. ``date_skew_s``: the server's clock, by its Date
+    header (whole seconds), minus ours; None where there was none."""
+
+    status: int
+    body: bytes = b""
+    problem: str = ""
+    date_skew_s: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+    @property
+    def what(self) -> str:
+        """In words, for findings."""
+        return f"status {self.status}" if self.status else self.problem
+
+    def json(self, kind: type[_T]) -> _T | None:
+        """The body as ``kind``; None where it is none."""
+        try:
+            return msgspec.json.decode(self.body, type=kind)
+        except _BAD_JSON:
+            return None
+
+
+class Http:
+    """One session's exchanges; ``timeout_s`` is for each."""
+
+    def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        self._session = session
+        self.timeout_s = timeout_s
+
+    async def get(self, url: str) -> HttpAnswer:
+        return await self._ask("GET", url, None, {}, self.timeout_s)
+
+    async def post(
+        self, url: str, body: Any, *, headers: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> HttpAnswer:
+        """``body`` is sent as JSON, or as it is if it is bytes."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        sent = {"content-type": "application/json", **(headers or {})}
+        return await self._ask("POST", url, data, sent, timeout_s or self.timeout_s)
+
+    async def _ask(
+        self, method: str, url: str, data: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> HttpAnswer:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                now = time.time()
+                body = b""
+                async for piece in answer.content.iter_any():
+                    body += piece
+                    if len(body) > ANSWER_BYTES_MAX:
+                        return HttpAnswer(0, problem=f"an answer over {ANSWER_BYTES_MAX} bytes")
+                return HttpAnswer(
+                    answer.status, body, date_skew_s=_date_skew_s(answer.headers.get("Date"), now)
+                )
+        except TimeoutError:
+            return HttpAnswer(0, problem=f"no answer within {timeout_s:g} s")
+        except aiohttp.ClientConnectorError as problem:
+            reason = problem.strerror or type(problem.os_error).__name__
+            return HttpAnswer(0, problem=f"cannot connect: {reason}"[:_PROBLEM_LENGTH_MAX])
+        except (aiohttp.ClientError, OSError, ValueError) as problem:
+            text = f"{type(problem).__name__}: {problem}"
+            return HttpAnswer(0, problem=text[:_PROBLEM_LENGTH_MAX])
+
+
+def _date_skew_s(date: str | None, now: float) -> float | None:
+    """Seconds the server is ahead; the middle of the second that the header names is taken."""
+    if not date:
+        return None
+    try:
+        return parsedate_to_datetime(date).timestamp() + 0.5 - now
+    except (ValueError, TypeError, OverflowError):
+        return None

@@ -1,0 +1,69 @@
+"""What each vLLM release before the current ones lacks for exact routing."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+Version = tuple[int, int]
+
+EVENT_SOURCES_SINCE: Version = (0, 31)
+FIXED_SEED_SINCE: Version = (0, 29)
+MAP_ENCODING_SINCE: Version = (0, 24)
+LOOKAHEAD_SINCE: Version = (0, 33)
+NEWEST_KNOWN: Version = (0, 33)
+
+
+class Lack(msgspec.Struct, frozen=True):
+    """Something that releases before ``since`` lack; ``grave`` where predictions suffer without a remedy."""
+
+    since: Version
+    what: str
+    remedy: str
+    grave: bool
+
+
+LACKS = (
+    Lack(
+        (0, 20),
+        "events do not name the KV cache group, so models with several groups cannot be predicted",
+        "upgrade to 0.24 or later, or serve single-group models only",
+        grave=True,
+    ),
+    Lack(
+        (0, 22),
+        "events do not tell kind and window of a group",
+        "upgrade, or set models.NAME.kinds and models.NAME.windows",
+        grave=True,
+    ),
+    Lack(
+        MAP_ENCODING_SINCE,
+        "events are arrays; with unequal block sizes large blocks are hashed in another way",
+        "upgrade, or serve models whose groups have equal block sizes",
+        grave=False,
+    ),
+    Lack(
+        FIXED_SEED_SINCE,
+        "the hash seed is random unless PYTHONHASHSEED is set",
+        "set the same PYTHONHASHSEED for all engines and name it in models.NAME.hash_seeds",
+        grave=False,
+    ),
+    Lack(
+        EVENT_SOURCES_SINCE,
+        "no /kv_event_sources, and LoRA and salt keys are hashed in the old way",
+        "give events= and replay= with each --engine",
+        grave=False,
+    ),
+)
+
+
+def parse_version(text: str) -> Version | None:
+    """(major, minor) of a version such as ``0.32.0+cpu``; None where there is none."""
+    found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.|$|[^\d])", text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def lacks(version: Version) -> list[Lack]:
+    """What this release lacks."""
+    return [lack for lack in LACKS if version < lack.since]
