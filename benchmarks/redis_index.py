@@ -118,7 +118,7 @@ class Bench:
     async def close(self) -> None:
         for client in (self.writing, self.reading):
             for link in client.masters():
-                await link.ask(pack("FLUSHALL"), 1, 30)
+                await link.ask(pack("FLUSHALL", "SYNC"), 1, 30)
             await client.close()
 
 
@@ -270,7 +270,7 @@ async def bytes_per_block(url: str, engines: int, count: int) -> Result:
         await bench.mirror.flush()
     ours = (await used_bytes(bench.writing) - before) / count
     for link in bench.writing.masters():
-        await link.ask(pack("FLUSHALL"), 1, 30)
+        await link.ask(pack("FLUSHALL", "SYNC"), 1, 30)
     before = await used_bytes(bench.writing)
     few = hashes[: count // 10]
     baseline = Baseline(bench.writing)
@@ -298,7 +298,7 @@ async def forget(url: str, count: int, baseline_count: int) -> Result:
     whole = time.perf_counter() - began
     result = {"blocks": count, "ms": whole * 1e3, "of_it_in_memory_ms": memory * 1e3}
     for link in bench.writing.masters():
-        await link.ask(pack("FLUSHALL"), 1, 30)
+        await link.ask(pack("FLUSHALL", "SYNC"), 1, 30)
     baseline = Baseline(bench.writing)
     await baseline.write({"engine-0": hashes[:baseline_count]}, 0)
     began = time.perf_counter()

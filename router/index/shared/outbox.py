@@ -4,9 +4,8 @@ Nothing counts before a generation was claimed, and the first thing after a clai
 That is done when an engine is taken over, forgotten or cleared, when too much of it changed, when the books
 were lost, when the servers are others than before, and when the seat is gone. An engine that cannot be given
 a new generation because the server is full, or whose changes could not be written for as long as a lease
-runs, is disowned: readers believe nothing of it. Where not even that can be said, its lease cannot be renewed
-either. Everything held is written again within two thirds of its time to live, which also heals what
-eviction took.
+runs, is disowned: readers believe nothing of it. Where that cannot be said, no lease can be renewed either.
+Everything held is written again within two thirds of its time to live, which also heals what eviction took.
 """
 
 from __future__ import annotations
