@@ -24,7 +24,7 @@ def change(rng: random.Random, writer: Writer, engine_id: str) -> None:
     """One random change of one engine."""
     plane, hashes = rng.choice(PLANES), rng.choices(HASHES, k=rng.randrange(1, 12))
     mirror = writer.mirror
-    match rng.choices(["store", "remove", "set", "clear", "forget"], [50, 40, 5, 2, 3])[0]:
+    match rng.choices(["store", "remove", "set", "clear", "adopt", "forget"], [50, 40, 5, 2, 2, 3])[0]:
         case "store":
             mirror.store(engine_id, plane, hashes)
         case "remove":
@@ -33,6 +33,9 @@ def change(rng: random.Random, writer: Writer, engine_id: str) -> None:
             mirror.set_copies(engine_id, plane, hashes[0], rng.randrange(3))
         case "clear":
             mirror.clear(engine_id, plane.medium)
+        case "adopt":
+            mirror.store("staged", plane, hashes)
+            mirror.adopt("staged", engine_id)
         case _:
             mirror.forget(engine_id)
 
