@@ -16,6 +16,7 @@ through ``encode_batch``; ``encode`` in a thread would hold it.
 
 from __future__ import annotations
 
+import os
 import re
 from array import array
 from collections import OrderedDict
@@ -28,6 +29,9 @@ from tokenizers import Tokenizer
 from router.prompts.request import NotLocalError
 from router.prompts.soft_cuts import is_cut, next_cut, soft_cuts_hold
 from router.prompts.stats import PromptStats
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""The library's own threads gain nothing for one text and burn more CPU waiting than the text costs."""
 
 Ids: TypeAlias = "array[int]"
 """Token ids, 4 bytes each."""
