@@ -236,11 +236,9 @@ class LocalModel:
         known = self.tokenizer.known(tail.texts)
         new_chars = sum(len(t) for t, ids in zip(tail.texts, known, strict=True) if ids is None)
         if new_chars > self._settings.inline_chars_max:
-            parts = await self._workers.run(
-                lambda: self.tokenizer.encode_missing(tail.texts, known, in_thread=True)
-            )
+            parts = await self._workers.run(lambda: self.tokenizer.encode_missing(tail.texts, known))
         else:
-            parts = self.tokenizer.encode_missing(tail.texts, known, in_thread=False)
+            parts = self.tokenizer.encode_missing(tail.texts, known)
         self.tokenizer.remember(tail.texts, parts)
         reused = count = parent.counts[kept] if parent is not None and kept else 0
         entry.text = text

@@ -66,11 +66,10 @@ def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None
         assert cached.split(text) == expected
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_both_ways_of_encoding_agree(in_thread: bool) -> None:
+def test_segments_encoded_as_one_batch_agree_with_the_whole() -> None:
     cached = make(KINDS["byte-level"])
     parts = cached.split("a<|im_start|>user\nHello<|im_end|>\n" * 3)
-    ids = cached.encode_missing(parts.texts, [None] * len(parts.texts), in_thread=in_thread)
+    ids = cached.encode_missing(parts.texts, [None] * len(parts.texts))
     assert [token for part in ids for token in part] == list(cached.encode("".join(parts.texts)))
 
 
