@@ -3,7 +3,7 @@
 #   ARGS="..."          passed on to the program behind the target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint format types check docs clean
+.PHONY: help demo test test-vllm test-connectors lint format types check docs clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -28,6 +28,9 @@ test: $(DEV) ## All tests but those that need a real vLLM
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && \
 		KVATLAS_VLLM_PYTHON="$$python" $(BIN)/python -m pytest -m vllm --timeout 1200 $(ARGS)
+
+test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
+	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest tests/connectors --timeout 1200 $(ARGS)
 
 lint: $(DEV) ## Style and likely mistakes
 	@$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Stores that several engines share: one Protocol, checksummed values, deadlines on every call."""

@@ -1,0 +1,77 @@
+"""What a transfer engine is asked to move, and how it answers.
+
+A *row* is one slot of the host pool: all pieces of one (group, device block), packed one after another in the
+group's canonical order. A job copies whole rows in one direction; it succeeds or fails as a whole, and is
+reported exactly once. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+class Direction(enum.Enum):
+    """Seen from the device: ``LOAD`` fills device blocks, ``STORE`` fills host rows."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMoves:
+    """``block_ids[i]`` (device, never 0: that is the null block) <-> ``slots[i]`` (host row), of one group.
+
+    ``keys[i]`` is the block key (hash bytes + group index, see ``connectors.keys``); transfer engines that
+    only copy ignore it, those that go on to a shared store use it. Empty, or as long as the arrays.
+    """
+
+    group_idx: int
+    block_ids: Indices
+    slots: Indices
+    keys: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferJob:
+    """One unit of work. ``job_id`` is unique among the jobs of one engine process."""
+
+    job_id: int
+    direction: Direction
+    groups: tuple[GroupMoves, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How a job ended. ``failed_keys`` names the blocks to blame where known; none named: all of them."""
+
+    job_id: int
+    direction: Direction
+    ok: bool
+    seconds: float
+    bytes_by_group: dict[int, int]
+    error: str = ""
+    failed_keys: tuple[bytes, ...] = ()
+
+
+class TransferEngine(Protocol):
+    """Copies rows asynchronously. ``submit`` never blocks and never raises for a job's own fault."""
+
+    def submit(self, job: TransferJob) -> None:
+        """Take a job. Work submitted to the current device stream before this call is seen by it."""
+
+    def poll(self) -> list[TransferResult]:
+        """The jobs that ended since the last call, each exactly once; never blocks."""
+
+    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
+        """Block until these jobs have ended (they still come out of ``poll``). False: not within the time."""
+
+    def close(self) -> None:
+        """Wait for what runs, free every resource. Further calls to ``submit`` fail their jobs."""
