@@ -1,7 +1,7 @@
 """Block keys: the name of one block of one KV cache group, outside the GPU.
 
-A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash chain
-already names the whole prefix, so a key names a block's content within one engine configuration; stores that
+A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
+chained over the whole prefix, so a key names a block's content within one engine configuration; stores that
 several engines share put a namespace in front (``connectors.namespace``). Keys are compared as bytes and never
 truncated: the 64-bit hashes of KV events are for the router, not for finding bytes.
 """
@@ -12,7 +12,7 @@ _GROUP_BYTES = 4
 
 
 def block_key(block_hash: bytes, group_idx: int) -> bytes:
-    """The key of the block with this full hash in this group. OverflowError outside 0 <= group_idx < 2**32."""
+    """The key of the block with this hash in this group. OverflowError outside 0 <= group_idx < 2**32."""
     return block_hash + group_idx.to_bytes(_GROUP_BYTES, "big")
 
 

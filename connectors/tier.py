@@ -28,10 +28,12 @@ class Tier(Protocol):
     def held(self, request_id: str, keys: Sequence[bytes]) -> frozenset[bytes] | None:
         """Which of these keys could be loaded now. None: not known yet, ask again in the next step."""
 
-    def begin_store(self, chain: Sequence[bytes]) -> list[tuple[bytes, int]]:
+    def begin_store(self, chain: Sequence[bytes], lineage: Sequence[bytes] = ()) -> list[tuple[bytes, int]]:
         """Reserve slots for those of these keys that are neither held nor under way, as far as there is room.
 
         ``chain``: keys of one request in prompt order; a policy may use that they depend on one another.
+        ``lineage``: the request's block hashes from its first token, one per hash block, at least up to the
+        last of ``chain``; a policy finds there what each key stands on. It is read during the call only.
         """
 
     def end_store(self, key: bytes, *, ok: bool) -> None: ...
