@@ -1,0 +1,97 @@
+"""The vLLM names that move between versions, imported in one place, and the versions they were tested with.
+
+vLLM calls its connector interface experimental: methods came and went with almost every release. What is
+imported here exists in every tested version; ``require_tested_vllm`` is the first thing a connector's
+constructor does, so that another version is refused with words, not with wrong bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+
+TESTED_VERSIONS = ("0.32",)
+"""``major.minor`` of the vLLM releases the test suite has run against."""
+
+_REMEDY = "install one of these, or a release of kvatlas that was tested with yours"
+
+try:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1.core.kv_cache_utils import (
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        resolve_kv_cache_block_sizes,
+        to_event_extra_keys,
+    )
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError as error:
+    raise RuntimeError(
+        f"vLLM {vllm.__version__} lacks what the kvatlas connectors need ({error}); tested with "
+        f"{', '.join(TESTED_VERSIONS)}: {_REMEDY}"
+    ) from error
+
+__all__ = [
+    "TESTED_VERSIONS",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "generate_block_hash_extra_keys",
+    "get_kv_cache_spec_kind",
+    "maybe_convert_block_hash",
+    "require_tested_vllm",
+    "resolve_kv_cache_block_sizes",
+    "to_event_extra_keys",
+]
+
+_PROBES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (
+        KVConnectorBase_V1,
+        (
+            "bind_gpu_block_pool",
+            "build_connector_worker_meta",
+            "get_loaded_kv_cache_group_ids",
+            "get_transfer_results",
+            "handle_preemptions",
+            "has_pending_block_frees",
+            "has_pending_push_work",
+            "on_new_request",
+            "requires_kv_delivery",
+            "reset_cache",
+        ),
+    ),
+    (SupportsHMA, ("request_finished_all_groups",)),
+    (KVConnectorWorkerMetadata, ("aggregate",)),
+)
+
+
+def require_tested_vllm(connector: str, version: str | None = None) -> None:
+    """Raise ``RuntimeError`` unless this vLLM (or ``version``) is one that ``connector`` was tested with."""
+    found = vllm.__version__ if version is None else version
+    if ".".join(found.split(".")[:2]) not in TESTED_VERSIONS:
+        tested = ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS)
+        raise RuntimeError(f"{connector} was tested with vLLM {tested}, this is vLLM {found}: {_REMEDY}")
+    for owner, names in _PROBES:
+        missing = [name for name in names if not hasattr(owner, name)]
+        if missing:
+            raise RuntimeError(
+                f"{connector}: {owner.__name__} of this vLLM ({found}) lacks {', '.join(missing)}: {_REMEDY}"
+            )

@@ -1,0 +1,106 @@
+"""What a user may set in ``kv_connector_extra_config``, read once and refused early.
+
+Keys that are not known are errors, as are values out of range: a misspelt limit must not silently be the
+default. Sizes may be numbers of bytes or text such as ``"8GiB"``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from connectors.errors import ConfigError
+
+POLICIES = ("lru", "arc", "boundary")
+_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """Limits and choices of one connector. Times in seconds, sizes in bytes, for the whole engine."""
+
+    host_bytes: int
+    """Host memory for rows, of all ranks together."""
+    policy: str = "boundary"
+    """Which rows give way when the host memory is full: ``lru``, ``arc`` or ``boundary``."""
+    pinned_source_blocks_max: float = 0.1
+    """Share of the GPU's blocks that stores under way may keep from being reused; above it stores wait."""
+    lookup_deadline_s: float = 0.05
+    """How long a request may wait to learn what is held; after that it is computed."""
+    load_min_tokens: int = 1
+    """Hits that would load fewer tokens than this are computed instead."""
+    store_generated: bool = True
+    """Also keep the blocks that decoding fills, not only those of prompts."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], where: str, *, others: Iterable[str] = ()) -> Self:
+        """Read ``kv_connector_extra_config``; ``where``: its name in errors, ``others``: keys read elsewhere.
+
+        Raises ``ConfigError`` for a key that nobody reads, a missing ``host_bytes`` or a value out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in extra:
+            if key not in known and key not in others:
+                names = ", ".join(sorted({*known, *others}))
+                raise ConfigError(f"{where}.{key}", extra[key], f"no such setting; there are: {names}")
+        if "host_bytes" not in extra:
+            raise ConfigError(f"{where}.host_bytes", None, 'say how much host memory to use, e.g. "8GiB"')
+        return cls(
+            host_bytes=size_bytes(extra["host_bytes"], f"{where}.host_bytes"),
+            policy=_choice(extra, where, "policy", cls.policy, POLICIES),
+            pinned_source_blocks_max=_number(
+                extra, where, "pinned_source_blocks_max", cls.pinned_source_blocks_max, low=0, high=1
+            ),
+            lookup_deadline_s=_number(
+                extra, where, "lookup_deadline_s", cls.lookup_deadline_s, low=0, high=60
+            ),
+            load_min_tokens=_whole(extra, where, "load_min_tokens", cls.load_min_tokens, low=1),
+            store_generated=_flag(extra, where, "store_generated", default=cls.store_generated),
+        )
+
+
+def size_bytes(value: object, key: str) -> int:
+    """Bytes of ``4096``, ``"512 MiB"`` or ``"8G"``. ``ConfigError`` for anything else, and for zero."""
+    remedy = 'give a positive number of bytes, or text such as "8GiB" or "500MB"'
+    if isinstance(value, str) and (found := _SIZE.fullmatch(value)) and found[2].lower() in _UNITS:
+        value = int(float(found[1]) * _UNITS[found[2].lower()])
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(key, value, remedy)
+    return value
+
+
+def _number(
+    extra: Mapping[str, Any], where: str, name: str, default: float, *, low: float, high: float
+) -> float:
+    value = extra.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{where}.{name}", value, "give a number")
+    if not low < value <= high:
+        raise ConfigError(f"{where}.{name}", value, f"give a number above {low} and up to {high}")
+    return float(value)
+
+
+def _whole(extra: Mapping[str, Any], where: str, name: str, default: int, *, low: int) -> int:
+    value = extra.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{where}.{name}", value, f"give a whole number of at least {low}")
+    return value
+
+
+def _flag(extra: Mapping[str, Any], where: str, name: str, *, default: bool) -> bool:
+    value = extra.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}.{name}", value, "give true or false")
+    return value
+
+
+def _choice(extra: Mapping[str, Any], where: str, name: str, default: str, choices: tuple[str, ...]) -> str:
+    value = extra.get(name, default)
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{where}.{name}", value, f"choose one of: {', '.join(choices)}")
+    return value
