@@ -2,7 +2,7 @@
 
 A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
 chained over the whole prefix, so a key names a block's content within one engine configuration; stores that
-several engines share put a namespace in front (``connectors.namespace``). Keys are compared as bytes and never
+several engines share put a namespace in front (``connectors.namespace``). Keys are compared as bytes, never
 truncated: the 64-bit hashes of KV events are for the router, not for finding bytes.
 """
 
