@@ -1,6 +1,6 @@
 """Reads the layout of a KV cache off the tensors that vLLM registers.
 
-vLLM (0.32) gives every layer a view ``[blocks, heads, states, bytes]`` into one allocation, whatever the order
+vLLM 0.32 gives every layer a view ``[blocks, heads, states, bytes]`` into one allocation, whatever the order
 in memory (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), so the strides say all there is to know: dimension 0 is
 the block, everything else lies within it. Groups overlay each other in that allocation; the pages of a group
 are read from its own layers only. Mamba layers may come as one tensor of bytes or as a list of state tensors.

@@ -2,8 +2,8 @@
 
 A ``PiecePlan`` is made once per group when the cache is registered. It holds, for every piece of a block, the
 address in block 0, the stride from block to block, the size and the place within a row; a job's pieces then
-follow by broadcasting. Measured on one busy core of a server CPU: 10,016 pieces (16 blocks of 626 pieces, or
-2,504 blocks of 4) take 0.1 ms to build and 0.3 ms to merge.
+follow by broadcasting. Measured on one shared core of a server CPU, best of 30: 10,016 pieces (16 blocks of
+626, 162 of 62, or 2,504 of 4) are built in 0.02 to 0.06 ms, merged in 0.06 ms, and checked in up to 0.16 ms.
 
 Always holds: addresses and sizes are int64 arrays of equal length in row order, block after block; nothing
 outside the named blocks and rows is ever addressed, which ``TransferPlan.refusal`` checks before a job runs.
