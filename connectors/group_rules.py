@@ -1,8 +1,9 @@
 """The engine's own rules for one KV cache group, asked about blocks that are held outside the GPU.
 
 vLLM keeps these rules in its single-type managers, as class methods that ask a block pool which hashes it
-holds. ``OutsidePool`` answers in the pool's place; ``GroupFamily`` is one manager and the groups that share its
-spec, which the engine looks up together. Nothing here is copied from the engine, so nothing can drift from it.
+holds. ``OutsidePool`` answers in the pool's place; ``GroupFamily`` is one manager and the groups that share
+its spec, which the engine looks up together. No rule is written again here, so none can drift from the
+engine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class OutsidePool:
 
 @dataclass(slots=True)
 class GroupFamily:
-    """Groups with one spec: the engine looks them up together."""
+    """One spec, its manager, and the groups that have it."""
 
     spec: Any
     manager: Any
@@ -63,7 +64,7 @@ class GroupFamily:
     def longest_hit(
         self, block_hashes: Sequence[bytes], limit: int, pool: OutsidePool, alignment: int, *, prove: bool
     ) -> int:
-        """Tokens, at most ``limit``, that these groups can resume from; ``prove``: EAGLE matches beyond it."""
+        """Tokens, at most ``limit``, these groups can resume from; ``prove``: EAGLE matches beyond it."""
         peek = self.peek_tokens if prove else 0
         _, reach = type(self.manager).find_longest_cache_hit(
             block_hashes=block_hashes,

@@ -1,10 +1,10 @@
 """Which prefix of a prompt can be loaded, and which blocks of which group that takes.
 
 The rules are the engine's: each group's own manager class says what is a hit, what is reachable and what is
-skipped; here they are asked about blocks held outside the GPU instead of the engine's pool, and their answers
-are brought to one length that all groups accept. Groups that the engine itself never caches by hash are left
-out. What always holds: a hit is aligned as the engine aligns its own, never reaches the prompt's last token,
-and every block of ``load_mask`` for it is held.
+skipped; here they are asked about blocks held outside the GPU instead of the engine's pool, and their
+answers are brought to one length that all groups accept. Groups that the engine itself never caches by hash
+are left out. What always holds: a hit is aligned as the engine aligns its own, never reaches the prompt's
+last token, and every block of ``load_mask`` for it is held.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class HitResolver:
 
         Only what can serve a hit at a boundary. ``first_token``: what was computed at the call before; blocks
         that were due then are left out. ``shared_prefix_tokens``: where the engine saw another request leave
-        this prompt (its ``shared_prefix_boundary``), 0 for none. State groups have none here: their states are
-        stored at the boundaries the engine hands over (``state_key``).
+        this prompt (its ``shared_prefix_boundary``), 0 for none. State groups have none here: their states
+        are stored at the boundaries the engine hands over (``state_key``).
         """
         from vllm.v1.core.kv_cache_coordinator import replay_boundaries  # noqa: PLC0415
 
