@@ -33,7 +33,7 @@ try:
         resolve_kv_cache_block_sizes,
         to_event_extra_keys,
     )
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise RuntimeError(
@@ -56,6 +56,7 @@ __all__ = [
     "SupportsHMA",
     "generate_block_hash_extra_keys",
     "get_kv_cache_spec_kind",
+    "get_kv_cache_spec_sliding_window",
     "maybe_convert_block_hash",
     "require_tested_vllm",
     "resolve_kv_cache_block_sizes",

@@ -1,0 +1,68 @@
+"""The transfer engine for the device a KV cache lies on, with host memory for its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from connectors.errors import ConfigError
+from connectors.host_pool import PinnedHostPool
+from connectors.layout import CacheView, LayoutError, row_bytes_from_config
+from connectors.transfer.base import TransferEngine, TransferJob, TransferResult
+
+
+class EngineWithPool:
+    """A ``TransferEngine`` that owns its host memory: both end together."""
+
+    def __init__(self, engine: TransferEngine, pool: PinnedHostPool) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._closed = False
+
+    def submit(self, job: TransferJob) -> None:
+        self._engine.submit(job)
+
+    def poll(self) -> list[TransferResult]:
+        return self._engine.poll()
+
+    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
+        return self._engine.wait(job_ids, timeout_s)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+            self._pool.close()
+
+
+def slots_of(kv_cache_config: Any, host_bytes: int, world_size: int, where: str) -> int:
+    """Rows that each rank's share of ``host_bytes`` holds: the same number in scheduler and worker.
+
+    ``ConfigError`` (``where`` names the setting) if there is no room for two rows.
+    """
+    row_bytes = row_bytes_from_config(kv_cache_config)
+    slots = host_bytes // world_size // row_bytes
+    if slots < 2:
+        need = 2 * world_size * row_bytes
+        raise ConfigError(where, host_bytes, f"a block takes {row_bytes} bytes of it; give {need} or more")
+    return slots
+
+
+def make_engine(view: CacheView, device: str, *, slots: int, row_bytes: int) -> TransferEngine:
+    """An engine over at least ``slots`` new rows, for a ``cpu`` or ``cuda`` cache.
+
+    ``row_bytes``: what a row takes by the configuration. ``LayoutError`` where a block of the cache turned
+    out larger, ``ConfigError`` for other devices, ``HostMemoryError`` where the memory cannot be had.
+    """
+    if view.row_bytes > row_bytes:
+        raise LayoutError(f"a block takes {view.row_bytes} bytes; its configuration says at most {row_bytes}")
+    if device == "cpu":
+        from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
+
+        pool = PinnedHostPool(slots * view.row_bytes, view.row_bytes)
+        return EngineWithPool(HostTransferEngine(view, pool), pool)
+    if device == "cuda":
+        from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
+
+        return EngineWithPool(*open_cuda(view, slots * view.row_bytes))
+    raise ConfigError("device", device, "there are transfer engines for cpu and cuda")

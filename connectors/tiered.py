@@ -1,0 +1,234 @@
+"""The vLLM connector around both halves: what is the same for every tier.
+
+vLLM makes one object per role, in different processes: the scheduler's holds an ``OffloadScheduler``, each
+rank's an ``OffloadWorker``; they meet only in the metadata of steps. A subclass says which tier and which
+transfer engine. Loads are asynchronous only, blocks are freed at once, nothing here raises once it is set up.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+from connectors.compat import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+    require_tested_vllm,
+)
+from connectors.errors import ConfigError
+from connectors.jobs import StepJobs, StepResults
+from connectors.scheduler import OffloadScheduler
+from connectors.stats import OffloadPromMetrics, OffloadStats
+from connectors.worker import OffloadWorker
+
+EXTRA_CONFIG = "kv_connector_extra_config"
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What a step asks of the workers."""
+
+    jobs: StepJobs
+
+
+@dataclass
+class WorkerResults(KVConnectorWorkerMetadata):
+    """What ranks answered in a step."""
+
+    results: StepResults
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerResults:
+        return WorkerResults(self.results.merge(other.results))
+
+
+class TieredConnector(KVConnectorBase_V1, SupportsHMA):
+    """A connector over one tier. Subclasses make the halves; both are made once, in the constructor."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """``ConfigError``: a setting that cannot work; ``RuntimeError``: a vLLM it was not tested with."""
+        require_tested_vllm(type(self).__name__)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
+        self._scheduler: OffloadScheduler | None = None
+        self._worker: OffloadWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self.make_scheduler()
+        else:
+            self._worker = self.make_worker()
+
+    @abc.abstractmethod
+    def make_scheduler(self) -> OffloadScheduler:
+        """The scheduler's half. ``_vllm_config``, ``_kv_cache_config`` and ``extra_config`` are there."""
+
+    @abc.abstractmethod
+    def make_worker(self) -> OffloadWorker:
+        """The half of one rank."""
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        """What the user wrote in ``kv_connector_extra_config``."""
+        return dict(self._kv_transfer_config.kv_connector_extra_config or {})
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this engine."""
+        return int(self._vllm_config.parallel_config.world_size)
+
+    @property
+    def events_enabled(self) -> bool:
+        """Whether this engine publishes KV events."""
+        events = self._vllm_config.kv_events_config
+        return events is not None and bool(events.enable_kv_cache_events)
+
+    @property
+    def scheduler(self) -> OffloadScheduler:
+        if self._scheduler is None:
+            raise RuntimeError("this is a worker's connector; vLLM asked it for the scheduler's part")
+        return self._scheduler
+
+    @property
+    def worker(self) -> OffloadWorker:
+        if self._worker is None:
+            raise RuntimeError("this is the scheduler's connector; vLLM asked it for a worker's part")
+        return self._worker
+
+    # -- what vLLM asks of the class ---------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not stored is computed again."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """All layers of a block side by side: one long piece per block. Backends may decline."""
+        del vllm_config
+        return "BLHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        return OffloadStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        half = self._scheduler if self._scheduler is not None else self._worker
+        counts = half.tally.take() if half is not None else {}
+        return OffloadStats(data=counts) if counts else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    # -- the scheduler's half ----------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepMetadata(self.scheduler.build_connector_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        answered = connector_output.kv_connector_worker_meta
+        if isinstance(answered, WorkerResults):
+            self.scheduler.update_connector_output(answered.results)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished_all_groups(request, block_ids)
+
+    def take_events(self) -> list[Any]:
+        return self.scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.has_pending_push_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.has_pending_block_frees()
+
+    def reset_cache(self) -> bool:
+        return self.scheduler.reset_cache()
+
+    # -- a worker's half ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self.worker.handle_preemptions(_jobs(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        del forward_context, kwargs
+        self.worker.start_load_kv(_jobs(self._connector_metadata))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: requests run only after their load ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        self.worker.wait_for_save(_jobs(self._connector_metadata))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        del finished_req_ids
+        finished, failed = self.worker.poll()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> WorkerResults | None:
+        results = self.worker.take_results()
+        return None if results is None else WorkerResults(results)
+
+
+def _jobs(metadata: KVConnectorMetadata | None) -> StepJobs:
+    return metadata.jobs if isinstance(metadata, StepMetadata) else StepJobs()
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ``ConfigError`` for engines whose blocks these connectors cannot keep."""
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        raise ConfigError("kv_role", role, 'this connector stores and loads; use "kv_both"')
+    parallel = vllm_config.parallel_config
+    for name, what in (
+        ("pipeline_parallel_size", "ranks would need rows of different sizes"),
+        ("decode_context_parallel_size", "a block's tokens would lie on several ranks"),
+        ("prefill_context_parallel_size", "a block's tokens would lie on several ranks"),
+    ):
+        if getattr(parallel, name) != 1:
+            raise ConfigError(name, getattr(parallel, name), f"{what}; use tensor parallelism instead")
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in _layer_specs(group.kv_cache_spec):
+            mode = getattr(spec, "mamba_cache_mode", "align")
+            if mode != "align":
+                raise ConfigError(
+                    "mamba_cache_mode", mode, 'only states at block boundaries can be kept; use "align"'
+                )
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if inner else [spec]
