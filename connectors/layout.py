@@ -47,7 +47,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """All that one block of a group consists of. ``row_bytes``: its bytes in a row, padding left out.
+    """All that one block of a group consists of. ``row_bytes``: its bytes in a row, large padding left out.
 
     ``row_format`` says what the bytes mean, in row order (layer, element type, inner order): rows of two
     caches are interchangeable only where it is equal. Empty for views built by hand.

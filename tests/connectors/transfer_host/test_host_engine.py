@@ -135,6 +135,15 @@ def test_stores_beyond_the_bound_fail_at_once_and_loads_do_not(setup: Setup) -> 
     assert engine.stores_dropped == 3
 
 
+def test_stores_are_taken_again_once_others_are_done(setup: Setup) -> None:
+    engine = setup.engine(FailJob(0), queued_stores_max=1)
+    for i in range(1, 6):
+        engine.submit(job(i, Direction.STORE, move(0, [i], [i])))
+        assert engine.wait([i], WAIT_S)
+    assert [result.ok for result in engine.poll()] == [True] * 5
+    assert engine.stores_dropped == 0
+
+
 def test_a_job_submitted_twice_is_answered_once(setup: Setup) -> None:
     gate = Gate()
     engine = setup.engine(gate)

@@ -65,10 +65,9 @@ def latent(**changes: Any) -> Any:
     )
 
 
-def latent_window() -> Any:
-    return SlidingWindowMLASpec(
-        block_size=16, num_kv_heads=1, head_size=20, dtype=torch.bfloat16, sliding_window=32, alignment=576
-    )
+def latent_window(**changes: Any) -> Any:
+    fields = {"block_size": 16, "head_size": 20, "sliding_window": 128, "alignment": 576, **changes}
+    return SlidingWindowMLASpec(num_kv_heads=1, dtype=torch.bfloat16, **fields)
 
 
 def named(*specs: Any) -> dict[str, Any]:
@@ -82,6 +81,14 @@ MODELS = {
     "packed latent, indexer and windows": named(
         *[latent(alignment=576), latent(head_size=10, alignment=576), latent_window()] * 3
     ),
+    "packed as in DeepSeek V4": named(
+        *[
+            latent(block_size=64, head_size=292, alignment=576),
+            latent(block_size=64, head_size=66, alignment=576),
+            latent_window(block_size=64, head_size=292),
+        ]
+        * 3
+    ),
     "one group of two page sizes": named(full(), full(head_size=24), full()),
     "one group of one head and two page sizes": named(latent(), latent(head_size=10), latent()),
 }
@@ -93,6 +100,7 @@ EXPRESSIBLE = {
     "windows and full": EVERY,
     "mamba and full": COMPACT,
     "packed latent, indexer and windows": {"BLHNC", "BLNHC"},
+    "packed as in DeepSeek V4": {"BLHNC", "BLNHC"},
     "one group of two page sizes": COMPACT,
     "one group of one head and two page sizes": COMPACT,
 }
@@ -188,7 +196,17 @@ def test_only_a_groups_own_bytes_are_copied(model: str, layout: str) -> None:
     for group in view.groups:
         layers = config.kv_cache_groups[group.group_idx].layer_names
         own = sum(tensors[layer][0].numel() * tensors[layer].element_size() for layer in layers)
-        assert group.row_bytes == own
+        padding = sum(int(line.partition(":")[2]) for line in group.row_format if line.startswith("padding:"))
+        assert group.row_bytes == own + padding
+        assert padding <= own / 8
+        assert not padding or layout.startswith("B")
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+def test_small_padding_between_pages_is_copied_along_to_make_one_piece(layout: str) -> None:
+    config = plan("packed as in DeepSeek V4", layout)
+    view = CacheView.from_kv_caches(config, allocate(config, layout))
+    assert [sum(len(region.piece_offsets) for region in group.regions) for group in view.groups] == [1, 1]
 
 
 @pytest.mark.parametrize("model", list(MODELS))
