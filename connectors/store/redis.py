@@ -1,0 +1,243 @@
+"""Blocks as values of a Redis or Valkey server: simple to run, about 1 GB/s, for tests and small fleets.
+
+The server evicts (``maxmemory`` with ``allkeys-lru``); asking whether a key exists renews it. A few
+connections are kept and handed to the threads that ask; each call sends pipelines of at most 8 MiB. A
+connection with which anything went wrong is closed and a new one made for the next call; how often that is
+tried, ``connectors.store.circuit`` says.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from connectors.errors import ConfigError
+from connectors.store.base import Counters, Deadline, StoreUnavailable
+from connectors.store.options import Options
+from connectors.store.redis_link import RedisAddress, RedisLink, ServerError
+
+log = logging.getLogger(__name__)
+
+PIPELINE_BYTES_MAX = 8 << 20
+PIPELINE_COMMANDS_MAX = 1024
+VALUE_BYTES_MAX = 512 * 1000 * 1000
+"""What servers take by default (``proto-max-bulk-len``), with room for the command around it."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class RedisSettings:
+    """``ttl_s``: values nobody renews are forgotten after so many seconds; 0: only when memory runs out."""
+
+    address: RedisAddress = field(default_factory=RedisAddress)
+    connections: int = 4
+    prefix: str = "kvatlas:"
+    ttl_s: int = 0
+
+    @classmethod
+    def parse(cls, options: Options) -> RedisSettings:
+        """ConfigError for what cannot work; passwords only come from files."""
+        address = _address(options)
+        try:
+            address.tls_context()
+        except OSError as error:
+            raise ConfigError(
+                options.key("ca_file"), str(address.ca_file), f"give PEM files: {error}"
+            ) from error
+        return cls(
+            address=address,
+            connections=options.whole("connections", cls.connections, low=1, high=64),
+            prefix=options.text("prefix", cls.prefix),
+            ttl_s=options.whole("ttl_s", cls.ttl_s, low=0, high=10**9),
+        )
+
+
+def _address(options: Options) -> RedisAddress:
+    url = options.text("url")
+    remedy = "give redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH?db=DB"
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 6379
+        db_text = (
+            parse_qs(parts.query).get("db", [""])[0] if parts.scheme == "unix" else parts.path.strip("/")
+        )
+        db = int(db_text or 0)
+    except ValueError as error:
+        raise ConfigError(options.key("url"), _without_login(url), remedy) from error
+    if parts.password or parts.username:
+        raise ConfigError(
+            options.key("url"),
+            _without_login(url),
+            "give username and password_file as settings of their own",
+        )
+    if parts.scheme not in {"redis", "rediss", "unix"} or (parts.scheme == "unix" and not parts.path):
+        raise ConfigError(options.key("url"), url, remedy)
+    return RedisAddress(
+        host=parts.hostname or "127.0.0.1",
+        port=port,
+        unix_path=unquote(parts.path) if parts.scheme == "unix" else "",
+        db=db,
+        username=options.text("username", ""),
+        password_file=options.file("password_file"),
+        tls=parts.scheme == "rediss",
+        ca_file=options.file("ca_file"),
+        cert_file=options.file("cert_file"),
+        key_file=options.file("key_file"),
+    )
+
+
+def _without_login(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+class RedisStore:
+    """A ``BlockStore`` on one server. Nothing is connected before the first call."""
+
+    def __init__(self, settings: RedisSettings, *, name: str = "redis") -> None:
+        self.name = name
+        self._settings = settings
+        self._prefix = settings.prefix.encode()
+        self._tls = settings.address.tls_context()
+        self._counters = Counters()
+        self._idle: queue.LifoQueue[RedisLink | None] = queue.LifoQueue()
+        for _ in range(settings.connections):
+            self._idle.put(None)
+        self._closed = threading.Event()
+
+    def register_buffer(self, buffer: memoryview) -> None:
+        """Nothing to do: sockets read into and write from any memory."""
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """One answer per key; keys that are there become the most recently used."""
+        deadline = Deadline(deadline_s)
+        found: list[bool] = []
+        with self._link(deadline) as link:
+            for batch in _batches(keys, lambda _: 0):
+                replies = self._run(link, [(b"TOUCH", self._prefix + key) for key in batch], deadline)
+                found += [reply == 1 for reply in replies]
+        return found
+
+    def put(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
+        deadline = Deadline(deadline_s)
+        done: list[bool] = []
+        lasts = [b"EX", b"%d" % self._settings.ttl_s] if self._settings.ttl_s else []
+        with self._link(deadline) as link:
+            for batch in _batches(items, lambda item: item[1].nbytes):
+                fits = [value.nbytes <= VALUE_BYTES_MAX for _, value in batch]
+                if not all(fits):
+                    self._counters.add("too_large", fits.count(False))
+                commands: list[Sequence[bytes | memoryview]] = [
+                    (b"SET", self._prefix + key, value, *lasts)
+                    for (key, value), fit in zip(batch, fits, strict=True)
+                    if fit
+                ]
+                replies = iter(self._run(link, commands, deadline))
+                done += [fit and next(replies) == b"OK" for fit in fits]
+        return done
+
+    def get_into(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
+        deadline = Deadline(deadline_s)
+        done: list[bool] = []
+        with self._link(deadline) as link:
+            for batch in _batches(items, lambda item: item[1].nbytes):
+                link.send([(b"GET", self._prefix + key) for key, _ in batch], deadline)
+                done += [self._receive_value(link, buffer, deadline) for _, buffer in batch]
+        return done
+
+    def remove(self, keys: Sequence[bytes], deadline_s: float) -> None:
+        deadline = Deadline(deadline_s)
+        with self._link(deadline) as link:
+            for batch in _batches(keys, lambda _: 0):
+                self._run(link, [(b"UNLINK", self._prefix + key) for key in batch], deadline)
+
+    def counters(self) -> dict[str, int]:
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        self._closed.set()
+        while True:
+            try:
+                link = self._idle.get_nowait()
+            except queue.Empty:
+                return
+            if link is not None:
+                link.close()
+
+    @contextmanager
+    def _link(self, deadline: Deadline) -> Iterator[RedisLink]:
+        """One of the connections, for one call; made where there is none."""
+        if self._closed.is_set():
+            raise StoreUnavailable("the store is closed")
+        try:
+            link = self._idle.get(timeout=max(deadline.left_s(), 0.0))
+        except queue.Empty:
+            self._counters.add("no_connection")
+            raise StoreUnavailable("every connection was in use until the deadline") from None
+        sound = False
+        try:
+            if link is None:
+                link = RedisLink(self._settings.address, self._tls, deadline)
+                self._counters.add("connected")
+            yield link
+            sound = True
+        finally:
+            if link is not None and (not sound or self._closed.is_set()):
+                link.close()
+                link = None
+            self._idle.put(link)
+
+    def _run(
+        self, link: RedisLink, commands: Sequence[Sequence[bytes | memoryview]], deadline: Deadline
+    ) -> list[int | bytes | None]:
+        """Replies in order; a command that the server refuses gives None, and is counted."""
+        link.send(commands, deadline)
+        replies: list[int | bytes | None] = []
+        for _ in commands:
+            try:
+                replies.append(link.receive(deadline))
+            except ServerError as error:
+                self._refused(error)
+                replies.append(None)
+        return replies
+
+    def _receive_value(self, link: RedisLink, buffer: memoryview, deadline: Deadline) -> bool:
+        try:
+            length = link.receive(deadline, lambda length: buffer if length == buffer.nbytes else None)
+        except ServerError as error:
+            self._refused(error)
+            return False
+        if length is None:
+            self._counters.add("absent")
+        elif length == -1:
+            self._counters.add("length")
+        return length == buffer.nbytes
+
+    def _refused(self, error: ServerError) -> None:
+        kind = str(error).partition(" ")[0]
+        if kind == "OOM":
+            self._counters.add("full")
+            return
+        if not self.counters().get("refused"):
+            log.warning("%s refuses a command: %s", self._settings.address, error)
+        self._counters.add("refused")
+
+
+def _batches(items: Sequence[Item], size_bytes: Callable[[Item], int]) -> Iterator[Sequence[Item]]:
+    """Cut into runs that fit a pipeline; one item may be larger alone."""
+    start = total = 0
+    for at, item in enumerate(items):
+        size = size_bytes(item)
+        if at > start and (total + size > PIPELINE_BYTES_MAX or at - start >= PIPELINE_COMMANDS_MAX):
+            yield items[start:at]
+            start, total = at, 0
+        total += size
+    if start < len(items):
+        yield items[start:]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_kit import MemoryStore, Shared
+
+from connectors.store.file import FileSettings, FileStore
+from connectors.store.redis import RedisSettings, RedisStore
+from connectors.store.redis_link import RedisAddress
+from tests.redis.servers import Server, binaries, program
+
+KINDS = ["memory", "file", "redis", "valkey", "mooncake"]
+
+
+@pytest.fixture(scope="session")
+def redis_servers() -> Iterator[dict[str, Server]]:
+    """Started when first asked for; by kind."""
+    started: dict[str, Server] = {}
+    yield started
+    for server in started.values():
+        server.close()
+
+
+def server_of(kind: str, started: dict[str, Server]) -> Server:
+    binary = program(kind)
+    if kind not in started:
+        started[kind] = Server(binary)
+    return started[kind]
+
+
+@pytest.fixture
+def any_server(redis_servers: dict[str, Server]) -> Server:
+    found = binaries()
+    return server_of("valkey" if "valkey" in found else "redis", redis_servers)
+
+
+@pytest.fixture(params=KINDS)
+def shared(
+    request: pytest.FixtureRequest, tmp_path: Path, redis_servers: dict[str, Server]
+) -> Iterator[Shared]:
+    """The same store several times over, as the engines of a fleet have it."""
+    kind = request.param
+    if kind == "memory":
+        memory = MemoryStore()
+        made = Shared(lambda: memory, lambda key, value: memory.values.update({key: value}))
+    elif kind == "file":
+        made = _file(tmp_path)
+    elif kind == "mooncake":
+        made = request.getfixturevalue("mooncake_shared")
+    else:
+        made = _redis(server_of(kind, redis_servers))
+    yield made
+    made.close()
+
+
+def _file(folder: Path) -> Shared:
+    settings = FileSettings(folder / "blocks", max_bytes=1 << 30)
+    store = FileStore(settings, sweeps=False)
+
+    def overwrite(key: bytes, value: bytes) -> None:
+        Path(store._path(key)).write_bytes(value)
+
+    return Shared(lambda: FileStore(settings, sweeps=False), overwrite)
+
+
+def _redis(server: Server) -> Shared:
+    server.command("FLUSHALL")
+    settings = RedisSettings(RedisAddress(port=server.port))
+
+    def overwrite(key: bytes, value: bytes) -> None:
+        server.command("SET", settings.prefix.encode() + key, value)
+
+    return Shared(lambda: RedisStore(settings), overwrite)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A server that accepts connections and never says a word."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted: list[socket.socket] = []
+
+    def accept() -> None:
+        while True:
+            try:
+                accepted.append(listener.accept()[0])
+            except OSError:
+                return
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield int(listener.getsockname()[1])
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    for connection in accepted:
+        connection.close()
+
+
+@pytest.fixture(scope="session")
+def mooncake_service() -> Iterator[object]:
+    """A master of Mooncake, where the package is installed and loads."""
+    if "mooncake.store" not in sys.modules:
+        pytest.importorskip(
+            "mooncake.store", reason="needs the package mooncake-transfer-engine", exc_type=ImportError
+        )
+    from mooncake_kit import Service  # noqa: PLC0415
+
+    service = Service()
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def mooncake_shared(mooncake_service: object) -> Shared:
+    return mooncake_service.shared()  # type: ignore[attr-defined]
