@@ -1,0 +1,286 @@
+"""Copies rows between a GPU's KV cache and pinned host memory, beside the model and without waiting for it.
+
+``submit`` records an event on the computing stream and queues the job; a thread spells jobs out and enqueues
+them on one stream per direction, both of the lowest priority, behind that event: a store reads what was
+computed before it was submitted, a load overwrites nothing that earlier work still has to zero. Loads go
+before stores, because requests wait for them. ``poll`` asks the events behind each part.
+
+Always holds: a job is reported once, and well only after its last byte arrived; ``submit`` and ``poll`` never
+wait for the device. After an error of CUDA's nothing can be trusted: every job under way fails, once the
+streams are at rest, and so does every later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from connectors.host_pool import PinnedHostPool
+from connectors.layout import CacheView
+from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
+from connectors.transfer.cuda_device import Device, TorchDevice
+from connectors.transfer.cuda_lane import EventPool, Lane, Part, PreparedJob, QueuedJob
+from connectors.transfer.cuda_mover import MoveCounts, Mover
+from connectors.transfer.driver import CudaDriver, Driver
+from connectors.transfer.plan import HostMemory, TransferPlan
+
+log = logging.getLogger(__name__)
+
+QUEUED_STORES_MAX = 64
+INFLIGHT_BYTES_MAX = 512 << 20
+"""Per direction: some ten milliseconds of a PCIe link, so that the device always has the next part."""
+POLL_INTERVAL_S = 0.0002
+
+
+def open_cuda(
+    view: CacheView, host_bytes: int, device_index: int | None = None
+) -> tuple[CudaTransferEngine, PinnedHostPool]:
+    """The engine and the pinned pool for one GPU (default: torch's current one).
+
+    Close the engine, then the pool. Raises HostMemoryError, DriverError, LayoutError, or RuntimeError where
+    there is no CUDA device.
+    """
+    device = TorchDevice(device_index)
+    driver = CudaDriver(device.index)
+    pool = PinnedHostPool(host_bytes, view.row_bytes, driver=driver)
+    try:
+        engine = CudaTransferEngine(
+            view, pool, device=device, driver=driver, host_chunk_bytes=pool.chunk_bytes
+        )
+    except BaseException:
+        pool.close()
+        raise
+    log.info("host memory of %s: %s; %s", device.name, "; ".join(pool.notes), engine.calibration.describe())
+    return engine, pool
+
+
+class CudaTransferEngine:
+    """The ``TransferEngine`` for caches in a GPU's memory."""
+
+    def __init__(
+        self,
+        view: CacheView,
+        pool: HostMemory,
+        *,
+        device: Device,
+        driver: Driver,
+        row_bytes: int | None = None,
+        host_chunk_bytes: int = 0,
+        calibration: Calibration | None = None,
+        queued_stores_max: int = QUEUED_STORES_MAX,
+        inflight_bytes_max: int = INFLIGHT_BYTES_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``pool`` is pinned and must outlive the engine; ``host_chunk_bytes``: length of its registered
+        chunks, 0: one. ``calibration``: default, measured now. LayoutError: a row cannot hold a block."""
+        if queued_stores_max < 1 or inflight_bytes_max < 1 or host_chunk_bytes < 0:
+            raise ValueError(
+                f"queued_stores_max={queued_stores_max}, inflight_bytes_max={inflight_bytes_max} and "
+                f"host_chunk_bytes={host_chunk_bytes}: the first two must be positive, the last not negative"
+            )
+        self._plan = TransferPlan(view, pool, row_bytes)
+        self._pool = pool
+        self._device = device
+        self._driver = driver
+        self._host_chunk_bytes = host_chunk_bytes
+        self._clock = clock
+        self.calibration = calibration if calibration is not None else calibrate(device, driver)
+        if self.calibration.kernel_max_piece_bytes and not driver.maps_same_address(pool.address):
+            self.calibration = without_kernel(
+                self.calibration, "the host pool is not mapped at its own address"
+            )
+        self._mover = Mover(device, driver, self.calibration)
+        self._events = EventPool(device)
+        # In the order of preference: a request waits for a load, nobody for a store.
+        self._lanes = {
+            direction: Lane(direction, device.low_priority_stream(), inflight_bytes_max)
+            for direction in (Direction.LOAD, Direction.STORE)
+        }
+        self._queued_stores_max = queued_stores_max
+        self._changed = threading.Condition()
+        self._unfinished: dict[int, TransferJob] = {}
+        self._results: list[TransferResult] = []
+        self._closing = False
+        self._failure = ""
+        self.stores_dropped = 0
+        """Stores that failed because too many were waiting."""
+        self._thread = threading.Thread(target=self._run, name="kvatlas-cuda-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """Why the engine is dead; empty: it is not."""
+        return self._failure
+
+    @property
+    def counts(self) -> MoveCounts:
+        """How many pieces went which way."""
+        return self._mover.counts
+
+    @property
+    def throttled(self) -> int:
+        """How often enqueueing stopped because ``inflight_bytes_max`` were on their way."""
+        return sum(lane.throttled for lane in self._lanes.values())
+
+    def submit(self, job: TransferJob) -> None:
+        """Take a job; whatever is wrong with it, or with the device, shows in its result."""
+        refusal = self._plan.refusal(job)
+        with self._changed:
+            if job.job_id in self._unfinished:
+                # Answering both would end the first one before its time.
+                log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
+                return
+            lane = self._lanes[job.direction]
+            if self._failure:
+                refusal = self._failure
+            elif self._closing:
+                refusal = "the transfer engine is closed"
+            elif not refusal and job.direction is Direction.STORE and self._full(lane):
+                self.stores_dropped += 1
+                refusal = f"{len(lane.waiting)} stores are waiting, no more are taken"
+            if not refusal:
+                refusal = self._queue(job, lane)
+            if refusal:
+                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
+            self._changed.notify_all()
+
+    def poll(self) -> list[TransferResult]:
+        """The jobs that ended since the last call; of each direction, in the order they were submitted."""
+        with self._changed:
+            self._retire()
+            results, self._results = self._results, []
+        return results
+
+    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
+        """Block until these jobs have ended; ids that are not under way count as ended."""
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            while True:
+                self._retire()
+                if self._unfinished.keys().isdisjoint(job_ids):
+                    return True
+                left = deadline - self._clock()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, POLL_INTERVAL_S))
+
+    def close(self) -> None:
+        """Finish every job that was taken, then stop; may be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _full(self, lane: Lane) -> bool:
+        return len(lane.waiting) >= self._queued_stores_max
+
+    def _queue(self, job: TransferJob, lane: Lane) -> str:
+        """Empty, or why the device did not take the event that the job has to wait for."""
+        try:
+            ready = self._events.take()
+            self._device.record(ready, self._device.current_stream())
+        except Exception as error:
+            log.exception("recording an event on the computing stream failed")
+            return self._fail(error)
+        self._unfinished[job.job_id] = job
+        lane.waiting.append(QueuedJob(job, ready, self._clock()))
+        return ""
+
+    def _retire(self) -> None:
+        """Report what has arrived. The lock is held."""
+        if self._failure:
+            return  # the submit thread answers what is left, once nothing can be written any more
+        try:
+            ended = [
+                queued for lane in self._lanes.values() for queued in lane.retire(self._device, self._events)
+            ]
+        except Exception as error:
+            log.exception("asking whether copies have arrived failed")
+            self._fail(error)
+            return
+        now = self._clock()
+        for queued in ended:
+            job = self._unfinished.pop(queued.job.job_id)
+            moved = self._plan.bytes_by_group(job)
+            self._results.append(
+                TransferResult(job.job_id, job.direction, True, now - queued.submitted_at, moved)
+            )
+        if ended:
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> str:
+        """The engine dies; the first reason counts. The lock is held."""
+        if not self._failure:
+            self._failure = f"the transfer engine is dead after {type(error).__name__}: {error}"
+            log.error("%s; blocks are neither saved nor loaded any more", self._failure)
+        self._changed.notify_all()
+        return self._failure
+
+    def _run(self) -> None:
+        try:
+            self._device.bind_thread()
+            self._driver.bind_thread()
+            while (lane := self._next_lane()) is not None:
+                self._send_part(lane)
+        except Exception as error:
+            log.exception("enqueueing copies failed")
+            with self._changed:
+                self._fail(error)
+        if self._failure:
+            self._answer_all()
+
+    def _next_lane(self) -> Lane | None:
+        """Wait for something to enqueue; None: there will be nothing more."""
+        with self._changed:
+            while not self._failure:
+                if any(lane.throttling for lane in self._lanes.values()) or self._closing:
+                    self._retire()
+                for lane in self._lanes.values():
+                    if lane.may_enqueue():
+                        return lane
+                if self._closing and all(lane.idle for lane in self._lanes.values()):
+                    return None
+                # Without somebody who waits for room or for the end, completions are poll's business.
+                watching = self._closing or any(lane.throttling for lane in self._lanes.values())
+                self._changed.wait(POLL_INTERVAL_S if watching else None)
+            return None
+
+    def _send_part(self, lane: Lane) -> None:
+        with self._changed:
+            queued = lane.take_queued()
+        prepared = lane.current
+        if queued is not None:
+            prepared = Lane.prepare(queued, self._plan, self._host_chunk_bytes)
+            self._device.wait(lane.stream, queued.ready)
+            with self._changed:
+                self._events.give(queued.ready)
+                lane.current = prepared
+        if prepared is not None:
+            self._send(lane, prepared)
+
+    def _send(self, lane: Lane, prepared: PreparedJob) -> None:
+        pieces, size_bytes = prepared.take_part()
+        kept = self._mover.move(lane.direction, pieces, lane.stream) if size_bytes else None
+        with self._changed:
+            done = self._events.take()
+        self._device.record(done, lane.stream)
+        with self._changed:
+            lane.sent(Part(done, size_bytes, prepared.queued if prepared.exhausted else None, kept))
+
+    def _answer_all(self) -> None:
+        """Fail what is under way, after the streams have come to rest: nobody may reuse memory before."""
+        for lane in self._lanes.values():
+            try:
+                self._device.synchronize(lane.stream)
+            except Exception:
+                log.debug("a stream did not come to rest", exc_info=True)
+        with self._changed:
+            for lane in self._lanes.values():
+                lane.abandon()
+            for job in self._unfinished.values():
+                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, self._failure))
+            self._unfinished.clear()
+            self._changed.notify_all()

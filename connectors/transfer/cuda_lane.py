@@ -1,0 +1,160 @@
+"""One direction of transfers: the jobs that wait, the one being enqueued, the parts on their way.
+
+A job is enqueued in parts, each with an event after it, so that one large job neither fills the device's
+queues nor keeps the other direction waiting. All parts of a lane go to one stream in order: the event of a
+job's last part is reached after all of the job.
+
+Not locked: the engine's lock guards every method except ``prepare``, which only its submit thread calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from connectors.transfer.base import Direction, TransferJob
+from connectors.transfer.cuda_device import Device, EventHandle, StreamHandle
+from connectors.transfer.cuda_mover import cut_at_chunks
+from connectors.transfer.plan import Pieces, TransferPlan, merge_adjacent
+
+PART_PIECES_MAX = 16_384
+PART_BYTES_MAX = 32 << 20
+"""A part holds at most this much, or one piece."""
+
+
+class EventPool:
+    """Events that are used again: creating one costs more than recording it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: deque[EventHandle] = deque()
+        self.created = 0
+
+    def take(self) -> EventHandle:
+        """An event nobody waits for."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            self.created += 1
+            return self._device.new_event()
+
+    def give(self, event: EventHandle) -> None:
+        """Back: its last record has been reached, or every wait for it has been enqueued."""
+        self._free.append(event)
+
+
+@dataclass(slots=True)
+class QueuedJob:
+    """A job that waits to be enqueued. ``ready``: recorded on the computing stream when it was submitted."""
+
+    job: TransferJob
+    ready: EventHandle
+    submitted_at: float
+
+
+@dataclass(slots=True)
+class Part:
+    """Some pieces on their way. ``ends``: the job whose last they are; ``kept``: what the copy needs."""
+
+    done: EventHandle
+    size_bytes: int
+    ends: QueuedJob | None
+    kept: object
+
+
+class PreparedJob:
+    """A job spelled out as pieces, handed over part by part."""
+
+    def __init__(self, queued: QueuedJob, pieces: Pieces) -> None:
+        self.queued = queued
+        self._pieces = pieces
+        self._ends = np.cumsum(pieces[2])
+        self._next = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next >= len(self._ends)
+
+    def take_part(self) -> tuple[Pieces, int]:
+        """The next pieces and their bytes; empty only for a job without any."""
+        first = self._next
+        before = int(self._ends[first - 1]) if first else 0
+        within = int(np.searchsorted(self._ends, before + PART_BYTES_MAX, side="right"))
+        self._next = last = min(max(within, first + 1), first + PART_PIECES_MAX, len(self._ends))
+        size = int(self._ends[last - 1]) - before if last > first else 0
+        src, dst, sizes = (array[first:last] for array in self._pieces)
+        return (src, dst, sizes), size
+
+
+class Lane:
+    """See the module. ``throttled`` counts the times that the bytes on their way were too many."""
+
+    def __init__(self, direction: Direction, stream: StreamHandle, inflight_bytes_max: int) -> None:
+        self.direction = direction
+        self.stream = stream
+        self.waiting: deque[QueuedJob] = deque()
+        self.current: PreparedJob | None = None
+        self.inflight: deque[Part] = deque()
+        self.inflight_bytes = 0
+        self.throttled = 0
+        self._inflight_bytes_max = inflight_bytes_max
+
+    @property
+    def wanting(self) -> bool:
+        """Whether there is something to enqueue."""
+        return self.current is not None or bool(self.waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self.wanting and not self.inflight
+
+    @property
+    def throttling(self) -> bool:
+        """Whether something has to wait for room; one part may always be on its way."""
+        return self.wanting and bool(self.inflight) and self.inflight_bytes >= self._inflight_bytes_max
+
+    def may_enqueue(self) -> bool:
+        """Whether the next part may go now."""
+        return self.wanting and not self.throttling
+
+    def take_queued(self) -> QueuedJob | None:
+        """The job whose enqueueing begins now; None: that of an earlier one goes on."""
+        return None if self.current is not None else self.waiting.popleft()
+
+    @staticmethod
+    def prepare(queued: QueuedJob, plan: TransferPlan, chunk_bytes: int) -> PreparedJob:
+        """Spell a job out; the costly part, done without the lock."""
+        pieces = merge_adjacent(plan.pieces(queued.job))
+        if chunk_bytes:
+            host_side = 0 if queued.job.direction is Direction.LOAD else 1
+            pieces = cut_at_chunks(pieces, host_side, plan.host_base, chunk_bytes)
+        return PreparedJob(queued, pieces)
+
+    def sent(self, part: Part) -> None:
+        """A part has been enqueued."""
+        self.inflight.append(part)
+        self.inflight_bytes += part.size_bytes
+        if part.ends is not None:
+            self.current = None
+        if self.throttling:
+            self.throttled += 1
+
+    def retire(self, device: Device, events: EventPool) -> list[QueuedJob]:
+        """The jobs of which everything has arrived, in the order they were enqueued."""
+        ended = []
+        while self.inflight and device.done(self.inflight[0].done):
+            part = self.inflight.popleft()
+            self.inflight_bytes -= part.size_bytes
+            events.give(part.done)
+            if part.ends is not None:
+                ended.append(part.ends)
+        return ended
+
+    def abandon(self) -> None:
+        """Forget everything; only after the stream has come to rest."""
+        self.waiting.clear()
+        self.inflight.clear()
+        self.current = None
+        self.inflight_bytes = 0

@@ -1,0 +1,87 @@
+"""A kernel that copies many small pieces between addresses, for loads whose pieces are too small for DMA.
+
+Below some ten KiB a copy engine spends its time on starting pieces; a kernel that reads mapped host memory
+keeps enough reads on the way to fill the link. It occupies multiprocessors, so few programs run, each moving
+a tile of several pieces at once. Addresses are plain integers, so one launch serves any number of tensors.
+
+With TRITON_INTERPRET=1 in the environment the same code runs on the CPU, for tests. Importing this module
+imports torch and triton, and touches no device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from connectors.transfer.base import Indices
+
+WORD_BYTES = 8
+PROGRAMS_MAX = 12
+"""Programs of one launch: enough to fill a PCIe link, few enough to leave the device to the model."""
+_TILES = ((1024, 8, 512), (2048, 2, 2048), (None, 1, 4096))
+"""(longest piece in words, pieces in a tile, words in a tile): 32 KiB on the way at once in every program, so
+that 12 programs cover a PCIe link's latency. Few shapes, so that all are compiled before the first load."""
+
+
+# Triton reads the signature when it compiles and knows no other annotation than its own constexpr.
+@triton.jit(do_not_specialize=["count", "words_max"])  # type: ignore[untyped-decorator,unused-ignore]
+def _move_kernel(  # type: ignore[no-untyped-def]
+    descriptors, count, words_max, pieces_in_tile: tl.constexpr, words_in_tile: tl.constexpr
+):
+    """``descriptors``: int64 [3, count] = source addresses, target addresses, words."""
+    programs = tl.num_programs(0)
+    columns = tl.arange(0, words_in_tile)
+    for first in range(tl.program_id(0) * pieces_in_tile, count, programs * pieces_in_tile):
+        rows = first + tl.arange(0, pieces_in_tile)
+        live = rows < count
+        source = tl.load(descriptors + rows, mask=live, other=0).to(tl.pointer_type(tl.int64))
+        target = tl.load(descriptors + count + rows, mask=live, other=0).to(tl.pointer_type(tl.int64))
+        words = tl.load(descriptors + 2 * count + rows, mask=live, other=0)
+        for start in range(0, words_max, words_in_tile):
+            offsets = start + columns
+            inside = live[:, None] & (offsets[None, :] < words[:, None])
+            value = tl.load(source[:, None] + offsets[None, :], mask=inside)
+            tl.store(target[:, None] + offsets[None, :], value, mask=inside)
+
+
+def fits_kernel(src: Indices, dst: Indices, sizes: Indices) -> bool:
+    """Whether every address and size is a multiple of a word."""
+    return not bool(((src | dst | sizes) & (WORD_BYTES - 1)).any())
+
+
+def move_pieces(
+    src: Indices, dst: Indices, sizes: Indices, *, device: Any, programs_max: int = PROGRAMS_MAX
+) -> object:
+    """Copy ``sizes[i]`` bytes from ``src[i]`` to ``dst[i]`` on the current stream of ``device``.
+
+    Returns what must be kept until the kernel has run. Raises ValueError unless ``fits_kernel``.
+    """
+    if not fits_kernel(src, dst, sizes):
+        msg = f"addresses and sizes must be multiples of {WORD_BYTES} bytes"
+        raise ValueError(msg)
+    count = len(src)
+    if count == 0:
+        return None
+    host = torch.from_numpy(np.stack((src, dst, sizes // WORD_BYTES)))
+    if device.type == "cuda":
+        # Kept by the caller until the kernel has run: the copy to the device is asynchronous too.
+        host = host.pin_memory()
+    descriptors = host.to(device, non_blocking=True)
+    words_max = int(sizes.max()) // WORD_BYTES
+    pieces_in_tile, words_in_tile = next(
+        (pieces, words) for longest, pieces, words in _TILES if longest is None or words_max <= longest
+    )
+    programs = min(programs_max, triton.cdiv(count, pieces_in_tile))
+    _move_kernel[(programs,)](
+        descriptors,
+        count,
+        words_max,
+        pieces_in_tile=pieces_in_tile,
+        words_in_tile=words_in_tile,
+        num_warps=16,
+    )
+    return host, descriptors

@@ -1,0 +1,72 @@
+"""Cutting pieces at the boundaries of registered chunks, and jobs into parts."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.transfer import cuda_lane
+from connectors.transfer.base import Direction, TransferJob
+from connectors.transfer.cuda_lane import PreparedJob, QueuedJob
+from connectors.transfer.cuda_mover import cut_at_chunks
+from connectors.transfer.plan import Pieces, merge_adjacent
+
+BASE = 1 << 20
+
+
+@st.composite
+def pieces_at(draw: st.DrawFn) -> Pieces:
+    """Pieces in order with gaps on either side (a gap of 0: neighbours)."""
+    sizes = np.array(draw(st.lists(st.integers(1, 300), max_size=20)), np.int64)
+    gaps = st.lists(st.sampled_from([0, 0, 0, 8, 50]), min_size=len(sizes), max_size=len(sizes))
+    sides = [start + np.cumsum(sizes + np.array(draw(gaps), np.int64)) - sizes for start in (BASE, 5 << 30)]
+    return sides[0], sides[1], sizes
+
+
+def bytes_of(pieces: Pieces) -> dict[int, int]:
+    """Every byte: where it goes and where it comes from."""
+    return {
+        destination + i: source + i
+        for source, destination, size in zip(*(array.tolist() for array in pieces), strict=True)
+        for i in range(size)
+    }
+
+
+@given(pieces_at(), st.integers(1, 400))
+def test_cut_and_merged_pieces_copy_the_same_bytes_and_none_spans_two_chunks(
+    pieces: Pieces, chunk: int
+) -> None:
+    cut = cut_at_chunks(merge_adjacent(pieces), 0, BASE, chunk)
+    assert bytes_of(cut) == bytes_of(pieces)
+    assert ((cut[0] - BASE) // chunk == (cut[0] + cut[2] - 1 - BASE) // chunk).all()
+    assert (cut[2] > 0).all()
+
+
+@given(pieces_at())
+def test_the_destination_can_be_the_host(pieces: Pieces) -> None:
+    source, destination, sizes = pieces
+    cut = cut_at_chunks((destination, source, sizes), 1, BASE, 100)
+    assert ((cut[1] - BASE) // 100 == (cut[1] + cut[2] - 1 - BASE) // 100).all()
+
+
+@given(pieces_at(), st.integers(1, 5), st.integers(1, 700))
+def test_parts_hold_every_piece_once_within_their_bounds(
+    pieces: Pieces, most_pieces: int, most_bytes: int
+) -> None:
+    before = cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX
+    cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX = most_pieces, most_bytes
+    try:
+        job = PreparedJob(QueuedJob(TransferJob(1, Direction.LOAD, ()), None, 0.0), pieces)
+        parts = []
+        while not job.exhausted:
+            part, size = job.take_part()
+            assert size == part[2].sum()
+            assert 1 <= len(part[2]) <= most_pieces
+            assert size <= most_bytes or len(part[2]) == 1
+            parts.append(part)
+    finally:
+        cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX = before
+    for column in range(3):
+        joined = np.concatenate([part[column] for part in parts]) if parts else np.empty(0)
+        assert np.array_equal(joined, pieces[column])
