@@ -1,9 +1,9 @@
 """What an engine holds, kept up to date from the events it publishes, and told whole on request.
 
-``SnapshotLedger`` counts the copies of every block per (medium, group) as the events go by; a ``Snapshot``
-is its content between two batches, encoded slice by slice while further batches keep coming. Blocks lie in
-shards by hash: a shard that a later batch is about to change is encoded first, so a snapshot is of one
-moment although nobody ever waits for more than a shard.
+``SnapshotLedger`` counts copies per (medium, group, locality, owner) and block as the events go by; a
+``Snapshot`` is its content between two batches, encoded slice by slice while further batches keep coming.
+Blocks lie in shards by hash: a shard that a later batch is about to change is encoded first, so a snapshot
+is of one moment although nobody ever waits for more than a shard.
 
 Always true: the stores of a snapshot, counted, are exactly the copies held at its cut; memory is bounded by
 ``blocks_max``, beyond which the ledger is lost (``lost`` says why) rather than wrong, until all is cleared.
@@ -45,8 +45,8 @@ _TAUGHT_TOKENS_MAX = 1 << 16
 _SCOPES_MAX = 256
 _NO_TOKENS = encode_tokens([])
 
-Scope = tuple[str, int | None]
-"""(medium, group)."""
+Scope = tuple[str, int | None, str | None, str | None]
+"""(medium, group, locality, ownership)."""
 
 
 class SnapshotLedger:
@@ -82,10 +82,9 @@ class SnapshotLedger:
                 self._clear()
 
     def copies(self, medium: str, group_idx: int | None, block: BlockHash) -> int:
-        """How many copies of a block are held."""
-        shards = self._scopes.get((medium, group_idx))
-        shard = shards[block & _SHARD_MASK] if shards is not None else None
-        return 0 if shard is None else shard.get(block, 0)
+        """How many copies of a block are held, whoever holds them."""
+        shards = [held for scope, held in self._scopes.items() if scope[:2] == (medium, group_idx)]
+        return sum((each[block & _SHARD_MASK] or {}).get(block, 0) for each in shards)
 
     def snapshot(self) -> Snapshot:
         """The content as it is now; encode it by stepping it, and ``close`` it if it is not wanted."""
@@ -103,9 +102,9 @@ class SnapshotLedger:
             self._open.remove(snapshot)
 
     def _store(self, event: BlockStored) -> None:
-        scope = (event.medium or "GPU", event.group_idx)
+        scope = _scope(event)
         self._offload_seen = self._offload_seen or scope[0] != "GPU"
-        if event.block_size and (scope, event.block_size) not in self._taught:
+        if scope[0] == "GPU" and event.block_size and (scope, event.block_size) not in self._taught:
             self._teach(scope, event)
         if scope not in self._scopes and len(self._scopes) >= _SCOPES_MAX:
             self._lose(f"more than {_SCOPES_MAX} media and groups")
@@ -120,7 +119,7 @@ class SnapshotLedger:
             self._lose(f"more than {self._blocks_max} blocks")
 
     def _remove(self, event: BlockRemoved) -> None:
-        scope = (event.medium or "GPU", event.group_idx)
+        scope = _scope(event)
         if scope not in self._scopes:
             self.unknown_removals += len(event.block_hashes)
             return
@@ -244,7 +243,7 @@ class Snapshot:
 
     def _name(self, scope: Scope) -> None:
         hashes = self._hashes.pop(scope, [])
-        medium, group = scope
+        medium, group, locality, ownership = scope
         for start in range(0, len(hashes), _HASHES_PER_EVENT):
             piece = hashes[start : start + _HASHES_PER_EVENT]
             self._add(
@@ -257,6 +256,8 @@ class Snapshot:
                     medium=medium,
                     lora_name=None,
                     group_idx=group,
+                    locality=locality,
+                    ownership=ownership,
                 )
             )
 
@@ -265,7 +266,9 @@ class Snapshot:
             self._name(scope)
         for event in self._taught:
             for block in event.block_hashes:
-                self._add(BlockRemoved([block], event.medium, event.group_idx))
+                self._add(
+                    BlockRemoved([block], event.medium, event.group_idx, event.locality, event.ownership)
+                )
         self._flush()
         self.done = True
         self._ledger.closed(self)
@@ -281,3 +284,7 @@ class Snapshot:
             self._events = []
             self.chunks.append(chunk)
             self.size_bytes += len(chunk)
+
+
+def _scope(event: BlockStored | BlockRemoved) -> Scope:
+    return event.medium or "GPU", event.group_idx, event.locality, event.ownership

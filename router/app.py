@@ -228,9 +228,11 @@ class Router:
             await asyncio.sleep(pause_s)
 
     async def _audit(self) -> None:
-        """No engine can hold more blocks than its pool has: where the index says so, something is wrong."""
+        """No engine can hold more blocks than its pool has: where the index says so, something is wrong. And
+        what was told of shared stores long ago goes."""
         while True:
             await asyncio.sleep(_AUDIT_S)
+            self.scopes.age(self._clock())
             for status in self.fleet:
                 self.audit(status)
 

@@ -83,6 +83,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Group number -> kind, for vLLM 0.20 and 0.21, whose events do not tell it."""
     windows: dict[str, int] = {}
     """Group number -> sliding window in tokens, for vLLM 0.20 and 0.21."""
+    shared_stores: tuple[str, ...] = ()
+    """Stores that every engine of the model loads from, by the ``ownership`` in KV events; an engine that
+    writes to a store is known to load from it without this."""
+    shared_store_ttl_s: float = 1800.0
+    """Blocks that nobody was heard to write to a shared store for so long are not counted on: what a store
+    evicts nobody tells. They may go after half of it."""
     shadow: ShadowConfig = ShadowConfig()
     """The pool assumed for engines that publish no events."""
 
@@ -98,6 +104,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             lora_paths=self.lora_paths,
             kinds={int(idx): kind for idx, kind in self.kinds.items()},
             windows={int(idx): window for idx, window in self.windows.items()},
+            shared_stores=self.shared_stores,
+            shared_store_ttl_s=self.shared_store_ttl_s,
         )
 
     def prompts(self) -> ModelPrompts:

@@ -74,6 +74,9 @@ def check_config(config: Config) -> None:
             raise ConfigError(
                 f"models.{name}.retention_interval = {model.retention_interval}: 0 or more, or dense"
             )
+        if not 0 < model.shared_store_ttl_s < math.inf:
+            where = f"models.{name}.shared_store_ttl_s"
+            raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
         _check_kinds(name, model)
         _check_shadow(name, model)
 

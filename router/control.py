@@ -154,7 +154,10 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     async def receipts() -> Response:
         """The latest receipts, oldest first."""
         return _json(
-            [{**msgspec.to_builtins(r), "outcome": r.outcome} for r in sources.books.receipts.latest]
+            [
+                {**msgspec.to_builtins(r), "hit_by_medium": r.by_medium, "outcome": r.outcome}
+                for r in sources.books.receipts.latest
+            ]
         )
 
     @app.post("/kvatlas/explain")
@@ -221,6 +224,7 @@ def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str,
         else engine.detection,
         "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
         "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
+        "shared_stores": [] if engine is None else sorted(engine.stores),
         "rejected_events": {} if engine is None else dict(engine.rejected),
         "load": msgspec.to_builtins(load),
         "receipts": {} if receipts is None else receipts.outcomes,

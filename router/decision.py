@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from publisher.events import MEDIA
 from router.fleet.registry import EngineStatus
 from router.index.predict import EngineHit
 from router.policy.base import Candidate, Choice
@@ -42,8 +43,18 @@ class View(NamedTuple):
 
     @property
     def expected_tokens(self) -> int:
-        """The hit when the engine gets to this prompt: what it holds, or what a prompt ahead leaves there."""
-        return max(self.candidate.hit_tokens, self.shared.coming_tokens)
+        """The hit when the engine gets to this prompt, as it will report it: what it holds, or what a prompt
+        ahead leaves there, and what it loads beyond that."""
+        return sum(self.expected_by_medium.values())
+
+    @property
+    def expected_by_medium(self) -> dict[str, int]:
+        """``expected_tokens`` by where they come from: all of GPU, CPU and STORAGE."""
+        candidate = self.candidate
+        gpu = max(candidate.hit_tokens, self.shared.coming_tokens)
+        near = max(gpu, candidate.hit_tokens + candidate.cpu_tokens)
+        whole = max(near, candidate.hit_tokens + candidate.offloaded_tokens)
+        return dict(zip(MEDIA, (gpu, near - gpu, whole - near), strict=True))
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ def explain(decision: Decision, feed_state: Callable[[str], str]) -> dict[str, A
             "engine": decision.choice.engine_id,
             "reason": decision.choice.reason,
             "hit_tokens": decision.view.expected_tokens,
+            "hit_by_medium": decision.view.expected_by_medium,
             "uncached_tokens": decision.choice.uncached_tokens,
         },
         "index_problem": decision.index_problem,
@@ -66,11 +67,16 @@ def _engine(view: View, cost: dict[str, Any], feed: str, prompt_tokens: int) -> 
 
 
 def _hit_tokens(view: View) -> dict[str, int]:
-    """What the engine holds; also where that is too old for the choice to count on it."""
+    """What the engine holds, by medium; also where that is too old for the choice to count on it.
+
+    ``offloaded`` is CPU and STORAGE together.
+    """
     hit, candidate = view.hit, view.candidate
     if hit is not None and hit.stale:
-        return {"GPU": hit.hit_tokens, "offloaded": hit.offloaded_tokens - hit.hit_tokens}
-    return {"GPU": candidate.hit_tokens, "offloaded": candidate.offloaded_tokens}
+        gpu, cpu, storage = hit.hit_tokens, hit.cpu_tokens, hit.storage_tokens
+    else:
+        gpu, cpu, storage = candidate.hit_tokens, candidate.cpu_tokens, candidate.storage_tokens
+    return {"GPU": gpu, "CPU": cpu, "STORAGE": storage, "offloaded": cpu + storage}
 
 
 def ended_by(hit: EngineHit, prompt_tokens: int) -> dict[str, Any] | None:

@@ -79,6 +79,7 @@ class Bookkeeper:
         read = decision.read
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
         predicted = one_prompt and view.candidate.confidence != "none"
+        by_medium = view.expected_by_medium
         fallback = decision.index_problem and view.candidate.confidence == "none"
         return Receipt(
             request_id=placed.request.request_id.decode("latin-1"),
@@ -88,7 +89,8 @@ class Bookkeeper:
             feed=self._feed_state(placed.engine_id),
             prompt_tokens=decision.prompt_tokens,
             predicted_tokens=view.expected_tokens if predicted else None,
-            offloaded_tokens=view.candidate.offloaded_tokens,
+            cpu_tokens=by_medium["CPU"] if predicted else 0,
+            storage_tokens=by_medium["STORAGE"] if predicted else 0,
             trunk_tokens=view.candidate.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,

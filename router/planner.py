@@ -161,7 +161,10 @@ class Planner:
         for model in {status.base_model for status in engines}:
             if model is not None and not prompt.skips_cache:
                 hits |= self._scopes.scope(model).predict(
-                    prompt, [i for i in ids if self._model(i) == model and i not in look.hits], detail=detail
+                    prompt,
+                    [i for i in ids if self._model(i) == model and i not in look.hits],
+                    detail=detail,
+                    elsewhere=look.stores.get(model),
                 )
         shadows: dict[str, ShadowHit] = {}
         if len(ids) < len(engines) and not prompt.skips_cache:
@@ -226,7 +229,7 @@ class Planner:
         load: EngineLoad,
         now: float,
     ) -> View:
-        tokens, trunk, offloaded = 0, 0, 0
+        tokens, trunk, cpu, storage = 0, 0, 0, 0
         confidence: Confidence = "none"
         if hit is not None and hit.mode == "unknown":
             # Empty, but what a prompt in flight there will leave cannot be told before the layout is known.
@@ -238,7 +241,9 @@ class Planner:
             feed = self._feeds.get(status.engine_id)
             tokens = expected_hit(hit.hit_tokens, hit.alignment, feed)
             trunk, confidence = hit.trunk_tokens, _CONFIDENCE[hit.mode]
-            offloaded = expected_hit(hit.offloaded_tokens, hit.alignment, feed) - tokens
+            if hit.cpu_tokens or hit.storage_tokens:
+                near = expected_hit(hit.hit_tokens + hit.cpu_tokens, hit.alignment, feed)
+                cpu, storage = near - tokens, expected_hit(hit.offloaded_tokens, hit.alignment, feed) - near
             if self.feed_state(status.engine_id) != FeedState.READY:
                 confidence = "degraded"
         elif shadow is not None:
@@ -247,8 +252,9 @@ class Planner:
         candidate = Candidate(
             status.engine_id,
             hit_tokens=tokens,
-            trunk_tokens=max(trunk, shared.common_tokens, tokens + offloaded),
-            offloaded_tokens=offloaded,
+            trunk_tokens=max(trunk, shared.common_tokens, tokens + cpu + storage),
+            cpu_tokens=cpu,
+            storage_tokens=storage,
             coming_tokens=shared.coming_tokens,
             confidence=confidence,
             queue_s=load.queue_s,
@@ -319,7 +325,11 @@ class Planner:
         now, view = self._clock(), decision.view
         engine_id = view.status.engine_id
         ticket = self._books.load.admit(
-            engine_id, uncached_tokens=decision.choice.uncached_tokens, now=now, streams=request.stream
+            engine_id,
+            uncached_tokens=decision.choice.uncached_tokens,
+            now=now,
+            streams=request.stream,
+            load_s=decision.choice.cost.load_s,
         )
         flying: InflightPrompt | None = None
         if isinstance(decision.read, Prompt):

@@ -20,8 +20,6 @@ operations per class whatever the number of engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
@@ -29,6 +27,7 @@ from publisher.groups import Family, SpecClass
 from router.index.base import WORD_BITS, Plane, Rows, Words
 from router.index.fixed_point import ClassTable, dropping_window, fixed_point, longest, order_matters
 from router.index.layout import CacheLayout
+from router.index.places import GPU
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
@@ -48,18 +47,16 @@ def evaluate(
     num_tokens: int,
     *,
     word: int = 0,
-    media: Sequence[str] = ("GPU",),
     detail: bool = False,
 ) -> WordHits:
-    """Hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
+    """GPU hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
 
-    A block counts as present in a group if any of ``media`` holds it. ``by_class`` is empty unless
-    ``detail`` is asked for.
+    ``by_class`` is empty unless ``detail`` is asked for.
     """
     boundaries = max(0, num_tokens - 1) // layout.alignment
-    valid = [_valid(rows, layout, c, num_tokens, boundaries, word, media) for c in layout.classes]
+    valid = [_valid(rows, layout, c, num_tokens, boundaries, word) for c in layout.classes]
     if order_matters(layout):
-        tables = [_table(rows, layout, c, v, word, media) for c, v in zip(layout.classes, valid, strict=True)]
+        tables = [_table(rows, layout, c, v, word) for c, v in zip(layout.classes, valid, strict=True)]
         hit = [boundary * layout.alignment for boundary in fixed_point(tables, boundaries)]
     else:
         joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
@@ -77,10 +74,9 @@ def _valid(
     num_tokens: int,
     boundaries: int,
     word: int,
-    media: Sequence[str],
 ) -> Words:
     """For boundaries 1..``boundaries`` (in alignment units): engines for which this class is valid there."""
-    units = _class_presence(rows, spec_class, word, media)
+    units = _class_presence(rows, spec_class, word)
     unit, block_size, family = layout.hash_block_size, spec_class.block_size, spec_class.family
     eagle = int(spec_class.spec.is_eagle and not layout.lookahead)
     last = (num_tokens - 1) // unit
@@ -103,13 +99,11 @@ def _valid(
             return _at(blocks, step, boundaries)
 
 
-def _class_presence(rows: Rows, spec_class: SpecClass, word: int, media: Sequence[str]) -> Words:
+def _class_presence(rows: Rows, spec_class: SpecClass, word: int) -> Words:
     """Per hash block: the engines that hold it in every group of the class."""
     presence: Words | None = None
     for idx in spec_class.group_idxs:
-        held = rows.plane(Plane(media[0], idx), word)
-        for medium in media[1:]:
-            held = held | rows.plane(Plane(medium, idx), word)
+        held = rows.plane(Plane(GPU, idx), word)
         presence = held if presence is None else presence & held
     if presence is None:
         raise AssertionError("a spec class has at least one group")
@@ -136,15 +130,13 @@ def _full_inside(units: Words, per_block: int) -> Words:
     return inside
 
 
-def _table(
-    rows: Rows, layout: CacheLayout, spec_class: SpecClass, valid: Words, word: int, media: Sequence[str]
-) -> ClassTable:
+def _table(rows: Rows, layout: CacheLayout, spec_class: SpecClass, valid: Words, word: int) -> ClassTable:
     """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
     if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
         plain = longest(valid)
         return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)
     per_block, boundaries = spec_class.block_size // layout.hash_block_size, len(valid)
-    blocks = _class_presence(rows, spec_class, word, media)[per_block - 1 :: per_block]
+    blocks = _class_presence(rows, spec_class, word)[per_block - 1 :: per_block]
     step, needed = layout.alignment // spec_class.block_size, _blocks_needed(spec_class, 1)
     whole = _window(blocks, needed).copy()
     whole[: needed - 1] = 0

@@ -25,7 +25,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``partial_hash_hits`` overrides what is derived; ``report_mode_full`` says that requests set
     ``kv_cache_report_mode=full`` (better: never do); ``hash_seeds`` are tried first when a scheme is
     detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` serve vLLM 0.20-0.21, which does not
-    publish them.
+    publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads from,
+    whether it wrote to them or not; what was told of a store counts for ``shared_store_ttl_s`` at most.
     """
 
     attention_chunk_size: int | None = None
@@ -37,6 +38,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lora_paths: dict[str, str] = {}
     kinds: dict[int, str] = {}
     windows: dict[int, int] = {}
+    shared_stores: tuple[str, ...] = ()
+    shared_store_ttl_s: float = 1800.0
 
 
 class CacheLayout(msgspec.Struct, frozen=True):

@@ -160,9 +160,9 @@ class MemoryIndex:
         held: Words = self._held_by_row(engine_id, planes)[numbers]
         return held
 
-    def blocks_of(self, engine_id: str) -> Words:
-        """Every hash this engine holds in any plane, in no order; one pass over all blocks."""
-        planes = self.planes(engine_id)
+    def blocks_of(self, engine_id: str, medium: str | None = None) -> Words:
+        """Every hash this engine holds in any plane (of one medium), in no order; a pass over all blocks."""
+        planes = tuple(plane for plane in self.planes(engine_id) if medium in {None, plane.medium})
         if not planes:
             return np.zeros(0, np.uint64)
         numbers = np.fromiter(self._row_of.values(), np.intp, len(self._row_of))

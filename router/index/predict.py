@@ -8,22 +8,25 @@ engine's own events speak; that cannot over-predict, since hashes of another sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.events import MEDIA, BlockHash, DecodedBatch
+from publisher.events import BlockHash, DecodedBatch
 from router.index.base import Index, IndexStats, Rows, Slot
 from router.index.detect import Detection
 from router.index.hits import WordHits, evaluate
 from router.index.layout import CacheLayout, ModelFacts
 from router.index.learned import LearnedKeys
 from router.index.memory import MemoryIndex
+from router.index.offload import Reach, loaded, reach, usable
+from router.index.places import CPU, GPU, STORAGE
 from router.index.residency import EngineResidency
 
 Mode = Literal["native", "learned", "unknown"]
+_T = TypeVar("_T")
 
 
 class HashedPrompt(Protocol):
@@ -38,8 +41,8 @@ class HashedPrompt(Protocol):
 class ClassHit(msgspec.Struct, frozen=True):
     """Largest boundary valid in one spec class alone, in tokens.
 
-    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` adds one medium after the other: GPU, then CPU,
-    then STORAGE.
+    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` says how far the class would get from the joint GPU
+    hit on, with CPU, and with CPU and STORAGE, of the connector that gets furthest.
     """
 
     spec_class: str
@@ -50,14 +53,16 @@ class ClassHit(msgspec.Struct, frozen=True):
 class EngineHit(msgspec.Struct, frozen=True):
     """What one engine would take from its cache for a prompt; tokens.
 
-    ``hit_tokens`` counts blocks on the GPU, ``offloaded_tokens`` the hit if blocks of every medium count
-    (never less). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled when detail is asked.
+    ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
+    beyond them (``offload.py``). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled when
+    detail is asked.
     """
 
     engine_id: str
     mode: Mode
     hit_tokens: int = 0
-    offloaded_tokens: int = 0
+    cpu_tokens: int = 0
+    storage_tokens: int = 0
     trunk_tokens: int = 0
     alignment: int = 1
     """A hit is a multiple of this."""
@@ -65,6 +70,11 @@ class EngineHit(msgspec.Struct, frozen=True):
     why_unknown: str = ""
     stale: bool = False
     """Nobody keeps this engine's residency up to date at the moment: to be shown, not to be counted on."""
+
+    @property
+    def offloaded_tokens(self) -> int:
+        """The hit with all that would be loaded: never less than ``hit_tokens``."""
+        return self.hit_tokens + self.cpu_tokens + self.storage_tokens
 
 
 class FleetResidency:
@@ -134,10 +144,23 @@ class FleetResidency:
         """Engines whose seed search wants more slices."""
         return [e for e in self._engines.values() if e.detection is Detection.SEARCHING]
 
+    def age(self, now_s: float) -> None:
+        """Let go what was told of shared stores too long ago."""
+        for engine in self._engines.values():
+            engine.age(now_s)
+
     def predict(
-        self, prompt: HashedPrompt, engine_ids: Iterable[str], *, detail: bool = False
+        self,
+        prompt: HashedPrompt,
+        engine_ids: Iterable[str],
+        *,
+        detail: bool = False,
+        elsewhere: Mapping[HashScheme, Rows] | None = None,
     ) -> dict[str, EngineHit]:
-        """Hits of ``prompt`` on each engine. One look-up per hash scheme, whatever the number of engines."""
+        """Hits of ``prompt`` on each engine. One look-up per hash scheme, whatever the number of engines.
+
+        ``elsewhere``: what other replicas know of shared stores, by hash scheme (``shared_part``).
+        """
         answers: dict[str, EngineHit] = {}
         native: dict[HashScheme, list[Seat]] = {}
         for engine_id in engine_ids:
@@ -151,6 +174,9 @@ class FleetResidency:
                 native.setdefault(seat.scheme, []).append(seat)
         for scheme, seats in native.items():
             rows = self.index.lookup(prompt.hashes(scheme))
+            told = None if elsewhere is None else elsewhere.get(scheme)
+            if told is not None and told.num_hashes == rows.num_hashes:
+                rows = Rows(rows.num_hashes, rows.columns | told.columns)
             answers |= seat_hits(rows, prompt.num_tokens, seats, "native", detail=detail)
         return answers
 
@@ -165,16 +191,26 @@ class FleetResidency:
         scheme, layout = engine.scheme, engine.layout
         if self._remembered is not None and engine.detection is Detection.WAITING:
             scheme, layout = _assumed(*self._remembered, layout)
+        elif layout is None and self.facts.shared_stores:
+            scheme, layout = self._alike()
         if scheme is None or layout is None:
             return EngineHit(engine_id, "unknown", why_unknown=_why_unknown(engine))
         if layout.missing_facts:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit(engine_id, "unknown", why_unknown=why)
         slot = self.index.slot(engine_id)
-        seat = Seat(engine_id, scheme, layout, slot or NOWHERE, engine.learned)
+        seat = Seat(engine_id, scheme, layout, slot or NOWHERE, engine.learned, engine.stores)
         if slot is not None:
             self._seats[engine_id] = engine.revision, seat
         return seat
+
+    def _alike(self) -> tuple[HashScheme | None, CacheLayout | None]:
+        """What another engine of the model has: a new one that loads from the same store is expected to be
+        like it. Its GPU is known to be empty, so nothing but what it would load rests on that."""
+        for engine in self._engines.values():
+            if engine.detection is Detection.NATIVE and engine.layout is not None:
+                return engine.scheme, engine.layout
+        return None, None
 
     def _known_schemes(self) -> list[HashScheme]:
         """Schemes other engines of this fleet were found to use: the likeliest for a new one."""
@@ -202,6 +238,8 @@ class Seat(NamedTuple):
     layout: CacheLayout
     slot: Slot
     learned: LearnedKeys | None = None
+    stores: frozenset[str] = frozenset()
+    """Shared stores it loads from."""
 
 
 NOWHERE = Slot(-1, 0)
@@ -212,39 +250,47 @@ def seat_hits(
     rows: Rows, num_tokens: int, seats: list[Seat], mode: Mode, *, detail: bool
 ) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
-    offload = any(plane.medium != "GPU" for plane, _ in rows.columns)
-    on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word))
-    anywhere = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, media=MEDIA))
+    offload = any(plane.medium != GPU for plane, _ in rows.columns)
+    on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, detail=detail))
+    outside = _per_word(
+        lambda layout, word: reach(rows, layout, num_tokens, word, on_gpu(layout, word), detail=detail)
+    )
     answers: dict[str, EngineHit] = {}
-    for engine_id, _, layout, (word, bit), _ in seats:
+    for engine_id, _, layout, (word, bit), _, stores in seats:
         gpu = on_gpu(layout, word)
-        hit = gpu.hit[bit]
-        offloaded = max(hit, anywhere(layout, word).hit[bit]) if offload else hit
-        by_class = _class_hits(rows, layout, num_tokens, Slot(word, bit)) if detail else ()
+        hit, cpu, storage = gpu.hit[bit], 0, 0
+        more: tuple[Reach, ...] = ()
+        if offload:
+            more = usable(outside(layout, word), stores)
+            by_medium = loaded(more, bit, hit)
+            cpu, storage = by_medium.get(CPU, 0), by_medium.get(STORAGE, 0)
+        by_class = _class_hits(layout, gpu, more, bit) if detail else ()
         answers[engine_id] = EngineHit(
-            engine_id, mode, hit, offloaded, gpu.trunk[bit], layout.alignment, by_class
+            engine_id, mode, hit, cpu, storage, gpu.trunk[bit], layout.alignment, by_class
         )
     return answers
 
 
-def _class_hits(rows: Rows, layout: CacheLayout, num_tokens: int, slot: Slot) -> tuple[ClassHit, ...]:
+def _class_hits(
+    layout: CacheLayout, on_gpu: WordHits, reaches: Sequence[Reach], bit: int
+) -> tuple[ClassHit, ...]:
     """Every class by itself, for one engine; only explanations ask for it."""
-    tiers = [
-        evaluate(rows, layout, num_tokens, word=slot.word, media=MEDIA[: count + 1], detail=True)
-        for count in range(len(MEDIA))
-    ]
     hits = []
     for number, spec_class in enumerate(layout.classes):
-        tokens = [tier.by_class[number][slot.bit] for tier in tiers]
-        hits.append(ClassHit(spec_class.label, tokens[0], dict(zip(MEDIA, tokens, strict=True))))
+        tokens = on_gpu.by_class[number][bit]
+        furthest = {GPU: tokens}
+        for medium in (CPU, STORAGE):
+            there = [each.by_class[number][bit] for r in reaches for name, each in r.layers if name == medium]
+            furthest[medium] = tokens = max([tokens, *there])
+        hits.append(ClassHit(spec_class.label, furthest[GPU], furthest))
     return tuple(hits)
 
 
-def _per_word(compute: Callable[[CacheLayout, int], WordHits]) -> Callable[[CacheLayout, int], WordHits]:
+def _per_word(compute: Callable[[CacheLayout, int], _T]) -> Callable[[CacheLayout, int], _T]:
     """``compute`` once per (layout object, word): engines laid out alike share the object."""
-    done: dict[tuple[int, int], WordHits] = {}
+    done: dict[tuple[int, int], _T] = {}
 
-    def once(layout: CacheLayout, word: int) -> WordHits:
+    def once(layout: CacheLayout, word: int) -> _T:
         key = (id(layout), word)
         if key not in done:
             done[key] = compute(layout, word)

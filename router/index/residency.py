@@ -1,7 +1,8 @@
 """One engine's events turned into residency: the writer's side of the index.
 
 For every event in order: its plane (medium, group) is found, the group learned, the hash scheme detected,
-and the index told of one more or one less copy. Events that make no sense (unknown medium or kind) cost
+and the index told of one more or one less copy. Blocks outside the GPU teach nothing; ``outside.py`` counts
+them. Events that make no sense (unknown medium or kind) cost
 themselves only and are counted by reason. Copies are counted, never merged; re-reports of a
 ``kv_cache_report_mode=full`` engine are recognised and not counted where the operator says they occur.
 """
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import (
-    MEDIA,
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -28,6 +28,8 @@ from router.index.detect import Detection, SchemeDetector, learned_scheme
 from router.index.hits import evaluate
 from router.index.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
 from router.index.learned import LearnedKeys
+from router.index.outside import Outside
+from router.index.places import GPU
 from router.index.removals import RemovalEvidence, Removals
 from router.index.root_events import root_event
 
@@ -35,7 +37,10 @@ _STAGED = "\x00staged"
 """Ends the index's name of a picture under construction; no engine id holds a NUL."""
 
 _SETTLED_MAX = 1024
-"""Distinct (medium, group, block size) remembered; engines have a handful."""
+"""Distinct (group, block size) remembered; engines have a handful."""
+
+_ON_GPU = frozenset({None, "", GPU})
+"""How events name the engine's own pool."""
 
 
 class EngineResidency:
@@ -59,6 +64,7 @@ class EngineResidency:
         self.revision = 0
         """Grows whenever layout, scheme or mode may have changed."""
         self._shared_layouts = {} if shared_layouts is None else shared_layouts
+        self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())
 
     def _reset(self, expected: tuple[GroupSpec, ...]) -> None:
@@ -69,8 +75,9 @@ class EngineResidency:
         self._layout: CacheLayout | None = None
         self._lookahead = 0
         self.removals = RemovalEvidence()
-        self._planes: dict[tuple[str | None, int | None], Plane] = {}
-        self._settled: dict[tuple[str | None, int | None, int], Plane] = {}
+        self._planes: dict[int | None, Plane] = {}
+        self._settled: dict[tuple[int | None, int], Plane] = {}
+        self._outside.reset()
         self.revision += 1
 
     @property
@@ -110,6 +117,11 @@ class EngineResidency:
     def scheme_mismatches(self) -> int:
         return self._detector.mismatches
 
+    @property
+    def stores(self) -> frozenset[str]:
+        """Shared stores that this engine loads from: it wrote to them, or they are configured."""
+        return self._outside.stores.union(self.facts.shared_stores)
+
     def successor(self) -> EngineResidency:
         """A picture of the same engine to be built beside this one, from a snapshot; see ``supersede``."""
         staged = EngineResidency(
@@ -131,7 +143,7 @@ class EngineResidency:
             self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
         self.removals = old.removals  # what was learned of the publisher; it is the same
         self.index.adopt(self.engine_id, old.engine_id)
-        self.engine_id = old.engine_id
+        self.engine_id = self._outside.engine_id = old.engine_id
         self.rejected.update(old.rejected)
         self.events += old.events
         self.re_reports += old.re_reports
@@ -144,7 +156,11 @@ class EngineResidency:
 
     def clear(self) -> None:
         """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
-        self.index.clear(self.engine_id, "GPU")
+        self.index.clear(self.engine_id, GPU)
+
+    def age(self, now_s: float) -> None:
+        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
     def apply(self, batch: DecodedBatch) -> None:
         """One batch, its events in order."""
@@ -172,16 +188,21 @@ class EngineResidency:
         self._after_detection()
 
     def _stored(self, event: BlockStored) -> None:
+        if event.medium not in _ON_GPU:
+            known = self._outside.stores
+            self._outside.stored(event)
+            self.revision += known is not self._outside.stores
+            return
         if not event.block_size and not event.num_tokens():
             self._named(event)
             return
-        plane = self._settled.get((event.medium, event.group_idx, event.block_size))
+        plane = self._settled.get((event.group_idx, event.block_size))
         if plane is None or event.lookahead_token_ids is not None:
             plane = self._learn(event)
             if plane is None:
                 return
         looked_at = event.parent_block_hash is None or self._learned is not None
-        if looked_at and plane.medium == "GPU" and not self._is_new(event):
+        if looked_at and not self._is_new(event):
             return
         if event.block_hashes:
             self._store(plane, _hashes(event.block_hashes))
@@ -193,9 +214,8 @@ class EngineResidency:
 
     def _named(self, event: BlockStored) -> None:
         """Blocks without tokens: that they are held is all such an event says."""
-        plane = self._plane(event.medium, event.group_idx)
-        if plane is not None and event.block_hashes:
-            self._store(plane, _hashes(event.block_hashes))
+        if event.block_hashes:
+            self._store(self._plane(event.group_idx), _hashes(event.block_hashes))
 
     def _is_new(self, event: BlockStored) -> bool:
         """Learn what a GPU event shows of the engine's hashes; False for one that only reports again."""
@@ -210,20 +230,18 @@ class EngineResidency:
 
     def _learn(self, event: BlockStored) -> Plane | None:
         """The plane of a stored event, its group learned; None where it makes no sense."""
-        plane = self._plane(event.medium, event.group_idx)
-        if plane is None or (plane.medium == "GPU" and not self._learn_group(event)):
+        if not self._learn_group(event):
             return None
+        plane = self._plane(event.group_idx)
         if not self._groups.expecting and len(self._settled) < _SETTLED_MAX:
-            self._settled[event.medium, event.group_idx, event.block_size] = plane
+            self._settled[event.group_idx, event.block_size] = plane
         return plane
 
     def _removed(self, event: BlockRemoved) -> None:
-        plane = self._planes.get((event.medium, event.group_idx)) or self._plane(
-            event.medium, event.group_idx
-        )
-        if plane is None:
+        if event.medium not in _ON_GPU:
+            self._outside.removed(event)
             return
-        hashes = _hashes(event.block_hashes)
+        plane, hashes = self._plane(event.group_idx), _hashes(event.block_hashes)
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(hashes):
             self._remove(plane, hashes)
@@ -239,7 +257,7 @@ class EngineResidency:
     def _remove(self, plane: Plane, hashes: list[BlockHash]) -> None:
         left = self.index.remove(self.engine_id, plane, hashes)
         evidence = self.removals
-        if plane.medium != "GPU" or not evidence.open or not (left or evidence.watching):
+        if not evidence.open or not (left or evidence.watching):
             return
         evidence.removed(plane, hashes, left)
         if evidence.semantics is Removals.LAST_COPY:
@@ -251,17 +269,15 @@ class EngineResidency:
 
     def audit(self, pool_blocks: int) -> bool:
         """Hold the copies counted against the engine's own number of blocks; False if there are too many."""
-        if self.index.physical(self.engine_id, "GPU") <= pool_blocks:
+        if self.index.physical(self.engine_id, GPU) <= pool_blocks:
             return True
         self._gone(self.removals.phantom())
         return False
 
-    def _plane(self, medium: str | None, group_idx: int | None) -> Plane | None:
-        name = medium or "GPU"
-        if name not in MEDIA:
-            self.rejected["unknown_medium"] += 1
-            return None
-        plane = self._planes[medium, group_idx] = Plane(name, group_idx or 0)
+    def _plane(self, group_idx: int | None) -> Plane:
+        plane = self._planes.get(group_idx)
+        if plane is None:
+            plane = self._planes[group_idx] = Plane(GPU, group_idx or 0)
         return plane
 
     def _learn_group(self, event: BlockStored) -> bool:

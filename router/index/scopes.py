@@ -85,6 +85,11 @@ class Scopes:
         if engine is not None:
             engine.clear()
 
+    def age(self, now_s: float) -> None:
+        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        for scope in self._by_model.values():
+            scope.age(now_s)
+
     def remove(self, engine_id: str) -> None:
         """The engine left, or serves another model now."""
         model = self._model_of.pop(engine_id, None)

@@ -178,6 +178,16 @@ class RouterCollector:
         predicted = CounterMetricFamily(
             "kvatlas_predicted_hit_tokens", "Predicted, where reported", labels=["engine"]
         )
+        by_medium = CounterMetricFamily(
+            "kvatlas_predicted_hit_medium_tokens",
+            "Predicted, where reported, by where they lie",
+            labels=["engine", "medium"],
+        )
+        farthest = CounterMetricFamily(
+            "kvatlas_predictions_compared",
+            "Compared receipts by the farthest medium that the prediction rests on, and outcome",
+            labels=["engine", "medium", "outcome"],
+        )
         actual = CounterMetricFamily(
             "kvatlas_reported_hit_tokens", "Reported by the engine", labels=["engine"]
         )
@@ -194,11 +204,15 @@ class RouterCollector:
             for outcome, count in sums.outcomes.items():
                 outcomes.add_metric([engine_id, outcome], count)
             predicted.add_metric([engine_id], sums.predicted_tokens)
+            for medium, tokens in sums.predicted_by_medium.items():
+                by_medium.add_metric([engine_id, medium], tokens)
+            for (medium, outcome), count in sums.by_medium.items():
+                farthest.add_metric([engine_id, medium, outcome], count)
             actual.add_metric([engine_id], sums.actual_tokens)
             lengths.add_metric([engine_id], sums.prompt_mismatches)
             drifting.add_metric([engine_id], float(sums.drifting))
             errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
-        yield from (outcomes, predicted, actual, lengths, drifting, errors)
+        yield from (outcomes, farthest, predicted, by_medium, actual, lengths, drifting, errors)
 
     def _load(self) -> Iterator[Metric]:
         load = self._sources.books.load

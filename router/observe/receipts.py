@@ -2,7 +2,10 @@
 
 Per engine the book counts exact, over and under predictions, sums the tokens, keeps a histogram of the
 error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
-``DRIFT_SHARE`` is flagged as drifting. The latest receipts are kept for inspection. Pure and bounded.
+``DRIFT_SHARE`` is flagged as drifting. An engine reports one number, what it took from its GPU and what it
+loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a
+prediction rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells.
+The latest receipts are kept for inspection. Pure and bounded.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Literal
 
 import msgspec
 
+from publisher.events import MEDIA
+
+GPU, CPU, STORAGE = MEDIA
 WINDOW = 100
 DRIFT_SHARE = 0.25
 """One in four wrong over the window. Load alone makes about one in ten wrong in the demo: what a prompt
@@ -28,6 +34,9 @@ Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """One request on one engine; tokens.
 
+    ``predicted_tokens`` is the whole hit; ``cpu_tokens`` and ``storage_tokens`` are the parts of it that
+    would be loaded, the rest is on the GPU. ``actual_tokens`` is the engine's ``cached_tokens``: all of it.
+
     ``mode`` says where the prediction came from; ``fallback``: there was none, because the index shared
     with other replicas did not answer in time.
     """
@@ -39,7 +48,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     feed: str
     prompt_tokens: int | None
     predicted_tokens: int | None
-    offloaded_tokens: int = 0
+    cpu_tokens: int = 0
+    storage_tokens: int = 0
     trunk_tokens: int = 0
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
@@ -59,11 +69,28 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             return "exact"
         return "over" if self.predicted_tokens > self.actual_tokens else "under"
 
+    @property
+    def by_medium(self) -> dict[str, int]:
+        """The predicted tokens by where they lie; nothing where nothing was predicted."""
+        if self.predicted_tokens is None:
+            return {}
+        gpu = self.predicted_tokens - self.cpu_tokens - self.storage_tokens
+        return {GPU: gpu, CPU: self.cpu_tokens, STORAGE: self.storage_tokens}
+
+    @property
+    def farthest(self) -> str:
+        """The slowest medium that the prediction rests on."""
+        return STORAGE if self.storage_tokens else CPU if self.cpu_tokens else GPU
+
 
 class EngineReceipts(msgspec.Struct):
     """Sums over one engine's receipts."""
 
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    by_medium: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
+    """(farthest medium, outcome) -> compared receipts."""
+    predicted_by_medium: dict[str, int] = msgspec.field(default_factory=dict)
+    """Predicted tokens of compared receipts."""
     predicted_tokens: int = 0
     actual_tokens: int = 0
     prompt_tokens: int = 0
@@ -76,7 +103,7 @@ class EngineReceipts(msgspec.Struct):
 
     @property
     def wrong_share(self) -> float:
-        """Share of wrong predictions among the latest compared ones."""
+        """Share of wrong predictions among the latest compared ones (without those from storage)."""
         return 1 - sum(self.window) / len(self.window) if self.window else 0.0
 
     @property
@@ -113,7 +140,13 @@ class ReceiptBook:
         sums.prompt_tokens += receipt.prompt_tokens or 0
         sums.abs_error_tokens += abs(error)
         sums.errors[_bucket(error)] += 1
-        sums.window.append(error == 0)
+        key = receipt.farthest, outcome
+        sums.by_medium[key] = sums.by_medium.get(key, 0) + 1
+        for medium, tokens in receipt.by_medium.items():
+            if tokens:
+                sums.predicted_by_medium[medium] = sums.predicted_by_medium.get(medium, 0) + tokens
+        if not receipt.storage_tokens:
+            sums.window.append(error == 0)
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet."""

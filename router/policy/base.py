@@ -23,17 +23,19 @@ rule of an arm that does not look at costs."""
 class Candidate(msgspec.Struct, gc=False):
     """One engine for one prompt.
 
-    ``hit_tokens`` is what the engine would take from its GPU cache; ``offloaded_tokens`` what it would load
-    from another medium beyond that; ``trunk_tokens`` the longest of the full-attention prefix and the
-    common prefix with a prompt in flight there; ``coming_tokens`` what a prompt ahead in its queue will have
-    put into its GPU cache by the time this one is served. Values outside ``0 <= hit + offloaded <= trunk <
-    prompt`` are clamped by the cost model. ``idle_s`` is the time since the router last sent it a request.
+    ``hit_tokens`` is what the engine would take from its GPU cache; ``cpu_tokens`` and ``storage_tokens``
+    what it would load beyond that, in this order; ``trunk_tokens`` the longest of the full-attention prefix
+    and the common prefix with a prompt in flight there; ``coming_tokens`` what a prompt ahead in its queue
+    will have put into its GPU cache by the time this one is served. Values outside ``0 <= hit + offloaded
+    <= trunk < prompt`` are clamped by the cost model. ``idle_s`` is the time since the router last sent it a
+    request.
     """
 
     engine_id: str
     hit_tokens: int = 0
     trunk_tokens: int = 0
-    offloaded_tokens: int = 0
+    cpu_tokens: int = 0
+    storage_tokens: int = 0
     coming_tokens: int = 0
     confidence: Confidence = "none"
     queue_s: float = 0.0
@@ -42,6 +44,11 @@ class Candidate(msgspec.Struct, gc=False):
     idle_s: float = 0.0
     prefill_s_per_token: float = 1 / 8000
     decode_interference_s: float = 0.0
+
+    @property
+    def offloaded_tokens(self) -> int:
+        """All that it would load."""
+        return self.cpu_tokens + self.storage_tokens
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
@@ -109,7 +116,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     beta: float = 1.0
     """Share of prefill(trunk - hit) credited to the engine that holds the trunk; 0 is the exact arm."""
     load_s_per_token: float = 2e-6
-    """Copying an offloaded token back: 100 KB of KV at 50 GB/s, a PCIe 5 link."""
+    """Copying a token back from host memory: 100 KB of KV at 50 GB/s, a PCIe 5 link."""
+    storage_load_s_per_token: float = 5e-5
+    """Fetching a token from storage: 100 KB of KV at 2 GB/s, between one Redis server and a store over TCP
+    that writes straight into host memory."""
     queue_gap_s: float = 0.25
     """Queue difference that is always allowed, however little an engine saves."""
     saving_factor: float = 1.0
@@ -137,6 +147,13 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"bounded_load_factor must exceed 1, got {self.bounded_load_factor}")
         if self.prefix_blocks < 1:
             raise ValueError(f"prefix_blocks must be at least 1, got {self.prefix_blocks}")
-        for name in ("load_s_per_token", "queue_gap_s", "tie_s", "tie_fraction", "cold_fraction"):
+        for name in (
+            "load_s_per_token",
+            "storage_load_s_per_token",
+            "queue_gap_s",
+            "tie_s",
+            "tie_fraction",
+            "cold_fraction",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")

@@ -5,10 +5,10 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
     cost = queue                         seconds of prefill still to do at e for prompts already placed there
          + a * (N - hit - offloaded)     what e computes for this prompt
          - beta * a * (trunk - hit - offloaded)
-         + load * offloaded              blocks e copies back instead of computing them
+         + load * cpu + fetch * storage  blocks e copies back instead of computing them
          + decode * running              what running sequences cost the prefill
 
-    0 <= hit + offloaded <= trunk <= N - 1
+    offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
 ``hit`` is what the engine would take from its cache when this prompt's turn comes: what it holds now (exact,
 all groups), or what a prompt already waiting there will have put in (``coming_tokens``), if that is more.
@@ -40,18 +40,21 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
     """What sending a prompt of ``prompt_tokens`` to this engine costs, part by part."""
     # Plain comparisons: this runs once per engine and request, and min() costs four times as much.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
-    hit, offloaded, trunk = candidate.hit_tokens, candidate.offloaded_tokens, candidate.trunk_tokens
+    hit, trunk, load_s = candidate.hit_tokens, candidate.trunk_tokens, 0.0
+    cached = hit + candidate.cpu_tokens + candidate.storage_tokens
     if candidate.coming_tokens > hit:  # the engine will have it when this prompt's turn comes
         hit = candidate.coming_tokens
-        offloaded = max(0, candidate.hit_tokens + offloaded - hit)
-    hit = most if hit > most else hit  # noqa: FURB136
-    offloaded = most - hit if offloaded > most - hit else offloaded  # noqa: FURB136
-    cached = hit + offloaded
+        cached = hit if cached < hit else cached  # noqa: FURB136
+    cached = most if cached > most else cached  # noqa: FURB136
+    if cached > hit:
+        near = min(max(candidate.hit_tokens + candidate.cpu_tokens, hit), cached)
+        load_s = settings.load_s_per_token * (near - hit) + settings.storage_load_s_per_token * (
+            cached - near
+        )
     trunk = most if trunk > most else trunk  # noqa: FURB136
     trunk = cached if trunk < cached else trunk  # noqa: FURB136
     rate = candidate.prefill_s_per_token
     prefill_s = rate * (prompt_tokens - cached)
-    load_s = settings.load_s_per_token * offloaded
     decode_s = candidate.decode_interference_s * candidate.running
     credit_s = settings.beta * rate * (trunk - cached)
     queue_s = candidate.queue_s

@@ -115,6 +115,8 @@ class Ticket(msgspec.Struct, eq=False):
     uncached_tokens: int
     admitted_s: float
     streams: bool
+    load_s: float = 0.0
+    """What the engine is expected to spend loading offloaded blocks for it; others are computed meanwhile."""
     awaited: bool = True
     ended: bool = False
 
@@ -131,8 +133,11 @@ class LoadAccount:
         self.stats = LoadStats()
         self._accounts: dict[str, _Account] = {}
 
-    def admit(self, engine_id: str, *, uncached_tokens: int, now: float, streams: bool = True) -> Ticket:
-        """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token.
+    def admit(
+        self, engine_id: str, *, uncached_tokens: int, now: float, streams: bool = True, load_s: float = 0.0
+    ) -> Ticket:
+        """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
+        offloaded blocks to load for ``load_s``.
 
         ``streams`` says whether the first byte will show when the prefill is over.
         """
@@ -142,7 +147,7 @@ class LoadAccount:
         self._advance(engine_id, account, now)
         if not account.awaited:
             account.head_s, account.sure, account.carried_tokens = now, True, 0
-        ticket = Ticket(engine_id, account, max(1, uncached_tokens), now, streams)
+        ticket = Ticket(engine_id, account, max(1, uncached_tokens), now, streams, load_s)
         account.awaited[ticket] = None
         account.awaited_tokens += ticket.uncached_tokens
         account.last_admit_s = now
@@ -171,7 +176,7 @@ class LoadAccount:
             account.carried_tokens += ticket.uncached_tokens
             return None
         tokens = ticket.uncached_tokens + account.carried_tokens
-        known = account.sure and not self._foreign(account, now)[1]
+        known = account.sure and not self._foreign(account, now)[1] and not ticket.load_s
         sample = PrefillSample(tokens, now - account.head_s, running)
         account.head_s, account.sure, account.carried_tokens = now, True, 0
         return sample if known else None
@@ -268,7 +273,7 @@ class LoadAccount:
         rate = self.rates.prefill_s_per_token(engine_id, now)
         while account.awaited:
             head = next(iter(account.awaited))
-            allowed_s = head.uncached_tokens * rate
+            allowed_s = head.uncached_tokens * rate + head.load_s
             if head.streams:
                 allowed_s = self.settings.overdue_factor * allowed_s + self.settings.overdue_s
             if now - account.head_s < allowed_s:

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from publisher.block_hash import HashScheme
+from router.index.base import Rows
 from router.index.layout import CacheLayout
 from router.index.predict import EngineHit, HashedPrompt
 from router.policy.load import OthersLoad
@@ -25,6 +26,9 @@ class Look(msgspec.Struct, frozen=True):
     """Engines that another replica follows; those followed here are for the caller to predict."""
     load: Mapping[str, OthersLoad] = {}
     """What the other replicas have in flight, by engine."""
+    stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
+    """What other replicas were told of stores that engines share, by model and hash scheme: for predicting
+    the engines followed here (``router.index.offload.shared_part``)."""
     problem: str = ""
     """Why the shared index could not be asked; "" where it answered."""
 

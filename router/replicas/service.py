@@ -306,7 +306,8 @@ def engine_facts(
     if isinstance(seat, Seat):
         if seat.learned is not None:
             return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
-        return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing)
+        stores = tuple(sorted(seat.stores))
+        return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing, stores)
     empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.attention_chunk_size
     mode = "empty" if empty else "unknown"
     return EngineFacts(engine.layout, None, mode, seat.why_unknown, state, missing)

@@ -19,6 +19,8 @@ from publisher.events import BlockHash
 from router.feeds.base import FeedState
 from router.index.base import Rows
 from router.index.layout import CacheLayout
+from router.index.offload import shared_part
+from router.index.places import is_shared
 from router.index.predict import EngineHit, HashedPrompt, Seat, seat_hits
 from router.index.shared.books import SharedEngine
 from router.index.shared.link import IndexUnavailable
@@ -122,10 +124,11 @@ class Sight:
             return self._fallback("circuit", elsewhere)
         hits: dict[str, EngineHit] = {}
         load: dict[str, bytes] = {}
+        stores: dict[str, dict[HashScheme, Rows]] = {}
         try:
             for model in dict.fromkeys(engines.values()):
                 ids = [e for e, its in elsewhere.items() if its == model]
-                found = await self._look_up(model, prompt, ids, hits, detail=detail)
+                found = await self._look_up(model, prompt, ids, hits, stores, detail=detail)
                 load |= found.load
                 if found.flights:
                     self._hear(found.flights)
@@ -142,7 +145,7 @@ class Sight:
         self.circuit.succeeded()
         self.problem = ""
         self.stats.looks += 1
-        return Look(hits, self._exchange.others(load, self._clock()))
+        return Look(hits, self._exchange.others(load, self._clock()), stores)
 
     async def refresh(self) -> None:
         """Look at the books of every model, without a prompt; never raises."""
@@ -162,10 +165,12 @@ class Sight:
         prompt: HashedPrompt | None,
         ids: list[str],
         hits: dict[str, EngineHit],
+        stores: dict[str, dict[HashScheme, Rows]],
         *,
         detail: bool,
     ) -> SharedRows:
-        """Hits of ``ids`` added to ``hits``; looks again where a scheme turned out to be new."""
+        """Hits of ``ids`` added to ``hits``, what is told of shared stores to ``stores``; looks again where a
+        scheme turned out to be new."""
         reader = self._reader()
         schemes = _schemes(reader.engines(model), ids)
         while True:
@@ -183,6 +188,8 @@ class Sight:
             schemes |= news
         if prompt is not None:
             hits |= self._hits(found, prompt, ids, spans, detail=detail)
+            if any(is_shared(plane.medium) for plane, _ in found.rows.columns):
+                stores[model] = {scheme: shared_part(_span(found.rows, *at)) for scheme, at in spans.items()}
         return found
 
     def _hits(
@@ -204,14 +211,18 @@ class Sight:
             else:
                 seats.setdefault(seat.scheme, []).append(seat)
         for scheme, alike in seats.items():
-            start, end = spans[scheme]
-            rows = Rows(end - start, {key: column[start:end] for key, column in found.rows.columns.items()})
+            rows = _span(found.rows, *spans[scheme])
             hits |= seat_hits(rows, prompt.num_tokens, alike, "native", detail=detail)
         for engine_id in [seat.engine_id for alike in seats.values() for seat in alike]:
             if not _trusted(found.engines[engine_id]):
                 self.stats.stale_engines += 1
                 hits[engine_id] = msgspec.structs.replace(hits[engine_id], stale=True)
         return hits
+
+
+def _span(rows: Rows, start: int, end: int) -> Rows:
+    """The rows of one scheme's hashes."""
+    return Rows(end - start, {key: column[start:end] for key, column in rows.columns.items()})
 
 
 def _trusted(known: SharedEngine) -> bool:
@@ -238,4 +249,4 @@ def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
         return EngineHit(engine_id, "unknown", why_unknown=why)
-    return Seat(engine_id, known.scheme, known.layout, known.slot)
+    return Seat(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)

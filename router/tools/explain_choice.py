@@ -36,7 +36,8 @@ def choice(
             e.engine,
             hit_tokens=e.hit_tokens,
             trunk_tokens=max(e.trunk_tokens, e.offloaded_tokens),
-            offloaded_tokens=e.offloaded_tokens - e.hit_tokens,
+            cpu_tokens=e.offloaded_tokens - e.hit_tokens - e.storage_tokens,
+            storage_tokens=e.storage_tokens,
             confidence=_CONFIDENCE.get(e.mode, "none"),
         )
         for e in engines

@@ -13,10 +13,11 @@ from typing import Literal, Protocol
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.events import MEDIA, BlockHash, EventDecodeError
+from publisher.events import BlockHash, EventDecodeError
 from publisher.groups import SpecClass
 from router.index.base import Plane
 from router.index.layout import CacheLayout, make_layout
+from router.index.places import GPU
 from router.index.predict import ClassHit, EngineHit, Seat, seat_hits
 from router.tools.explain_needs import Need, needs
 from router.tools.replay import MaskedSpan, Player
@@ -51,7 +52,7 @@ class MissingBlock(msgspec.Struct, frozen=True):
     event: int | None = None
     stored_seq: int | None = None
     offloaded: tuple[str, ...] = ()
-    """Other media that hold it."""
+    """Places outside the GPU that hold it: medium, and owner where events name one."""
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -73,6 +74,7 @@ class EngineExplanation(msgspec.Struct, frozen=True):
     mode: str
     hit_tokens: int
     offloaded_tokens: int
+    """The hit with all that would be loaded; ``storage_tokens`` of it come from storage."""
     trunk_tokens: int
     by_class: tuple[ClassHit, ...]
     ended_by: MissingBlock | None
@@ -82,6 +84,7 @@ class EngineExplanation(msgspec.Struct, frozen=True):
     next_boundary: Boundary | None
     trunk_boundary: Boundary | None
     why_unknown: str = ""
+    storage_tokens: int = 0
     history: str = ""
     """What of the engine's history the capture does not hold; empty: everything since its start is known."""
 
@@ -114,6 +117,7 @@ def explain_engine(
         next_boundary=following,
         trunk_boundary=at_trunk,
         why_unknown=hit.why_unknown,
+        storage_tokens=hit.storage_tokens,
         history=_history(player, source),
     )
 
@@ -130,7 +134,7 @@ def _hit(player: Player, source: str, prompt: AskedPrompt, scheme: HashScheme | 
     if slot is None:
         return EngineHit(source, "native", alignment=layout.alignment)
     rows = player.ledger.lookup(prompt.hashes(scheme))
-    seat = Seat(source, scheme, layout, slot)
+    seat = Seat(source, scheme, layout, slot, stores=player.fleet.engine(source).stores)
     return seat_hits(rows, prompt.num_tokens, [seat], "native", detail=True)[source]
 
 
@@ -218,8 +222,14 @@ class _Known:
             at.seq if at is not None else None,
             at.event if at is not None else None,
             stored.seq if stored is not None else None,
-            tuple(medium for medium in MEDIA[1:] if self._copies(end, Plane(medium, group))),
+            self._outside(end, group),
         )
+
+    def _outside(self, end: int, group: int) -> tuple[str, ...]:
+        """The places outside the GPU that hold the block that ends at ``end``."""
+        planes = self._player.ledger.seen_planes(self._source)
+        held = (p for p in planes if p.group_idx == group and p.medium != GPU and self._copies(end, p))
+        return tuple(sorted(plane.medium for plane in held))
 
     def _why(self, end: int, group: int) -> tuple[Why, Position | None, Position | None]:
         """What became of the block that ends at ``end``: word, event, and the event that had stored it."""

@@ -308,7 +308,7 @@ def test_explain_shows_every_engine_class_by_class() -> None:
             assert warm["feed"] == cold["feed"] == "ready"
             hit = warm["hit_tokens"]["GPU"]
             assert hit > 100
-            assert cold["hit_tokens"] == {"GPU": 0, "offloaded": 0}
+            assert cold["hit_tokens"] == {"GPU": 0, "CPU": 0, "STORAGE": 0, "offloaded": 0}
             assert [c["spec_class"].split()[0] for c in warm["by_class"]] != []
             assert len(warm["by_class"]) == 2  # full attention, and the window
             assert all(c["hit_tokens"] >= hit for c in warm["by_class"])

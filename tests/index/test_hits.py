@@ -236,19 +236,6 @@ def test_unused_groups_are_not_asked() -> None:
     assert hit(layout, 100, {0: range(3)}) == 48
 
 
-def test_media_add_up_where_asked() -> None:
-    layout = layout_of(full())
-    index = MemoryIndex()
-    hashes = hashes_of(100, layout)
-    index.store("a", Plane("GPU", 0), hashes[:2])
-    index.store("a", Plane("CPU", 0), hashes[2:4])
-    index.store("a", Plane("STORAGE", 0), hashes[5:6])
-    rows = index.lookup(hashes)
-    assert evaluate(rows, layout, 100).hit[0] == 32
-    assert evaluate(rows, layout, 100, media=("GPU", "CPU")).hit[0] == 64
-    assert evaluate(rows, layout, 100, media=("GPU", "CPU", "STORAGE")).hit[0] == 64
-
-
 def test_trunk_is_what_full_attention_alone_would_serve() -> None:
     layout = layout_of(full(0), window(1, 64))
     hits = evaluate_one(layout, 200, {0: range(9), 1: range(2, 6)}, detail=True)

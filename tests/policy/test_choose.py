@@ -29,7 +29,7 @@ def test_cost_is_the_stated_formula() -> None:
         "e",
         hit_tokens=1000,
         trunk_tokens=5000,
-        offloaded_tokens=2000,
+        cpu_tokens=2000,
         queue_s=0.7,
         running=10,
         prefill_s_per_token=0.001,
@@ -46,7 +46,7 @@ def test_cost_is_the_stated_formula() -> None:
 
 
 def test_beliefs_beyond_the_prompt_are_clamped_to_all_but_its_last_token() -> None:
-    parts = cost(Candidate("e", hit_tokens=500, trunk_tokens=900, offloaded_tokens=50), 100, DEFAULTS)
+    parts = cost(Candidate("e", hit_tokens=500, trunk_tokens=900, cpu_tokens=50), 100, DEFAULTS)
     assert parts.uncached_tokens == 1
     assert parts.credit_s == 0
     assert parts.load_s == 0
@@ -84,7 +84,7 @@ def test_a_cached_prefix_is_not_worth_more_than_its_prefill() -> None:
 
 def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
     gpu = Candidate("gpu", hit_tokens=4000, trunk_tokens=4000)
-    cpu = Candidate("cpu", offloaded_tokens=4000, trunk_tokens=4000)
+    cpu = Candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
     none = Candidate("none")
     slow = PolicySettings(load_s_per_token=RATE / 4)
     assert choose([none, cpu], 8000, slow).engine_id == "cpu"
@@ -93,7 +93,7 @@ def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
 
 def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
     knobs = PolicySettings(load_s_per_token=0.0001)
-    candidate = Candidate("e", hit_tokens=1000, offloaded_tokens=2000, coming_tokens=2500)
+    candidate = Candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)
     parts = cost(candidate, 8000, knobs)
     assert parts.uncached_tokens == 5000
     assert parts.load_s == pytest.approx(500 * 0.0001)
@@ -209,7 +209,8 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
         engine_id=st.uuids().map(str),
         hit_tokens=st.integers(0, 20_000),
         trunk_tokens=st.integers(0, 20_000),
-        offloaded_tokens=st.integers(0, 5000),
+        cpu_tokens=st.integers(0, 5000),
+        storage_tokens=st.integers(0, 5000),
         queue_s=st.floats(0, 50),
         running=st.integers(0, 200),
         idle_s=st.floats(0, 100),

@@ -35,6 +35,8 @@ class SharedEngine(NamedTuple):
     """The replica that writes it; empty if none does."""
     stale: bool
     """Nobody vouches for it now: its hits may be shown, but must not be trusted."""
+    stores: frozenset[str] = frozenset()
+    """Shared stores that it loads from."""
 
 
 class Books:
@@ -95,4 +97,5 @@ class Books:
             facts.missing_batches,
             lease.holder if lease is not None and held else "",
             not held or view.scope.home != self.identity,
+            frozenset(facts.stores),
         )

@@ -18,6 +18,7 @@ import structlog
 from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Slot
 from router.index.memory import MemoryIndex
+from router.index.places import is_shared
 from router.index.shared.connect import Client
 from router.index.shared.flush import Flush
 from router.index.shared.link import IndexUnavailable
@@ -70,6 +71,11 @@ class MirroredIndex:
         self._outbox.touch(engine_id, (block,))
 
     def clear(self, engine_id: str, medium: str) -> None:
+        if is_shared(medium):  # it grew old: what else the engine holds must not be out of sight meanwhile
+            gone = self.memory.blocks_of(engine_id, medium).tolist()
+            self.memory.clear(engine_id, medium)
+            self._outbox.touch(engine_id, gone)
+            return
         self.memory.clear(engine_id, medium)
         self._outbox.unseat(engine_id)
 

@@ -1,7 +1,9 @@
 """The writer's table of patterns: which code stands for the planes that hold a block of one engine.
 
-Always true: a code given to a block names no plane that does not hold it. Where the scope has no codes left,
-the largest known part of the pattern stands for it.
+Always true: a code given to a block names no plane that does not hold it. Blocks held in several media form
+many more patterns than blocks of the GPU alone; once half of the scope's codes are given, new patterns are
+told by their GPU part only, so that what connectors hold never costs the view of what the GPU holds. Where
+no codes are left, the known part with most of the GPU's planes stands for a pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy.typing as npt
 from publisher.events import BlockHash
 from router.index.base import Plane
 from router.index.memory import MemoryIndex
-from router.index.shared.codec import PLANES_MAX
+from router.index.places import GPU
+from router.index.shared.codec import PLANES_MAX, codes_max
 from router.index.shared.handshake import ServerError
 from router.index.shared.registry import Registry, Scope
 
@@ -27,6 +30,8 @@ class PatternCodes:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._planes: list[Plane] = []
+        self._gpu = 0
+        """The planes of the GPU, as bits."""
         self._known: dict[int, int] = {0: 0}
         self.without_code = 0
         """Patterns shown only in part, for want of codes."""
@@ -47,6 +52,10 @@ class PatternCodes:
         bits = memory.held_in(engine_id, self._planes, hashes)
         patterns, inverse = np.unique(bits, return_inverse=True)
         wanted: list[int] = patterns.tolist()
+        if 2 * max(self._known.values()) > codes_max(scope.code_bytes):
+            told = [p if p in self._known else p & self._gpu for p in wanted]
+            self.without_code += sum(a != b for a, b in zip(wanted, told, strict=True))
+            wanted = told
         known = await self._learn(scope, [pattern for pattern in wanted if pattern not in self._known])
         return np.array([known[pattern] for pattern in wanted], np.intp)[inverse]
 
@@ -67,9 +76,11 @@ class PatternCodes:
         return self._known
 
     def _see(self, planes: Sequence[Plane]) -> None:
-        new = [plane for plane in planes if plane not in self._planes]
+        new = sorted(plane for plane in planes if plane not in self._planes)
+        new.sort(key=lambda plane: plane.medium != GPU)
         room = PLANES_MAX - len(self._planes)
         self._planes += new[:room]
+        self._gpu = sum(1 << number for number, plane in enumerate(self._planes) if plane.medium == GPU)
         self.planes_left_out = max(self.planes_left_out, len(new) - room)
 
     def _planes_in(self, pattern: int) -> list[Plane]:
@@ -78,4 +89,4 @@ class PatternCodes:
     def _part_of(self, pattern: int) -> int:
         self.without_code += 1
         parts = [known for known in self._known if known & ~pattern == 0]
-        return self._known[max(parts, key=int.bit_count)]
+        return self._known[max(parts, key=lambda part: ((part & self._gpu).bit_count(), part.bit_count()))]

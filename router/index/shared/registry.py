@@ -61,6 +61,8 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     why_unknown: str = ""
     feed_state: str = "cold"
     missing_batches: int = 0
+    stores: tuple[str, ...] = ()
+    """Shared stores that it loads from."""
 
 
 class Seat(NamedTuple):
