@@ -24,6 +24,7 @@ class HitResolver:
     """Hits, load masks and store masks of one engine. Group indices are the model's; all lengths in tokens.
 
     ``partial_hits``: the engine lets hits end inside a block, on a hash block (Mamba, finer hashes).
+    With EAGLE they end on whole blocks here all the same: proving one takes a second key for the same bytes.
     ``reprefill_tokens``: tokens at the end of what is computed that may be computed again (multi-module MTP).
     ValueError where a group's block is no multiple of the hash block, or no divisor of the scheduler block.
     """
@@ -41,8 +42,6 @@ class HitResolver:
     ) -> None:
         self.scheduler_block_tokens = scheduler_block_size
         self.hash_block_tokens = hash_block_size
-        self.partial_hits = partial_hits
-        self.alignment_tokens = hash_block_size if partial_hits else scheduler_block_size
         self._retention_tokens: int | None = kv_cache_config.prefix_cache_retention_interval
         self._reprefill_tokens = reprefill_tokens
         self._single = len(kv_cache_config.kv_cache_groups) == 1
@@ -53,12 +52,15 @@ class HitResolver:
             use_eagle=use_eagle,
             dcp_world_size=dcp_world_size,
         )
-        for family in self._families:
-            family.peek_tokens = self._peek_tokens(family)
         self._by_group = {g: family for family in self._families for g in family.group_ids}
         self.group_ids = tuple(sorted(self._by_group))
         self.group_shapes = tuple(self._by_group[g].shape(g) for g in self.group_ids)
         self._any_eagle = any(family.eagle for family in self._families)
+        self.partial_hits = partial_hits and not self._any_eagle
+        self.alignment_tokens = hash_block_size if self.partial_hits else scheduler_block_size
+        for family in self._families:
+            if family.eagle and family.kind is not GroupKind.STATE and not self._single:
+                family.peek_tokens = family.block_tokens
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any, kv_cache_config: Any) -> HitResolver:
@@ -105,7 +107,7 @@ class HitResolver:
                 return True
             return known.get(key, False)
 
-        reach = self._joint_hit(block_hashes, limit, hoped_for, num_local_tokens)
+        reach = self._loadable_hit(block_hashes, limit, hoped_for, num_local_tokens)
         if not known or not wanted:
             return list(wanted)
         below = self._deciding_keys(block_hashes, reach, num_local_tokens)
@@ -120,7 +122,7 @@ class HitResolver:
         from the first token, aligned); its blocks need not be held. At most ``num_tokens`` - 1.
         """
         test = held if callable(held) else held.__contains__
-        hit = self._joint_hit(block_hashes, self._limit(block_hashes, num_tokens), test, num_local_tokens)
+        hit = self._loadable_hit(block_hashes, self._limit(block_hashes, num_tokens), test, num_local_tokens)
         return hit if hit > num_local_tokens else 0
 
     def load_mask(self, num_local_tokens: int, hit_tokens: int) -> dict[int, list[int]]:
@@ -181,8 +183,7 @@ class HitResolver:
             return {}
         tails: dict[int, tuple[int, int]] = {}
         for group_idx, family in self._by_group.items():
-            limit = num_prompt_tokens if family.eagle else num_prompt_tokens - 1
-            end = limit // self.hash_block_tokens * self.hash_block_tokens
+            end = (num_prompt_tokens - 1) // self.hash_block_tokens * self.hash_block_tokens
             tokens = family.block_tokens
             if family.kind is GroupKind.FULL and 0 < end <= num_computed_tokens and end % tokens:
                 tails[group_idx] = (end // tokens, end)
@@ -205,14 +206,25 @@ class HitResolver:
             raise IndexError(f"no block hash ends at token {boundary_tokens}")
         return block_key(block_hashes[index - 1], group_idx)
 
-    def _peek_tokens(self, family: GroupFamily) -> int:
-        if not family.eagle or family.kind is GroupKind.STATE or self._single:
-            return 0
-        fine = self.partial_hits and type(family.manager).supports_fine_grained_hash_lookup
-        return self.hash_block_tokens if fine else family.block_tokens
-
     def _limit(self, block_hashes: Sequence[bytes], num_tokens: int) -> int:
         return max(0, min(num_tokens - 1, len(block_hashes) * self.hash_block_tokens))
+
+    def _loadable_hit(
+        self, block_hashes: Sequence[bytes], limit: int, held: Callable[[bytes], bool], num_local_tokens: int
+    ) -> int:
+        """The longest joint hit whose last blocks are held under the hash at its end.
+
+        Only where hits may end inside a block can the rules also accept a block that is held under a later
+        hash: the engine would find that block again by its id, a load has nothing but the key.
+        """
+        hit = self._joint_hit(block_hashes, limit, held, num_local_tokens)
+        while hit > num_local_tokens and not all(
+            held(self.state_key(block_hashes, group_idx, hit))
+            for group_idx, family in self._by_group.items()
+            if hit % family.block_tokens
+        ):
+            hit = self._joint_hit(block_hashes, hit - 1, held, num_local_tokens)
+        return hit
 
     def _joint_hit(
         self, block_hashes: Sequence[bytes], limit: int, held: Callable[[bytes], bool], num_local_tokens: int

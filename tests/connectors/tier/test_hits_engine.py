@@ -74,10 +74,19 @@ def test_hits_are_those_of_the_engine(mix: Mix, data: st.DataObject) -> None:
     _, expected, _ = coordinator.find_longest_cache_hit(names, num_tokens - 1)
     resolver = mix.resolver(coordinator)
     hit = resolver.find_hit(names, num_tokens, keys_of(held))
-    assert hit == expected
+    if coordinator.enable_partial_hash_hits:  # a hit inside a block needs that block under its own hash
+        assert hit <= expected
+        assert hit == expected or mix.eagle or not ends_held(mix, names, expected, held)
+    else:
+        assert hit == expected
     assert hit <= num_tokens - 1
     assert hit % resolver.alignment_tokens == 0
     assert resolver.find_hit(names, num_tokens, keys_of(held)) == hit
+
+
+def ends_held(mix: Mix, names: list[bytes], hit: int, held: set[tuple[int, bytes]]) -> bool:
+    inside = [group for group, spec in enumerate(mix.specs) if hit % spec.block_size]
+    return all((group, names[hit // mix.hash_block - 1]) in held for group in inside)
 
 
 @all_mixes
@@ -135,7 +144,7 @@ def test_a_load_is_what_the_engine_allocates_and_is_held(mix: Mix, data: st.Data
     fill(coordinator, local)
     local_blocks, num_local, _ = coordinator.find_longest_cache_hit(names, num_tokens - 1)
     if num_local % mix.scheduler_block:
-        return  # the engine trims such a local hit itself; see the test of partial local hits
+        return  # the engine itself shows a connector aligned local hits only
     resolver = mix.resolver(coordinator)
     hit = resolver.find_hit(names, num_tokens, keys_of(held), num_local_tokens=num_local)
     if not hit:
@@ -149,7 +158,8 @@ def test_a_load_is_what_the_engine_allocates_and_is_held(mix: Mix, data: st.Data
         assert indices == [i for i, block in real[group_idx].items() if block not in local_ids]
         for index in indices:
             key = resolver.key_at(names, group_idx, index, hit)
-            assert (group_idx, split_key(key)[0]) in held
+            there = (group_idx, split_key(key)[0]) in held
+            assert there
 
 
 def allocated(
