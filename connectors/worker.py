@@ -50,12 +50,16 @@ class OffloadWorker:
         """
         view = CacheView.from_kv_caches(self._kv_cache_config, kv_caches)
         device = device_type(kv_caches)
-        self._engine = self._make_engine(view, device)
+        self.use_engine(self._make_engine(view, device))
         pieces = sum(len(region.piece_offsets) for group in view.groups for region in group.regions)
         log.info(
             "offloading %d groups of %d blocks on %s: rows of %d bytes, %d pieces per block of all groups",
             len(view.groups), view.num_blocks, device, view.row_bytes, pieces,
         )  # fmt: skip
+
+    def use_engine(self, engine: TransferEngine) -> None:
+        """Move blocks with this engine, for caches that are not registered as tensors."""
+        self._engine = engine
 
     def handle_preemptions(self, step: StepJobs) -> None:
         """Before the step writes to any block: wait for the stores that still read some of them."""

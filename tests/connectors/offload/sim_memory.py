@@ -1,0 +1,121 @@
+"""One simulated rank: its KV memory, position by position, and a transfer engine that dawdles and fails.
+
+A block holds, per token offset, a value made of the group and of every token before and at that position; a
+state block holds one value. So a block that was read too early or too late, given to another request, or
+filled from the wrong row shows up where the model would read it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from connectors.transfer.base import Direction, TransferJob, TransferResult
+
+Content = dict[int, object]
+
+
+@dataclass
+class SimMemory:
+    """Block id -> offset -> value. Block 0 is the null block, which nobody may touch."""
+
+    blocks: dict[int, Content] = field(default_factory=dict)
+
+    def wipe(self, block_id: int) -> None:
+        self.blocks[block_id] = {}
+
+    def write(self, block_id: int, offset: int, value: object) -> None:
+        assert block_id != 0, "the null block is written"
+        self.blocks.setdefault(block_id, {})[offset] = value
+
+    def read(self, block_id: int, offset: int) -> object:
+        assert block_id != 0, "the null block is read"
+        return self.blocks.get(block_id, {}).get(offset)
+
+
+@dataclass
+class _Running:
+    job: TransferJob
+    todo: list[tuple[int, int, bytes]]
+    fails: bool
+
+
+class SimEngine:
+    """A ``TransferEngine`` that copies a few blocks per ``tick``, in any order, several jobs at once.
+
+    ``failure_rate``: share of jobs that end in failure after copying part of their blocks, the rest of the
+    targets filled with garbage. A row knows which key it holds and whether all of it has arrived.
+    """
+
+    def __init__(self, memory: SimMemory, rng: random.Random, *, failure_rate: float, name_keys: bool) -> None:
+        self.rows: dict[int, tuple[bytes, Content]] = {}
+        self.ended: list[int] = []
+        self.failure_rate = failure_rate
+        self._memory = memory
+        self._rng = rng
+        self._name_keys = name_keys
+        self._running: list[_Running] = []
+        self._results: list[TransferResult] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
+    def submit(self, job: TransferJob) -> None:
+        todo = [
+            (int(block_id), int(slot), key)
+            for moves in job.groups
+            for block_id, slot, key in zip(moves.block_ids, moves.slots, moves.keys, strict=True)
+        ]
+        assert todo, "an empty job reached the engine"
+        assert all(block_id != 0 for block_id, _, _ in todo), "the null block is in a job"
+        self._rng.shuffle(todo)
+        if job.direction is Direction.STORE:
+            for _, slot, _ in todo:
+                self.rows.pop(slot, None)
+        self._running.append(_Running(job, todo, self._rng.random() < self.failure_rate))
+
+    def tick(self, *, all_of_it: bool = False) -> None:
+        """Let time pass."""
+        self._rng.shuffle(self._running)
+        for running in list(self._running):
+            steps = len(running.todo) if all_of_it else self._rng.randint(0, 4)
+            for _ in range(min(steps, len(running.todo))):
+                self._copy(running, running.todo.pop())
+            if not running.todo and (all_of_it or self._rng.random() < 0.7):
+                self._running.remove(running)
+                self._end(running)
+
+    def poll(self) -> list[TransferResult]:
+        results, self._results = self._results, []
+        return results
+
+    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
+        self.tick(all_of_it=True)
+        return True
+
+    def close(self) -> None:
+        self.tick(all_of_it=True)
+
+    def _copy(self, running: _Running, move: tuple[int, int, bytes]) -> None:
+        block_id, slot, key = move
+        garbage = running.fails and self._rng.random() < 0.5
+        if running.job.direction is Direction.STORE:
+            content = dict(self._memory.blocks.get(block_id, {}))
+            self.rows[slot] = (key, {0: "garbage"} if garbage else content)
+            return
+        assert slot in self.rows, "a row is read before it was written"
+        held, content = self.rows[slot]
+        assert held == key, "a row is read that holds another key"
+        self._memory.blocks[block_id] = {0: "garbage"} if garbage else dict(content)
+
+    def _end(self, running: _Running) -> None:
+        job = running.job
+        self.ended.append(job.job_id)
+        keys = tuple(key for moves in job.groups for key in moves.keys)
+        blamed = keys if running.fails and self._name_keys else ()
+        error = "simulated" if running.fails else ""
+        self._results.append(
+            TransferResult(job.job_id, job.direction, not running.fails, 0.001, {}, error, blamed)
+        )
