@@ -10,8 +10,14 @@ boundary counts as an end where nothing follows, where prompts part, or where lo
 What always holds: every key added is in exactly one node; a key is chosen at most once; the work per choice
 is bounded by the longest window, in boundaries, amortised.
 
-What it brings, against LRU and ARC on shared prefixes, conversations and one-off prompts for 5 window groups
-and 1 full group: see ``tests/connectors/tier/eviction_simulation.py``.
+What it brings: ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group, shared
+system prompts, conversations and one-off prompts, seeded), share of prompt tokens that could be loaded::
+
+    slots          lru       arc  boundary
+    2000         0.351     0.449     0.498
+    4000         0.490     0.498     0.614
+    8000         0.610     0.613     0.627
+    16000        0.631     0.631     0.641
 """
 
 from __future__ import annotations
@@ -54,6 +60,8 @@ class BoundaryPolicy:
         placed, self._made = self.tree.place(chain, lineage)
         self._placed = dict(zip(chain, placed, strict=True))
         self._recut(self._made)
+        for node in (*placed, *self._made):
+            node.pending = True
         above = [node.parent for node in self._made if node.parent is not None]
         for node in dict.fromkeys([*placed, *self._made, *above]):
             self._touch(node)
@@ -71,9 +79,12 @@ class BoundaryPolicy:
                 self._cut_keys[key] = None
         if self._made:
             self._pass_by(self._made)
-        for node in reversed(self._made):
+        nodes = dict.fromkeys([*self._placed.values(), *self._made])
+        for node in nodes:
+            node.pending = False
+        for node in reversed(nodes):
             self._prune(node)
-        for node in dict.fromkeys(self._placed.values()):
+        for node in nodes:
             self._settle(node)
         self._placed = {}
         self._made = []
@@ -183,7 +194,7 @@ class BoundaryPolicy:
         """Put a node that was just used back where it is found when room is needed."""
         self._offer(node)
         self._passed.pop(node, None)
-        if node.children and self._tails:
+        if node.keys and node.children and self._tails:
             self._passed[node] = None
 
     def _offer(self, node: Node) -> None:

@@ -3,7 +3,8 @@
 A node is one segment of a prompt (from one boundary to the next), named by the block hash at its end, which
 stands for the whole prefix; its keys are the blocks of all groups that end in the segment. What always
 holds: a node is *cut* exactly when a full-attention block of it, or of a node above it, is not here, so that
-no hit can reach it; a node without keys and without children does not exist.
+no hit can reach it; a node without keys and without children exists only while a
+chain is being stored over it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Node:
     """More than one continuation was seen."""
     loads: int = 0
     doomed: bool = False
+    pending: bool = False
+    """A chain that is being stored may put keys here."""
 
     @property
     def is_end(self) -> bool:
@@ -113,7 +116,7 @@ class PrefixTree:
     def prune(self, node: Node) -> tuple[list[Node], Node | None]:
         """Drop the node and those above it that have nothing left; also gives the one that lost a child."""
         dropped: list[Node] = []
-        while self._nodes.get(node.name) is node and not node.keys and not node.children:
+        while self._nodes.get(node.name) is node and not (node.keys or node.children or node.pending):
             del self._nodes[node.name]
             dropped.append(node)
             if node.parent is None:

@@ -1,0 +1,268 @@
+"""What each policy lets go first, and that the tree of prefixes knows what can still be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.group_shapes import GroupKind, GroupShape
+from connectors.host_tier import HostTier
+from connectors.keys import block_key
+from connectors.policies import POLICY_NAMES, ArcPolicy, LruPolicy, make_policy
+from connectors.policies_boundary import BoundaryPolicy
+from connectors.policies_tree import Node
+from tests.connectors.tier import eviction_simulation
+
+FULL, WINDOW, STATE = 0, 1, 2
+SHAPES = (
+    GroupShape(FULL, GroupKind.FULL, 4),
+    GroupShape(WINDOW, GroupKind.WINDOW, 4, 8),
+    GroupShape(STATE, GroupKind.STATE, 4, 4),
+)
+
+
+def names(word: str, count: int = 0) -> list[bytes]:
+    """One block hash per letter; each stands for all letters up to it."""
+    return [word[: i + 1].encode() for i in range(len(word))][count:]
+
+
+def keys(word: str, *groups: int, first: int = 0) -> list[bytes]:
+    return [block_key(h, g) for h in names(word)[first:] for g in groups]
+
+
+def boundary_tier(slots: int, shapes: Sequence[GroupShape] = SHAPES[:2]) -> HostTier:
+    return HostTier(slots, BoundaryPolicy(shapes, 4, 4, nodes_max=1000))
+
+
+def store(tier: HostTier, word: str, *groups: int, first: int = 0) -> None:
+    for key, _ in tier.begin_store(keys(word, *groups, first=first), names(word)):
+        tier.end_store(key, ok=True)
+
+
+def load(tier: HostTier, wanted: Sequence[bytes]) -> None:
+    assert tier.begin_load(wanted) is not None
+    for key in wanted:
+        tier.end_load(key, ok=True)
+
+
+def missing(tier: HostTier, every: Sequence[bytes]) -> list[bytes]:
+    there = tier.held("r", every)
+    return [key for key in every if key not in there]
+
+
+def test_lru_lets_the_unused_go_and_of_those_the_last_of_the_prompt() -> None:
+    tier = HostTier(6, LruPolicy())
+    store(tier, "abc", FULL)
+    store(tier, "xyz", FULL)
+    load(tier, keys("abc", FULL))
+    store(tier, "m", FULL)
+    assert missing(tier, keys("abc", FULL) + keys("xyz", FULL)) == keys("xyz", FULL)[-1:]
+
+
+def test_arc_keeps_what_was_asked_twice_through_a_scan() -> None:
+    tier = HostTier(8, ArcPolicy(8))
+    store(tier, "abcd", FULL)
+    load(tier, keys("abcd", FULL))
+    for i in range(20):
+        store(tier, chr(ord("A") + i) * 2, FULL)
+    assert missing(tier, keys("abcd", FULL)) == []
+
+
+def test_arc_gives_more_room_to_the_list_that_was_missed() -> None:
+    tier = HostTier(4, ArcPolicy(4))
+    store(tier, "ab", FULL)
+    load(tier, keys("ab", FULL))
+    store(tier, "xy", FULL)
+    store(tier, "z", FULL)  # drops one of "xy" that was seen once
+    (gone,) = missing(tier, keys("xy", FULL))
+    tier.begin_store([gone], names("xy"))
+    tier.end_store(gone, ok=True)
+    store(tier, "m", FULL)
+    store(tier, "n", FULL)
+    assert gone in tier.held("r", [gone])
+
+
+def test_arc_remembers_no_more_than_it_has_slots() -> None:
+    policy = ArcPolicy(4)
+    tier = HostTier(4, policy)
+    for i in range(100):
+        store(tier, chr(200 + i), FULL)
+    assert len(policy._gone_once) + len(policy._gone_again) <= 4
+
+
+def test_tails_that_the_prompt_went_past_go_first() -> None:
+    tier = boundary_tier(12)
+    store(tier, "abcdef", FULL, WINDOW)
+    store(tier, "xy", FULL, WINDOW)
+    assert missing(tier, keys("abcdef", FULL, WINDOW)) == keys("abcd", WINDOW)
+    assert missing(tier, keys("xy", FULL, WINDOW)) == []
+
+
+def test_the_end_of_the_older_prompt_goes_next_with_all_that_leads_only_to_it() -> None:
+    tier = boundary_tier(12)
+    store(tier, "abcdef", FULL, WINDOW)
+    store(tier, "xy", FULL, WINDOW)  # takes the tails of "abcd"
+    store(tier, "uvw", FULL, WINDOW)
+    assert missing(tier, keys("xy", FULL, WINDOW) + keys("uvw", FULL, WINDOW)[2:]) == []
+    kept = tier.held("r", keys("abcdef", WINDOW))
+    assert not kept  # the tails, without which the blocks below serve nobody, go before the blocks
+
+
+def test_a_boundary_where_prompts_part_keeps_its_tail_and_its_prefix() -> None:
+    tier = boundary_tier(20)
+    store(tier, "abcdU", FULL, WINDOW)
+    store(tier, "abcdVW", FULL, WINDOW)
+    store(tier, "0pqr", FULL, WINDOW)
+    store(tier, "1pqr", FULL, WINDOW)
+    assert missing(tier, keys("abcd", FULL) + keys("abcd", WINDOW, first=2)) == []
+    assert not tier.held("r", keys("abcdU", FULL, first=4) + keys("abcdVW", FULL, first=4))
+
+
+def test_blocks_below_a_missing_one_go_first() -> None:
+    tier = boundary_tier(6, SHAPES[:1])
+    store(tier, "xy", FULL)
+    store(tier, "abcd", FULL)
+    bad = keys("ab", FULL)[-1:]
+    tier.begin_load(bad)
+    tier.end_load(bad[0], ok=False)
+    store(tier, "mn", FULL)
+    assert missing(tier, keys("xy", FULL) + keys("a", FULL)) == []
+    assert missing(tier, keys("abcd", FULL, first=2)) == keys("abc", FULL, first=2)
+    store(tier, "ab", FULL)
+    assert missing(tier, keys("xy", FULL) + keys("ab", FULL)) == []
+
+
+def test_what_is_below_a_block_that_came_back_is_kept_again() -> None:
+    tier = boundary_tier(6, SHAPES[:1])
+    store(tier, "xy", FULL)
+    store(tier, "abc", FULL)
+    bad = keys("a", FULL)
+    tier.begin_load(bad)
+    tier.end_load(bad[0], ok=False)
+    store(tier, "a", FULL)
+    load(tier, keys("abc", FULL))
+    store(tier, "mn", FULL)
+    assert missing(tier, keys("abc", FULL)) == []
+    assert missing(tier, keys("xy", FULL)) == keys("xy", FULL)[1:]
+
+
+def test_full_prefixes_shrink_from_their_ends() -> None:
+    tier = boundary_tier(6, SHAPES[:1])
+    store(tier, "abcd", FULL)
+    store(tier, "xyzu", FULL)
+    assert missing(tier, keys("abcd", FULL)) == keys("abcd", FULL)[2:]
+
+
+def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
+    tier = boundary_tier(5, SHAPES[:1])
+    store(tier, "abcdefgh", FULL)
+    assert missing(tier, keys("abcdefgh", FULL)) == keys("abcdefgh", FULL)[5:]
+    store(tier, "abcdefghij", FULL, first=8)
+    assert missing(tier, keys("abcde", FULL)) == []
+
+
+def test_states_past_which_the_prompt_went_are_spare() -> None:
+    tier = boundary_tier(8, (SHAPES[0], SHAPES[2]))
+    store(tier, "abcd", FULL, STATE)
+    store(tier, "x", FULL, STATE)
+    assert missing(tier, keys("abcd", FULL, STATE)) == keys("ab", STATE)
+
+
+def test_a_boundary_loaded_twice_keeps_its_tail() -> None:
+    tier = boundary_tier(8, (SHAPES[0], SHAPES[2]))
+    store(tier, "abcd", FULL, STATE)
+    for _ in range(2):
+        load(tier, [*keys("ab", FULL), *keys("ab", STATE, first=1)])
+    store(tier, "x", FULL, STATE)
+    assert missing(tier, keys("abcd", FULL, STATE)) == [*keys("a", STATE), *keys("abc", STATE, first=2)]
+
+
+def test_without_a_lineage_the_oldest_goes() -> None:
+    tier = boundary_tier(4)
+    for word in ("a", "b", "c"):
+        for key, _ in tier.begin_store(keys(word, FULL, WINDOW)):
+            tier.end_store(key, ok=True)
+    assert missing(tier, keys("a", FULL, WINDOW)) == keys("a", FULL, WINDOW)
+    assert missing(tier, keys("b", FULL, WINDOW) + keys("c", FULL, WINDOW)) == []
+
+
+def test_the_tree_is_bounded_and_counts_what_it_did_not_place() -> None:
+    policy = BoundaryPolicy(SHAPES[:1], 4, 4, nodes_max=6)
+    tier = HostTier(100, policy)
+    store(tier, "abcd", FULL)
+    store(tier, "efgh", FULL)
+    assert policy.tree.unplaced_chains == 1
+    assert tier.held_keys == 8
+    store(tier, "efgh", FULL)
+    assert missing(tier, keys("abcd", FULL) + keys("efgh", FULL)) == []
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are lru, arc, boundary"):
+        make_policy("fifo", slots=1, shapes=(), hash_block_tokens=4, boundary_tokens=4)
+    with pytest.raises(ValueError, match="must be multiples of 3"):
+        BoundaryPolicy(SHAPES, 3, 4, nodes_max=4)
+
+
+words = st.text("ab", min_size=1, max_size=7)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "fail", "load", "spoil", "reset"]),
+        words,
+        st.integers(0, 6),
+        st.integers(0, 3),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(slots=st.integers(1, 14), granularity=st.sampled_from([1, 2]), moves=steps)
+def test_the_tree_knows_what_can_be_reached(slots: int, granularity: int, moves: list[tuple]) -> None:  # type: ignore[type-arg]
+    policy = BoundaryPolicy(SHAPES, 4, 4 * granularity, nodes_max=64)
+    tier = HostTier(slots, policy)
+    for move, word, first, among in moves:
+        every = keys(word, FULL, WINDOW, STATE, first=min(first, len(word) - 1))
+        if move in ("store", "fail"):
+            for at, (key, _) in enumerate(tier.begin_store(every, names(word))):
+                tier.end_store(key, ok=move == "store" or at % 2 == 0)
+        elif move == "reset":
+            tier.reset()
+        else:
+            there = sorted(tier.held("r", every))[: among + 1]
+            assert tier.begin_load(there) is not None
+            for key in there:
+                tier.end_load(key, ok=move == "load")
+        tier.check_integrity()
+        check_tree(policy, tier, granularity)
+    tier.reset()
+    assert len(policy.tree) == 0
+    assert not policy._passed
+
+
+def check_tree(policy: BoundaryPolicy, tier: HostTier, full_blocks: int) -> None:
+    tree = policy.tree
+    placed = [key for node in tree._nodes.values() for key in node.keys]
+    assert len(placed) == len(set(placed)) == len(tree.node_of) == tier.held_keys
+    for node in tree._nodes.values():
+        assert node.keys or node.children
+        assert all(child.parent is node for child in node.children)
+        assert node.cut is (not node.loose and unreachable(node, full_blocks))
+        assert all((key in policy._cut_keys) is node.cut for key in node.keys)
+
+
+def unreachable(node: Node, full_blocks: int) -> bool:
+    return any(sum(g == FULL for g in above.keys.values()) < full_blocks for above in node.up())
+
+
+@pytest.mark.parametrize("slots", [2000, 4000])
+def test_keeping_boundaries_saves_more_tokens_than_recency(slots: int) -> None:
+    saved = {
+        name: eviction_simulation.simulate(name, slots, seed=7, requests=400).hit_tokens
+        for name in POLICY_NAMES
+    }
+    assert saved["boundary"] > 1.1 * saved["lru"]
+    assert saved["boundary"] > saved["arc"]
