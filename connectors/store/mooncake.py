@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "mooncake-transfer-engine"
 _BATCH_ITEMS_MAX = 512
+_MISSES = {-704: "absent", -600: "length"}
+"""The client's words for an object that is not there, and for one that does not fit the buffer."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class MooncakeStore:
             answers = self._client.batch_get_into(keys, addresses, sizes)
             for answer, size in zip(answers, sizes, strict=True):
                 if answer != size:
-                    self._counters.add("absent" if answer < 0 else "length")
+                    self._counters.add(_MISSES.get(answer, "failed") if answer < 0 else "length")
                 done.append(answer == size)
         return done
 

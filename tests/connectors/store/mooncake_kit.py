@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import mooncake.store
+import pytest
 from store_kit import Shared
 
 from connectors.store.mooncake import MooncakeSettings, MooncakeStore, new_client
@@ -29,7 +30,6 @@ class Service:
                 f"--metrics_port={free_port()}",
                 "--enable_http_metadata_server=true",
                 f"--http_metadata_server_port={self.metadata_port}",
-                "--default_kv_lease_ttl=1",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -67,6 +67,8 @@ class Service:
         plain.remove_all(True)
 
         def overwrite(key: bytes, value: bytes) -> None:
+            if not value:
+                pytest.skip("Mooncake holds no empty values")
             plain.remove(key.hex(), True)
             assert plain.put(key.hex(), value) == 0
 

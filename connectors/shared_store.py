@@ -1,0 +1,152 @@
+"""``SharedStoreConnector``: keeps blocks of every KV cache group in a store that several engines share.
+
+``--kv-transfer-config '{"kv_connector": "SharedStoreConnector", "kv_connector_module_path":
+"connectors.shared_store", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+"kv_connector_extra_config": {"host_bytes": "1GiB", "store": {"kind": "file", "path": "/dev/shm/blocks"}}}'``;
+the settings are in ``connectors.shared_settings``, a store's own in its module. Engines share what they agree
+on (``connectors.namespace``): each says at start what that is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import replace
+from typing import Any
+
+from connectors.compat import CacheHitSource, KVConnectorRole
+from connectors.errors import ConfigError
+from connectors.events import EventPlace, KvEventLog
+from connectors.hits import HitResolver
+from connectors.host_pool import PinnedHostPool
+from connectors.layout import CacheView, LayoutError, row_bytes_from_config
+from connectors.namespace import namespace_of
+from connectors.scheduler import OffloadScheduler
+from connectors.shared_settings import SharedSettings
+from connectors.staged import StagedTransfers
+from connectors.staged_jobs import staging_row_bytes
+from connectors.stats import OffloadStats
+from connectors.store.open import open_store
+from connectors.store_tier import StoreTier
+from connectors.tiered import EXTRA_CONFIG, TieredConnector
+from connectors.transfer.base import TransferEngine
+from connectors.worker import OffloadWorker
+
+log = logging.getLogger(__name__)
+
+_ROWS_MIN = 4
+
+
+class SharedStoreConnector(TieredConnector):
+    """A shared store as the second tier of every engine that uses it."""
+
+    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._settings = SharedSettings.parse(
+            vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG
+        )
+        self._namespace = namespace_of(vllm_config, kv_cache_config, label=self._settings.label)
+        self._tier: StoreTier | None = None
+        self._staged: StagedTransfers | None = None
+        self._counted: dict[str, int] = {}
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def make_scheduler(self) -> OffloadScheduler:
+        settings = self._settings
+        store = open_store(settings.store, where=f"{EXTRA_CONFIG}.store", lookup_only=True)
+        log.info("sharing blocks through store %s in namespace %s", store.name, self._namespace.describe())
+        if self._namespace.private_reason:
+            log.warning("%s", self._namespace.private_reason)
+        self._store = store
+        self._tier = StoreTier(store, self._namespace, settings.tier)
+        resolver = HitResolver.from_vllm_config(self._vllm_config, self._kv_cache_config)
+        place = EventPlace(medium="STORAGE", locality="REMOTE", ownership=store.name)
+        return OffloadScheduler(
+            self._tier,
+            resolver,
+            settings.offload,
+            world_size=self.world_size,
+            event_log=KvEventLog(self._kv_cache_config, resolver.hash_block_tokens, place)
+            if self.events_enabled
+            else None,
+        )
+
+    def make_worker(self) -> OffloadWorker:
+        self._staging_rows()
+        return OffloadWorker(self._kv_cache_config, self._make_engine)
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        """The tally of this half, and what went wrong with the store since the last report."""
+        half = self._scheduler if self._scheduler is not None else self._worker
+        counts = half.tally.take() if half is not None else {}
+        for reason, count in self._store_counters().items():
+            if count > self._counted.get(reason, 0):
+                counts[f"store/{reason}"] = count - self._counted.get(reason, 0)
+                self._counted[reason] = count
+        return OffloadStats(data=counts) if counts else None
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._tier is not None:
+            self._tier.close()
+            self._store.close()
+
+    def _store_counters(self) -> dict[str, int]:
+        if self._staged is not None:
+            return self._staged.counters()
+        if self._tier is None:
+            return {}
+        return {f"lookup_{name}": count for name, count in self._store.counters().items()} | {
+            f"tier_{name}": count for name, count in self._tier.counters.items()
+        }
+
+    def _staging_rows(self) -> int:
+        """Rows of this rank's share. ConfigError: too few to move anything at a fair speed."""
+        row_bytes = staging_row_bytes(row_bytes_from_config(self._kv_cache_config))
+        host_bytes = self._settings.offload.host_bytes
+        rows = host_bytes // self.world_size // row_bytes
+        if rows < _ROWS_MIN:
+            need = _ROWS_MIN * self.world_size * row_bytes
+            raise ConfigError(
+                f"{EXTRA_CONFIG}.host_bytes",
+                host_bytes,
+                f"a block takes {row_bytes} bytes; give {need} or more",
+            )
+        return rows
+
+    def _make_engine(self, view: CacheView, device: str) -> TransferEngine:
+        """Staging rows for this rank, an engine that copies to and from them, and the store behind."""
+        rows = self._staging_rows()
+        row_bytes = staging_row_bytes(view.row_bytes)
+        if row_bytes > staging_row_bytes(row_bytes_from_config(self._kv_cache_config)):
+            raise LayoutError(f"a block takes {view.row_bytes} bytes, more than its configuration says")
+        copies, pool = open_rows(view, device, rows, row_bytes)
+        store = open_store(self._settings.store, where=f"{EXTRA_CONFIG}.store")
+        memory = (ctypes.c_ubyte * pool.size_bytes).from_address(pool.address)
+        store.register_buffer(memoryview(memory).cast("B"))
+        rank = int(self._vllm_config.parallel_config.rank)
+        log.info("rank %d stages %d rows of %d bytes for store %s", rank, rows, row_bytes, store.name)
+        self._staged = StagedTransfers(
+            view, copies, pool, store, self._namespace, rank, self._settings.staging(rows)
+        )
+        return self._staged
+
+
+def open_rows(
+    view: CacheView, device: str, rows: int, row_bytes: int
+) -> tuple[TransferEngine, PinnedHostPool]:
+    """``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
+
+    Close the engine, then the pool. ConfigError for other devices, HostMemoryError where memory is short.
+    """
+    if device == "cpu":
+        from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
+
+        pool = PinnedHostPool(rows * row_bytes, row_bytes)
+        return HostTransferEngine(view, pool, row_bytes=row_bytes, queued_stores_max=rows), pool
+    if device == "cuda":
+        from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
+
+        return open_cuda(replace(view, row_bytes=row_bytes), rows * row_bytes)
+    raise ConfigError("device", device, "there are transfer engines for cpu and cuda")
