@@ -30,9 +30,11 @@ class OutsidePool:
 
     def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> list[object] | None:
         """A stand-in block per group where all these groups have this hash, else None."""
-        if block_hash in self._local or all(self._held(block_key(block_hash, g)) for g in group_ids):
-            return [self._block] * len(group_ids)
-        return None
+        if block_hash not in self._local:
+            for group_idx in group_ids:
+                if not self._held(block_key(block_hash, group_idx)):
+                    return None
+        return [self._block] * len(group_ids)
 
 
 @dataclass(slots=True)

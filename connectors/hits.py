@@ -90,28 +90,28 @@ class HitResolver:
     ) -> list[bytes]:
         """Keys whose residency decides the hit of this prompt; ``find_hit`` needs no other.
 
-        With ``known`` (answers so far, at first empty): the keys to ask next, few where much is held: first
-        whole prefixes of full groups and the tails at the last boundary, then every tail that still matters;
-        empty when ``find_hit`` over the known ones is decided, after two rounds at most.
+        With ``known`` (answers so far, at first empty): the keys to ask next. First, in hope, whole prefixes
+        of full groups and the tails at the last boundary (and some keys that turn out not to matter); then
+        every tail that still matters; empty when ``find_hit`` over what is known is decided: two rounds at
+        most.
         """
         limit = self._limit(block_hashes, num_tokens)
         if known is None:
             return self._deciding_keys(block_hashes, limit, num_local_tokens)
-        deciding = self._deciding_keys(block_hashes, limit, num_local_tokens)
-        unknown = {key for key in deciding if key not in known}
         wanted: dict[bytes, None] = {}
 
         def hoped_for(key: bytes) -> bool:
-            if key in unknown:
+            answer = known.get(key)
+            if answer is None:
                 wanted[key] = None
                 return True
-            return known.get(key, False)
+            return answer
 
         reach = self._loadable_hit(block_hashes, limit, hoped_for, num_local_tokens)
         if not known or not wanted:
             return list(wanted)
         below = self._deciding_keys(block_hashes, reach, num_local_tokens)
-        return [key for key in below if key in unknown]
+        return [key for key in below if key not in known]
 
     def find_hit(
         self, block_hashes: Sequence[bytes], num_tokens: int, held: Held, *, num_local_tokens: int = 0

@@ -23,8 +23,9 @@ system prompts, conversations and one-off prompts, seeded), share of prompt toke
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import count, islice
+from itertools import count
 
 from connectors.group_shapes import GroupKind, GroupShape
 from connectors.policies import Spared
@@ -49,9 +50,10 @@ class BoundaryPolicy:
         self._order = count()
         self._placed: dict[bytes, Node] = {}
         self._made: list[Node] = []
-        self._cut_keys: dict[bytes, None] = {}
-        self._doomed: dict[bytes, None] = {}
-        self._passed: dict[Node, None] = {}
+        # Ordered dicts: the head of a plain one is found slowly once many before it are gone.
+        self._cut_keys: OrderedDict[bytes, None] = OrderedDict()
+        self._doomed: OrderedDict[bytes, None] = OrderedDict()
+        self._passed: OrderedDict[Node, None] = OrderedDict()
         """Boundaries the prompt went on from, not yet looked at for tails to drop."""
         self._leaves: list[tuple[int, int, Node]] = []
 
@@ -123,8 +125,7 @@ class BoundaryPolicy:
     def _doom_more(self) -> bool:
         """Put more keys where ``victim`` finds them; False where nothing else may go."""
         while self._passed:
-            node = next(iter(self._passed))
-            del self._passed[node]
+            node, _ = self._passed.popitem(last=False)
             if self._doom_tails(node):
                 return True
         while self._leaves:
@@ -142,7 +143,7 @@ class BoundaryPolicy:
         """Doom the tails in a node that no end below it needs."""
         distance, below = 0, node
         while not below.is_end and distance < self._span_max:
-            below = next(iter(below.children))
+            (below,) = below.children
             distance += 1
         if not distance:
             return False
@@ -243,11 +244,11 @@ class BoundaryPolicy:
                     self._cut_keys.pop(key, None)
 
 
-def _next(queue: dict[bytes, None], spared: Spared) -> bytes | None:
+def _next(queue: OrderedDict[bytes, None], spared: Spared) -> bytes | None:
     """The oldest key that may go; those that may not move to the end."""
-    for key in list(islice(queue, _SCAN_MAX)):
+    for _ in range(min(_SCAN_MAX, len(queue))):
+        key = next(iter(queue))
         if not spared(key):
             return key
-        del queue[key]
-        queue[key] = None
+        queue.move_to_end(key)
     return None

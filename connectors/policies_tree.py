@@ -102,15 +102,17 @@ class PrefixTree:
         group_idx = split_key(key)[1]
         node.keys[key] = group_idx
         self.node_of[key] = node
-        if group_idx in self._full:
-            node.full_blocks += 1
+        if group_idx not in self._full:
+            return []
+        node.full_blocks += 1
         return self._spread(node) if node.cut else []
 
     def remove(self, key: bytes) -> tuple[Node, list[Node]]:
         """Take a key out. Returns the node it had and the nodes that are cut by it. ``prune`` follows."""
         node = self.node_of.pop(key)
-        if node.keys.pop(key) in self._full:
-            node.full_blocks -= 1
+        if node.keys.pop(key) not in self._full:
+            return node, []
+        node.full_blocks -= 1
         return node, [] if node.cut else self._spread(node)
 
     def prune(self, node: Node) -> tuple[list[Node], Node | None]:

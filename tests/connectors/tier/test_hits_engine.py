@@ -127,7 +127,7 @@ def test_the_lookup_keys_decide_the_hit(mix: Mix, data: st.DataObject) -> None:
     rounds = 0
     while ask := resolver.lookup_keys(names, num_tokens, known=known):
         assert not known.keys() & set(ask)
-        assert set(ask) <= set(asked)
+        assert rounds == 0 or set(ask) <= set(asked)
         known |= {key: key in every for key in ask}
         rounds += 1
     assert rounds <= 2
