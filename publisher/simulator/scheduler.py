@@ -6,6 +6,7 @@ chunks over several steps. Where the pool has no block left, the newest running 
 and goes back to the front of the queue.
 
     step duration = prefill_s_per_token * (prompt tokens computed in the step, cached ones cost nothing)
+                  + load_s_per_token    * (tokens that requests admitted in the step load from host memory)
                   + decode_s_per_token  * (1 if any request decodes in the step else 0)
 
 So decoding is shared by the batch, and a long prefill delays the tokens of everybody in its step.
@@ -26,6 +27,8 @@ import msgspec
 
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.events import Event
+from publisher.simulator.host_tier import HostTier
 from publisher.simulator.stats import EngineStats, Gauges
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -42,8 +45,8 @@ class SimRequest:
     """One generation: its prompt, its limits, and how far it got. ``cached_tokens`` None until admitted."""
 
     __slots__ = (
-        *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "ignore_eos", "max_tokens"),
-        *("output", "prompt", "request_id", "sampler"),
+        *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "ignore_eos", "loaded_to"),
+        *("max_tokens", "output", "prompt", "request_id", "sampler"),
     )
 
     def __init__(
@@ -68,6 +71,8 @@ class SimRequest:
         self.ignore_eos = ignore_eos
         self.output: list[int] = []
         self.cached_tokens: int | None = None
+        self.loaded_to = 0
+        """Tokens from the start that need no computing, as they were loaded."""
         self.finish_reason: FinishReason | None = None
         self.arrival_s = 0.0
 
@@ -77,6 +82,7 @@ class StepCosts(msgspec.Struct, frozen=True):
 
     prefill_s_per_token: float
     decode_s_per_token: float
+    load_s_per_token: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -101,12 +107,15 @@ class _Plan:
         self.budget = budget
         self.requests: list[SimRequest] = []
         self.prefill_tokens = 0
+        self.loaded_tokens = 0
         self.decodes = False
 
-    def take(self, request: SimRequest, num_tokens: int, *, is_prefill: bool) -> None:
+    def take(self, request: SimRequest, num_tokens: int, end: int, *, is_prefill: bool) -> None:
+        """``num_tokens`` up to the prompt's token ``end``."""
         self.requests.append(request)
         self.budget -= num_tokens
-        self.prefill_tokens += num_tokens if is_prefill else 0
+        loaded = max(0, min(request.loaded_to, end) - (end - num_tokens))
+        self.prefill_tokens += num_tokens - loaded if is_prefill else 0
         self.decodes |= not is_prefill
 
 
@@ -121,8 +130,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         clock: Callable[[], float],
+        tier: HostTier | None = None,
     ) -> None:
         self.stats = EngineStats()
+        self._tier = tier
         self._pool = pool
         self._costs = costs
         self._max_num_seqs = max_num_seqs
@@ -162,8 +173,9 @@ class Scheduler:
             self._schedule_waiting(plan)
         costs = self._costs
         prefill_s = plan.prefill_tokens * costs.prefill_s_per_token
+        load_s = plan.loaded_tokens * costs.load_s_per_token
         decode_s = costs.decode_s_per_token if plan.decodes else 0.0
-        return Step(tuple(plan.requests), prefill_s + decode_s)
+        return Step(tuple(plan.requests), prefill_s + load_s + decode_s)
 
     def end_step(self, step: Step) -> list[Output]:
         """The tokens the iteration produced; requests aborted in the meantime are left out."""
@@ -186,6 +198,11 @@ class Scheduler:
             outputs.append(Output(request, token_id, request.finish_reason))
         return outputs
 
+    def take_events(self) -> list[Event]:
+        """The events since the last call: the pool's, and after them those of host memory."""
+        events = self._pool.take_events()
+        return events if self._tier is None else [*events, *self._tier.follow(events)]
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; refused (False) while any request holds blocks."""
         return self._pool.reset()
@@ -206,7 +223,7 @@ class Scheduler:
                     break
             if not fits:
                 break
-            plan.take(request, num_tokens, is_prefill=is_prefill)
+            plan.take(request, num_tokens, pooled.num_computed, is_prefill=is_prefill)
         return not preempted
 
     def _schedule_waiting(self, plan: _Plan) -> None:
@@ -222,9 +239,12 @@ class Scheduler:
                 break
             self._waiting.popleft()
             self._running[request] = pooled
-            plan.take(request, num_tokens, is_prefill=True)
+            whole = hit if self._tier is None else self._tier.reach(pooled, hit)
+            request.loaded_to = whole
+            plan.loaded_tokens += whole - hit
+            plan.take(request, num_tokens, pooled.num_computed, is_prefill=True)
             if request.cached_tokens is None:
-                request.cached_tokens = hit
+                request.cached_tokens = whole
                 self.stats.prefix_cache_queries += len(request.prompt)
                 self.stats.prefix_cache_hits += hit
 

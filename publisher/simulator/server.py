@@ -20,6 +20,7 @@ import uvloop
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
 from publisher.simulator.answers import Json
+from publisher.simulator.host_tier import HostTier
 from publisher.simulator.http import EngineApp
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
@@ -73,14 +74,18 @@ class SimulatedEngine:
             chunk_tokens_max=settings.max_num_batched_tokens,
             events=settings.publish_events,
         )
+        host = HostTier(self.pool.layout, settings.host_blocks) if settings.host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
-            costs=StepCosts(settings.prefill_s_per_token, settings.decode_s_per_token),
+            costs=StepCosts(
+                settings.prefill_s_per_token, settings.decode_s_per_token, settings.load_s_per_token
+            ),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             clock=time.monotonic,
+            tier=host,
         )
-        self.stepper = Stepper(self.scheduler, self.pool, publish=self._publish, clock=time.monotonic)
+        self.stepper = Stepper(self.scheduler, publish=self._publish, clock=time.monotonic)
         self.publisher: ZmqPublisher | None = None
         self.base_url = ""
         self._server: _Server | None = None

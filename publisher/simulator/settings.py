@@ -29,7 +29,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     The two rates make a step's duration as ``simulator.scheduler`` says.
     ``max_model_len`` None takes what fits the pool, up to the tokenizer's limit. ``publish_events`` off
     makes an engine that says nothing about its cache; ``enable_scale_out`` off refuses the render endpoints,
-    as vLLM does by default. One server serves one data-parallel rank; event ports are those of rank 0.
+    as vLLM does by default. ``host_blocks`` is the size of host memory behind the pool, as a connector
+    would keep it (0: none). One server serves one data-parallel rank; event ports are those of rank 0.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +45,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     int_hashes: bool = True
     prefill_s_per_token: float = 5e-5
     decode_s_per_token: float = 0.01
+    host_blocks: int = 0
+    load_s_per_token: float = 2e-6
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 
-from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
 from publisher.simulator.scheduler import FinishReason, Output, Scheduler, SimRequest, Step
 
@@ -61,14 +60,12 @@ class Stepper:
     def __init__(
         self,
         scheduler: Scheduler,
-        pool: HybridBlockPool,
         *,
         publish: Callable[[list[Event]], None],
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler
         self.failed = False
-        self._pool = pool
         self._publish = publish
         self._clock = clock
         self._wake = asyncio.Event()
@@ -116,7 +113,7 @@ class Stepper:
 
     def _finish_step(self, step: Step) -> None:
         outputs = self.scheduler.end_step(step)
-        events = self._pool.take_events()
+        events = self.scheduler.take_events()
         if events:
             self._publish(events)
         for output in outputs:

@@ -21,6 +21,8 @@ from router.index.base import Index, Plane
 FULL = Plane("GPU", 0)
 WINDOW = Plane("GPU", 1)
 CPU = Plane("CPU", 0)
+OWNED = Plane("CPU@host", 0)
+SHARED = Plane("STORAGE*0@store", 1)
 HUGE = (1 << 64) - 1
 
 
@@ -167,6 +169,16 @@ class IndexContract:
         index.remove("a", FULL, blocks(1))
         assert index.stats().unknown_removals == 1, "its copies went with the clear"
 
+    def test_places_of_one_medium_are_cleared_one_by_one(self, index: Index) -> None:
+        for plane in (FULL, CPU, OWNED, SHARED):
+            index.store("a", plane, blocks(1, 2))
+        index.store("b", SHARED, blocks(1))
+        index.clear("a", "CPU")
+        assert held(index, "a", CPU, [1]) + held(index, "a", OWNED, [1]) == [False, True]
+        index.clear("a", "STORAGE*0@store")
+        assert held(index, "a", SHARED, [1, 2]) + held(index, "b", SHARED, [1]) == [False, False, True]
+        assert held(index, "a", FULL, [1, 2]) + held(index, "a", OWNED, [1]) == [True, True, True]
+
     def test_clear_of_an_unknown_engine_or_medium(self, index: Index) -> None:
         index.store("a", FULL, blocks(1))
         index.clear("nobody", "GPU")
@@ -268,7 +280,7 @@ class IndexContract:
 ENGINES = [f"e{number}" for number in range(70)]
 """More than one word; the first few get most of the traffic."""
 BUSY = st.sampled_from(ENGINES[:3]) | st.sampled_from(ENGINES)
-PLANES = [FULL, WINDOW, CPU]
+PLANES = [FULL, WINDOW, CPU, OWNED, SHARED]
 HASHES = list(range(24))
 
 
@@ -311,7 +323,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.set_copies(engine, plane, BlockHash(block), copies)
         self.copies[engine, plane, block] = copies
 
-    @rule(engine=BUSY, medium=st.sampled_from(["GPU", "CPU", "STORAGE"]))
+    @rule(engine=BUSY, medium=st.sampled_from(["GPU", "CPU", "CPU@host", "STORAGE*0@store", "STORAGE"]))
     def clear(self, engine: str, medium: str) -> None:
         self.index.clear(engine, medium)
         self._drop(lambda key: key[0] == engine and key[1].medium == medium)

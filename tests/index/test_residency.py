@@ -10,8 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
+from publisher.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    decode_batch,
+    encode_tokens,
+)
 from publisher.groups import Family
+from publisher.snapshot import SnapshotLedger
 from router.index import detect, residency
 from router.index.base import Plane
 from router.index.detect import Detection
@@ -109,6 +117,58 @@ class TestOrderAndCopies:
         assert hit(told(fleet, DENSE.stored(PROMPT, stop=4)), PROMPT) == 192
 
 
+def by(owner: str | None, *, medium: str = "CPU", start: int = 4) -> BlockStored:
+    """The prompt's blocks from ``start`` on, as a connector tells of them."""
+    stored = DENSE.stored(PROMPT, start=start)
+    stored.medium, stored.ownership, stored.locality = medium, owner, "LOCAL"
+    return stored
+
+
+class TestSharedStores:
+    def fleet(self, **facts: Any) -> FleetResidency:
+        """``a`` wrote the prompt's second part to a store, ``b`` holds the first part."""
+        wrote = by("redis", medium="STORAGE")
+        wrote.locality = "REMOTE"
+        fleet = told(fleet_of(**facts), DENSE.stored(PROMPT, stop=4), wrote)
+        return told(fleet, DENSE.stored(PROMPT, stop=4), engine_id="b")
+
+    def storage(self, fleet: FleetResidency, engine_id: str) -> int:
+        return fleet.predict(Prompt(PROMPT), [engine_id])[engine_id].storage_tokens
+
+    def test_who_wrote_to_it_loads_from_it(self) -> None:
+        fleet = self.fleet()
+        assert (self.storage(fleet, "a"), self.storage(fleet, "b")) == (128, 0)
+        other = by("redis", medium="STORAGE", start=11)
+        other.locality = "REMOTE"
+        told(fleet, other, engine_id="b")
+        assert self.storage(fleet, "b") == 128, "what a wrote, too"
+
+    def test_so_does_who_is_configured_to(self) -> None:
+        fleet = self.fleet(shared_stores=("redis",))
+        assert self.storage(fleet, "b") == 128
+        found = fleet.predict(Prompt(PROMPT), ["b"])["b"]
+        assert found.hit_tokens == 64, "what lies on its GPU stays exact"
+
+    def test_an_engine_that_said_nothing_yet_loads_what_others_wrote(self) -> None:
+        wrote = by("redis", medium="STORAGE", start=0)
+        wrote.locality = "REMOTE"
+        fleet = told(fleet_of(shared_stores=("redis",)), DENSE.stored(PROMPT, stop=4), wrote)
+        fleet.engine("new")
+        found = fleet.predict(Prompt(PROMPT), ["new"])["new"]
+        assert (found.mode, found.hit_tokens, found.storage_tokens) == ("native", 0, 192)
+        assert (
+            told(fleet_of(), DENSE.stored(PROMPT)).predict(Prompt(PROMPT), ["new"])["new"].mode == "unknown"
+        )
+
+    def test_what_was_told_long_ago_goes(self) -> None:
+        fleet = self.fleet(shared_store_ttl_s=100.0)
+        for now in (0.0, 50.0, 99.0):
+            fleet.age(now)
+            assert self.storage(fleet, "a") == 128
+        fleet.age(100.0)
+        assert (self.storage(fleet, "a"), hit(fleet, PROMPT)) == (0, 64)
+
+
 class TestGroupsAndMedia:
     def test_no_group_is_group_0(self) -> None:
         fleet = told(fleet_of(), Writer(SCHEME, group=None).stored(PROMPT))
@@ -140,6 +200,45 @@ class TestGroupsAndMedia:
         assert fleet.engine("a").layout is None
         assert fleet.index.copies("a", Plane("STORAGE", 0)) == 2
         assert not fleet.engine("a").rejected
+
+    def test_owners_of_one_medium_do_not_cancel_each_other(self) -> None:
+        fleet = told(fleet_of(), DENSE.stored(PROMPT, stop=4), *(by(o) for o in ("host", None)))
+        gone = removed(*HASHES[4:], medium="CPU")
+        assert answer(told(fleet, gone), PROMPT).cpu_tokens == 128, "the other owner still holds them"
+        gone.ownership = "host"
+        assert answer(told(fleet, gone), PROMPT).cpu_tokens == 0
+        assert fleet.stats().unknown_removals == 0
+
+    def test_a_restart_takes_everything_outside_too(self) -> None:
+        fleet = told(fleet_of(), DENSE.stored(PROMPT, stop=4), by("host"), by("s", medium="STORAGE"))
+        fleet.forget("a")
+        assert fleet.stats().residencies == 0
+        assert answer(told(fleet, DENSE.stored(PROMPT, stop=4)), PROMPT).offloaded_tokens == 64
+
+    def test_a_reset_leaves_what_lies_outside(self) -> None:
+        fleet = told(fleet_of(), DENSE.stored(PROMPT), by("host", start=0), AllBlocksCleared())
+        found = answer(fleet, PROMPT)
+        assert (found.hit_tokens, found.cpu_tokens) == (0, 192)
+
+    def test_a_snapshot_knows_owners(self) -> None:
+        ledger = SnapshotLedger()
+        told_before = [DENSE.stored(PROMPT, stop=4), by("host"), by(None), by("redis", medium="STORAGE")]
+        told_before[-1].locality = "REMOTE"
+        ledger.apply(batch(*told_before))
+        snapshot = ledger.snapshot()
+        while snapshot.step():
+            pass
+        fleet = fleet_of()
+        for chunk in snapshot.chunks:
+            fleet.stage("a", decode_batch(chunk))
+        fleet.adopt("a")
+        assert fleet.engine("a").stores == {"redis"}
+        gone = removed(*HASHES[4:], medium="CPU")
+        told(fleet, gone)
+        assert answer(fleet, PROMPT).cpu_tokens == 128
+        gone.ownership = "host"
+        found = answer(told(fleet, gone), PROMPT)
+        assert (found.cpu_tokens, found.storage_tokens) == (0, 128)
 
     def test_a_reset_clears_the_gpu_alone(self) -> None:
         offloaded = DENSE.stored(PROMPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,3 +121,35 @@ def test_a_listener_is_told_of_every_receipt() -> None:
     for n in range(3):
         book.add(receipt(n, None))
     assert [r.predicted_tokens for r in told] == [0, 1, 2]
+
+
+def loaded(predicted: int, actual: int, *, cpu: int = 0, storage: int = 0) -> Receipt:
+    return msgspec.structs.replace(receipt(predicted, actual), cpu_tokens=cpu, storage_tokens=storage)
+
+
+def test_predictions_are_told_by_medium() -> None:
+    book = ReceiptBook()
+    book.add(loaded(160, 160))
+    book.add(loaded(160, 96, cpu=64))
+    book.add(loaded(320, 320, cpu=64, storage=128))
+    book.add(receipt(None, 64))
+    sums = book.engines[ENGINE]
+    assert sums.predicted_by_medium == {"GPU": 160 + 96 + 128, "CPU": 128, "STORAGE": 128}
+    assert sum(sums.predicted_by_medium.values()) == sums.predicted_tokens
+    assert sums.by_medium == {("GPU", "exact"): 1, ("CPU", "over"): 1, ("STORAGE", "exact"): 1}
+    assert [r.by_medium for r in book.latest][1:3] == [
+        {"GPU": 96, "CPU": 64, "STORAGE": 0},
+        {"GPU": 128, "CPU": 64, "STORAGE": 128},
+    ]
+    assert book.latest[-1].by_medium == {}
+
+
+def test_what_a_store_evicts_does_not_count_as_drift() -> None:
+    book = ReceiptBook()
+    for _ in range(2 * DRIFT_MIN):
+        book.add(loaded(160, 32, storage=128))
+    assert not book.engines[ENGINE].drifting
+    assert book.engines[ENGINE].abs_error_tokens == 2 * DRIFT_MIN * 128
+    for _ in range(DRIFT_MIN):
+        book.add(loaded(160, 32, cpu=128))
+    assert book.engines[ENGINE].drifting

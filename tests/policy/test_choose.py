@@ -91,6 +91,28 @@ def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
     assert choose([none, cpu, gpu], 8000, slow).engine_id == "gpu"
 
 
+def test_every_medium_costs_its_own_time() -> None:
+    knobs = PolicySettings(load_s_per_token=1e-6, storage_load_s_per_token=1e-5)
+    both = Candidate("e", hit_tokens=1000, cpu_tokens=2000, storage_tokens=3000)
+    parts = cost(both, 8000, knobs)
+    assert parts.uncached_tokens == 2000
+    assert parts.load_s == pytest.approx(2000 * 1e-6 + 3000 * 1e-5)
+    replace = msgspec.structs.replace
+    coming = cost(replace(both, coming_tokens=2500), 8000, knobs)  # host memory gives 500 of what is left
+    assert coming.load_s == pytest.approx(500 * 1e-6 + 3000 * 1e-5)
+    assert cost(replace(both, coming_tokens=4000), 8000, knobs).load_s == pytest.approx(2000 * 1e-5)
+    short = cost(both, 2501, knobs)  # the last token is computed, whatever there is
+    assert (short.uncached_tokens, short.load_s) == (1, pytest.approx(1500 * 1e-6))
+
+
+def test_slow_storage_is_worth_less_than_host_memory() -> None:
+    cpu = Candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
+    storage = Candidate("storage", storage_tokens=4000, trunk_tokens=4000)
+    none = Candidate("none")
+    assert choose([none, storage, cpu], 8000, DEFAULTS).engine_id == "cpu"
+    assert choose([none, storage], 8000, DEFAULTS).engine_id == "storage"
+
+
 def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
     knobs = PolicySettings(load_s_per_token=0.0001)
     candidate = Candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)

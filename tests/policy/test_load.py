@@ -63,6 +63,19 @@ def test_samples_leave_out_the_queue() -> None:
     assert sample.running == 1
 
 
+def test_a_first_token_after_a_load_says_nothing_of_the_prefill() -> None:
+    load = account()
+    ticket = load.admit("e", uncached_tokens=1000, now=0.0, load_s=5.0)
+    assert load.load("e", 0.0).queue_s == load.rates.prefill_s_per_token("e", 0.0) * 1000, (
+        "loads hold up nobody"
+    )
+    assert load.load("e", 4.0).waiting == 1, "not overdue while it loads"
+    assert load.first_token(ticket, 5.1) is None
+    after = load.admit("e", uncached_tokens=1000, now=5.1)
+    assert load.first_token(after, 5.3) is not None
+    assert load.check_integrity() == []
+
+
 def test_a_prompt_that_overtakes_is_part_of_the_heads_sample() -> None:
     load = account()
     head = load.admit("e", uncached_tokens=1000, now=0.0)

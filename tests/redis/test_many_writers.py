@@ -16,7 +16,8 @@ from tests.redis.backend import make_settings
 from tests.redis.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks
 from tests.redis.servers import Cluster, Server
 
-PLANES = [FULL, WINDOW, CPU, Plane("STORAGE", 3)]
+SHARED = Plane("STORAGE*0@store", 1)
+PLANES = [FULL, WINDOW, CPU, SHARED]
 HASHES = [BlockHash((n * 0x9E3779B97F4A7C15) % (1 << 64)) for n in range(40)]
 
 
@@ -234,6 +235,54 @@ def test_patterns_without_a_code_are_shown_in_part(
             assert wrong == []
             assert len(missing) == 2, "block 3 and 4 in CPU"
             assert await replicas.held("e0", WINDOW, 1, 2, 3) == [False, True, True]
+
+    asyncio.run(body())
+
+
+def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
+    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("registry", "patterns"):
+        monkeypatch.setattr(f"router.index.shared.{module}.codes_max", lambda code_bytes: 8)
+
+    async def body() -> None:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
+            mirror = replicas["a"].mirror
+            await replicas["a"].take("e0")
+            offload = [Plane(f"CPU@{owner}", 0) for owner in "abcd"]
+            for number in range(16):  # as many sets of places outside the GPU
+                for position, plane in enumerate(offload):
+                    if number >> position & 1:
+                        mirror.store("e0", plane, blocks(number))
+                        await mirror.flush()
+            mirror.store("e0", FULL, blocks(*range(12)))
+            await mirror.flush()
+            mirror.store("e0", WINDOW, blocks(*range(6, 18)))
+            await mirror.flush()
+            everything = blocks(*range(20))
+            wrong, missing = await replicas.differences(everything)
+            assert wrong == []
+            assert missing
+            assert not any("GPU" in text for text in missing), missing
+            assert replicas["a"].mirror._outbox.codes.without_code > 0
+
+    asyncio.run(body())
+
+
+def test_a_shared_store_that_grew_old_leaves_the_rest_in_sight(plain_server: Server) -> None:
+    async def body() -> None:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
+            mirror = replicas["a"].mirror
+            await replicas["a"].take("e0")
+            mirror.store("e0", FULL, blocks(*range(50)))
+            mirror.store("e0", SHARED, blocks(*range(30, 80)))
+            await mirror.flush()
+            seats = mirror.counters.claims
+            mirror.clear("e0", SHARED.medium)
+            assert await replicas.held("e0", FULL, 0, 49) == [True, True], "before the change is written, too"
+            await mirror.flush()
+            assert await replicas.exact(blocks(*range(80)))
+            assert mirror.counters.claims == seats, "no new generation"
 
     asyncio.run(body())
 
