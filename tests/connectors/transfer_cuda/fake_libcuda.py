@@ -81,8 +81,8 @@ class FakeLibcuda:
         return self._note("copy", size, stream)
 
     def _copy_batch(
-        self, dsts: int, srcs: int, sizes: int, count: int, attributes: int, firsts: int, attribute_count: int,
-        failed: int, stream: int,
+        self, dsts: int, srcs: int, sizes: int, count: int, attributes: int, firsts: int,
+        attribute_count: int, failed: int, stream: int,
     ) -> int:  # fmt: skip
         words = (ctypes.c_int * 6).from_address(attributes)
         first = SIZE.from_address(firsts).value
