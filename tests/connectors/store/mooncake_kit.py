@@ -59,9 +59,7 @@ class Service:
         plain = new_client()
         settings = self.settings
         assert (
-            plain.setup(
-                settings.hostname, settings.metadata, 64 << 20, 16 << 20, "tcp", "", settings.master
-            )
+            plain.setup(settings.hostname, settings.metadata, 64 << 20, 16 << 20, "tcp", "", settings.master)
             == 0
         )
         plain.remove_all(True)
