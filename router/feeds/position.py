@@ -63,7 +63,7 @@ class Position:
             return True
         if self._heard_seq < frame.seq <= self._covered_seq:
             self._heard_seq = frame.seq
-            self.recent.put(frame)
+            self.recent.put(frame.seq, frame.digest)
             return True
         return False
 
@@ -87,7 +87,7 @@ class Position:
         self.top_seq = max(self.top_seq, frame.seq)
         self.applied += 1
         self.held.pop(frame.seq)
-        self.recent.put(frame)
+        self.recent.put(frame.seq, frame.digest)
         self.publisher_id = frame.publisher_id or self.publisher_id
         self._stats.last_seq = frame.seq
         if frame.batch is None:

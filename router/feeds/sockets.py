@@ -44,13 +44,26 @@ class MessageReader:
         except zmq.Again:
             return None
 
+    def take_many(self, count: int) -> list[list[bytes]]:
+        """Up to ``count`` messages that are already here; fewer: there are no more now."""
+        self._readable.clear()
+        receive = self.socket.recv_multipart
+        messages: list[list[bytes]] = []
+        try:
+            while len(messages) < count:
+                messages.append(receive(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        return messages
+
     @property
     def pending(self) -> bool:
         """Whether a message is here; cheaper than ``take`` where the answer is mostly no."""
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
     async def wait(self) -> None:
-        """Return when the socket may have become readable; only after ``take`` returned None."""
+        """Return when the socket may have become readable; only after ``take`` returned None, or
+        ``take_many`` less than it was asked for."""
         await self._readable.wait()
 
     def close(self) -> None:

@@ -57,10 +57,10 @@ class RecentBatches:
     def __len__(self) -> int:
         return len(self._seqs)
 
-    def put(self, frame: Frame) -> None:
-        slot = frame.seq % len(self._seqs)
-        self._seqs[slot] = frame.seq
-        self._digests[slot] = frame.digest
+    def put(self, seq: int, digest: int) -> None:
+        slot = seq % len(self._seqs)
+        self._seqs[slot] = seq
+        self._digests[slot] = digest
 
     def digest(self, seq: int) -> int | None:
         """Digest of the batch applied under that seq; None if none was, or too long ago."""

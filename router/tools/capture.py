@@ -45,6 +45,16 @@ class CapturedFrame(NamedTuple):
     payload: bytes
 
 
+class CaptureLine(msgspec.Struct, frozen=True, gc=False):
+    """One line to be written; the payload is as it was on the wire."""
+
+    source: str
+    recv_ts: float
+    topic: str
+    seq: int
+    payload: bytes = msgspec.field(name="payload_b64")
+
+
 class _Line(msgspec.Struct, gc=False):
     source: str
     recv_ts: float
@@ -53,6 +63,7 @@ class _Line(msgspec.Struct, gc=False):
     payload_b64: str
 
 
+_ENCODER = msgspec.json.Encoder()
 _LINE = msgspec.json.Decoder(_Line)
 _FIRST: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BAD_LINE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
@@ -64,10 +75,14 @@ def is_capture_name(path: Path) -> bool:
     return path.name.endswith(_SUFFIXES)
 
 
+def encode_lines(lines: Sequence[CaptureLine]) -> bytes:
+    """The lines, each with its newline."""
+    return _ENCODER.encode_lines(lines)
+
+
 def encode_line(source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bytes:
     """One line, newline included."""
-    text = binascii.b2a_base64(payload, newline=False).decode("ascii")
-    return msgspec.json.encode(_Line(source, recv_ts, topic, seq, text)) + b"\n"
+    return encode_lines([CaptureLine(source, recv_ts, topic, seq, payload)])
 
 
 def read_capture(paths: Sequence[Path]) -> Iterator[CapturedFrame]:

@@ -23,7 +23,8 @@ from router.fleet.engine import Engine
 from router.fleet.poller import event_sources
 from router.tools.capture import CaptureError
 from router.tools.capture_writer import CaptureWriter
-from router.tools.record import RecordSource, SourceRecorder, SourceStats, record
+from router.tools.record import RecordSource, SourceRecorder, record
+from router.tools.record_order import SourceStats
 
 _ASK_TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 1 << 20

@@ -19,7 +19,7 @@ from publisher.events import BlockStored, decode_batch, encode_batch, encode_tok
 from publisher.zmq_publisher import ZmqPublisher
 from router.config_checks import ConfigError
 from router.feeds.base import FeedSettings
-from router.tools.capture import CaptureError, read_capture
+from router.tools.capture import CaptureError, CaptureLine, read_capture
 from router.tools.capture_redact import redact
 from router.tools.capture_writer import CaptureWriter
 from router.tools.record import RecordSource, SourceRecorder
@@ -39,10 +39,10 @@ class Kept:
         self.seqs: list[int] = []
         self.payloads: list[bytes] = []
 
-    def put(self, source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bool:
-        self.seqs.append(seq)
-        self.payloads.append(payload)
-        return True
+    def put(self, frames: list[CaptureLine]) -> int:
+        self.seqs += [frame.seq for frame in frames]
+        self.payloads += [frame.payload for frame in frames]
+        return len(frames)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -214,7 +214,7 @@ def test_a_silent_replay_socket_ends_in_live_frames() -> None:
 
 def fill(writer: CaptureWriter, count: int, size: int = 4000, *, settle: bool = False) -> None:
     for seq in range(count):
-        writer.put("e", 1.0, "", seq, os.urandom(size))
+        writer.put([CaptureLine("e", 1.0, "", seq, os.urandom(size))])
         while settle and writer._queued_bytes:
             pass
     writer.close()
@@ -225,7 +225,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         writer = CaptureWriter(tmp_path / name)
         payloads = [os.urandom(n % 50) for n in range(300)]
         for seq, payload in enumerate(payloads):
-            writer.put("http://e:1", 5.25, "kv", seq, payload)
+            writer.put([CaptureLine("http://e:1", 5.25, "kv", seq, payload)])
         writer.close()
         frames = list(read_capture([tmp_path / name]))
         assert [frame.payload for frame in frames] == payloads
@@ -258,10 +258,11 @@ def test_a_single_file_ends_at_the_limit(tmp_path: Path) -> None:
 def test_an_overflowing_queue_is_counted(tmp_path: Path) -> None:
     writer = CaptureWriter(tmp_path / "c.jsonl.gz", queue_bytes_max=20_000)
     with writer._changed:  # the writer's thread cannot run
-        taken = [writer.put("e", 1.0, "", seq, bytes(4000)) for seq in range(6)]
+        frames = [CaptureLine("e", 1.0, "", seq, bytes(4000)) for seq in range(6)]
+        assert (writer.put(frames[:1]), writer.put(frames[1:]), writer.put(frames)) == (1, 3, 0)
     writer.close()
-    assert taken == [True] * 4 + [False] * 2
-    assert (writer.stats.frames, writer.stats.overflowed_frames) == (4, 2)
+    assert (writer.stats.frames, writer.stats.overflowed_frames) == (4, 8)
+    assert [frame.seq for frame in read_capture([tmp_path / "c.jsonl.gz"])] == [0, 1, 2, 3]
 
 
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
@@ -320,7 +321,7 @@ def test_salts_go_and_adapters_stay() -> None:
 def test_what_cannot_be_redacted_is_not_written(payload: bytes, tmp_path: Path) -> None:
     assert redact(payload) is None
     writer = CaptureWriter(tmp_path / "c.jsonl", redacted=True)
-    writer.put("e", 1.0, "", 0, payload)
+    writer.put([CaptureLine("e", 1.0, "", 0, payload)])
     writer.close()
     assert writer.stats.unredactable_frames == 1
     assert [frame.payload for frame in read_capture([tmp_path / "c.jsonl"])] == [b""]

@@ -20,7 +20,7 @@ from router.index.base import Plane
 from router.index.layout import ModelFacts
 from router.index.memory import MemoryIndex
 from router.index.predict import FleetResidency
-from router.tools.capture import TRACE_SOURCE, CapturedFrame, read_capture
+from router.tools.capture import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
 from router.tools.record import RecordSource, SourceRecorder
 from router.tools.replay import Player
 from router.tools.replay_command import ReplayOptions, facts_of, run_replay
@@ -168,9 +168,9 @@ class Kept:
     def __init__(self) -> None:
         self.frames: list[tuple[str, str, int, bytes]] = []
 
-    def put(self, source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bool:
-        self.frames.append((source, topic, seq, payload))
-        return True
+    def put(self, frames: list[CaptureLine]) -> int:
+        self.frames += [(frame.source, frame.topic, frame.seq, frame.payload) for frame in frames]
+        return len(frames)
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
