@@ -32,7 +32,8 @@ from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.transfer.base import TransferEngine
 from connectors.worker import OffloadWorker
 
-log = logging.getLogger(__name__)
+# Under vLLM's own logger: only what is below it reaches the engine's log.
+log = logging.getLogger(f"vllm.{__name__}")
 
 _ROWS_MIN = 4
 
