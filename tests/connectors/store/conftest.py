@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mooncake_double import Cluster, DoubleClient
 from store_kit import MemoryStore, Shared
 
 from connectors.store.file import FileSettings, FileStore
+from connectors.store.mooncake import MooncakeSettings, MooncakeStore
 from connectors.store.redis import RedisSettings, RedisStore
 from connectors.store.redis_link import RedisAddress
 from tests.redis.servers import Server, binaries, program
 
-KINDS = ["memory", "file", "redis", "valkey", "mooncake"]
+KINDS = ["memory", "file", "redis", "valkey", "mooncake double", "mooncake"]
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +52,8 @@ def shared(
         made = Shared(lambda: memory, lambda key, value: memory.values.update({key: value}))
     elif kind == "file":
         made = _file(tmp_path)
+    elif kind == "mooncake double":
+        made = _mooncake_double()
     elif kind == "mooncake":
         made = request.getfixturevalue("mooncake_shared")
     else:
@@ -76,6 +80,16 @@ def _redis(server: Server) -> Shared:
         server.command("SET", settings.prefix.encode() + key, value)
 
     return Shared(lambda: RedisStore(settings), overwrite)
+
+
+def _mooncake_double() -> Shared:
+    cluster = Cluster()
+    settings = MooncakeSettings(master="double:1", metadata="double:2", hostname="here")
+
+    def overwrite(key: bytes, value: bytes) -> None:
+        cluster.values[key.hex()] = value
+
+    return Shared(lambda: MooncakeStore(settings, client=DoubleClient(cluster)), overwrite)
 
 
 @pytest.fixture

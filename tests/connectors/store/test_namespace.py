@@ -89,7 +89,7 @@ class TestOfVllm:
         with warnings.catch_warnings():  # its import warns, and here warnings are errors
             warnings.simplefilter("ignore")
             pytest.importorskip(
-                "vllm.v1.kv_cache_interface", reason="needs vLLM; make test-connectors runs it"
+                "vllm.v1.core.sched.scheduler", reason="needs vLLM; make test-connectors runs it"
             )
         return SimpleNamespace(
             model_config=SimpleNamespace(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from connectors.store.base import StoreUnavailable
+from connectors.store.open import open_store
 from connectors.store.redis import RedisSettings, RedisStore
 from connectors.store.redis_link import RedisAddress
-from tests.redis.servers import Server, any_program
+from tests.redis.servers import Server, any_program, free_port
 
 WAIT_S = 30.0
 
@@ -204,5 +207,46 @@ def test_over_a_unix_socket(tmp_path: Path) -> None:
         assert store.get_into([(b"key", memoryview(buffer))], WAIT_S) == [True]
         assert bytes(buffer) == value
         store.close()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout key.pem -out cert.pem"
+    )
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command.split(), *names], cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path / "cert.pem", tmp_path / "key.pem"
+
+
+def test_over_tls_with_a_certificate_and_only_to_who_is_trusted(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    port = free_port()
+    options = ["--tls-port", port, "--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
+    try:
+        server = Server(any_program(), *map(str, options))
+    except AssertionError:
+        pytest.skip("this server is built without TLS")
+    trusting = {
+        "kind": "redis",
+        "url": f"rediss://127.0.0.1:{port}/0",
+        "cert_file": str(cert),
+        "key_file": str(key),
+    }
+    try:
+        store = open_store(trusting | {"ca_file": str(cert)})
+        value = os.urandom(300_000)
+        assert store.put([(b"key", memoryview(value))], WAIT_S) == [True]
+        buffer = bytearray(300_000)
+        assert store.get_into([(b"key", memoryview(buffer))], WAIT_S) == [True]
+        assert bytes(buffer) == value
+        store.close()
+        with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
+            open_store(trusting).exists([b"key"], WAIT_S)
     finally:
         server.close()
