@@ -69,9 +69,6 @@ class BoundaryPolicy:
             self._touch(node)
         for key in chain:
             self._doomed.pop(key, None)
-        for node in self._made:
-            if node.parent is not None and node.parent.branched:
-                self._keep_tails(node.parent)
 
     def end_chain(self, added: Sequence[bytes]) -> None:
         for key in added:
@@ -157,7 +154,8 @@ class BoundaryPolicy:
     def _doom_run(self, leaf: Node) -> None:
         """Doom an end of a prompt and all that only leads to it."""
         for node in leaf.up():
-            if node is not leaf and (len(node.children) > 1 or self._can_resume(node)):
+            in_use = node.stamp == self._clock
+            if node is not leaf and (in_use or len(node.children) > 1 or self._can_resume(node)):
                 return
             node.doomed = True
             for key in sorted(node.keys, key=lambda k: node.keys[k] not in self._span):
@@ -218,15 +216,6 @@ class BoundaryPolicy:
         for node in made:
             if node.children:
                 self._passed[node] = None
-
-    def _keep_tails(self, end: Node) -> None:
-        """This boundary became an end: what its tails consist of is needed again."""
-        for distance, node in zip(range(self._span_max), end.up(), strict=False):
-            if node.doomed:
-                return
-            for key, group in node.keys.items():
-                if group in self._span and distance < self._span[group]:
-                    self._doomed.pop(key, None)
 
     def _prune(self, node: Node) -> None:
         dropped, parent = self.tree.prune(node)

@@ -28,7 +28,8 @@ from tests.connectors.tier.engine_groups import (  # noqa: E402
 
 BY_NAME = {mix.name: mix for mix in MIXES}
 UNSHARED = "a ring nobody may share"
-EXAMPLES = 60
+EXAMPLES = 40
+DIFFERENTIAL_EXAMPLES = 100
 
 
 def all_mixes(test: Any) -> Any:
@@ -65,7 +66,7 @@ def prompt(draw: st.DrawFn, mix: Mix) -> tuple[int, list[bytes], set[tuple[int, 
 
 
 @all_mixes
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=DIFFERENTIAL_EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_hits_are_those_of_the_engine(mix: Mix, data: st.DataObject) -> None:
     num_tokens, names, held = data.draw(prompt(mix))
@@ -210,6 +211,13 @@ def test_only_window_tails_are_stored_under_a_large_alignment() -> None:
     mix = BY_NAME["short window under a large alignment"]
     mask = mix.resolver(mix.coordinator()).store_mask(64, 64)
     assert mask == {0: [3, 7, 11, 15], 1: [0, 1, 2, 3]}
+
+
+def test_blocks_beyond_the_last_boundary_are_not_stored_yet() -> None:
+    mix = BY_NAME["different block sizes"]
+    resolver = mix.resolver(mix.coordinator())
+    assert resolver.store_mask(15, 40) == {0: [0, 1], 1: [0], 2: [0]}
+    assert resolver.store_mask(16, 40, first_token=15) == {0: [2, 3], 1: [1], 2: [1]}
 
 
 def test_retention_keeps_the_boundary_where_the_prompt_is_asked_again() -> None:

@@ -72,17 +72,15 @@ def test_arc_keeps_what_was_asked_twice_through_a_scan() -> None:
 
 
 def test_arc_gives_more_room_to_the_list_that_was_missed() -> None:
-    tier = HostTier(4, ArcPolicy(4))
-    store(tier, "ab", FULL)
-    load(tier, keys("ab", FULL))
-    store(tier, "xy", FULL)
-    store(tier, "z", FULL)  # drops one of "xy" that was seen once
-    (gone,) = missing(tier, keys("xy", FULL))
-    tier.begin_store([gone], names("xy"))
-    tier.end_store(gone, ok=True)
-    store(tier, "m", FULL)
-    store(tier, "n", FULL)
-    assert gone in tier.held("r", [gone])
+    tier = HostTier(2, ArcPolicy(2))
+    store(tier, "a", FULL)
+    load(tier, keys("a", FULL))
+    store(tier, "b", FULL)
+    store(tier, "c", FULL)
+    assert missing(tier, keys("a", FULL)) == []  # seen again, so "b", seen once, went
+    store(tier, "b", FULL)
+    assert missing(tier, keys("a", FULL)) == keys("a", FULL)  # "b" was missed: now "c", seen once, may stay
+    assert missing(tier, keys("c", FULL)) == []
 
 
 def test_arc_remembers_no_more_than_it_has_slots() -> None:
@@ -178,6 +176,36 @@ def test_a_boundary_loaded_twice_keeps_its_tail() -> None:
         load(tier, [*keys("ab", FULL), *keys("ab", STATE, first=1)])
     store(tier, "x", FULL, STATE)
     assert missing(tier, keys("abcd", FULL, STATE)) == [*keys("a", STATE), *keys("abc", STATE, first=2)]
+
+
+def test_a_boundary_that_can_be_resumed_outlives_what_follows_it() -> None:
+    tier = boundary_tier(12, (SHAPES[0], SHAPES[2]))
+    store(tier, "abcd", FULL, STATE)
+    resumed = [*keys("ab", FULL), *keys("ab", STATE, first=1)]
+    load(tier, resumed)
+    store(tier, "xy", FULL, STATE)
+    load(tier, resumed)
+    store(tier, "mn", FULL, STATE)
+    store(tier, "op", FULL, STATE)
+    assert missing(tier, resumed) == []
+    assert not tier.held("r", keys("abcd", FULL, STATE, first=2))
+
+
+def test_a_prefix_that_is_used_again_is_no_longer_given_up() -> None:
+    tier = boundary_tier(12, (SHAPES[0], SHAPES[2]))
+    for word in ("abcd", "xy", "m", "n", "o"):  # "o" begins to give up "abcd"
+        store(tier, word, FULL, STATE)
+    assert missing(tier, keys("abcd", FULL)) == keys("abcd", FULL, first=3)
+    store(tier, "abcd", FULL, STATE, first=3)
+    assert missing(tier, keys("abcd", FULL)) == []
+
+
+def test_what_a_chain_stands_on_is_not_given_up_for_it() -> None:
+    tier = boundary_tier(2, SHAPES)
+    store(tier, "ab", FULL)
+    store(tier, "a", WINDOW, STATE)
+    assert missing(tier, keys("a", FULL, WINDOW)) == []
+    assert tier.counters.dropped_for_room == 1
 
 
 def test_without_a_lineage_the_oldest_goes() -> None:
