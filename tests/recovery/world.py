@@ -112,6 +112,21 @@ class Engine:
         return snapshot.chunks, Cut(len(self.frames) - 1, self.publisher_id)
 
 
+def credited(fleet: FleetResidency, groups: tuple[GroupSpec, ...], blocks: list[BlockHash]) -> Held:
+    """What the index credits engine ``e`` with, of all blocks ever stored; further copies unseen."""
+    found: Held = Counter()
+    slot = fleet.index.slot("e")
+    if slot is None:
+        return found
+    rows = fleet.index.lookup(blocks)
+    for group in groups:
+        words = rows.plane(Plane("GPU", group.group_idx), slot.word)
+        for block, word in zip(blocks, words.tolist(), strict=True):
+            if word >> slot.bit & 1:
+                found[group.group_idx, block] += 1
+    return found
+
+
 class World:
     """See the module's docstring. ``check`` is called after every step and raises ``AssertionError``."""
 
@@ -328,20 +343,7 @@ class World:
     # Truth.
 
     def held(self) -> Held:
-        """What the index credits the engine with, of all blocks ever stored; further copies unseen."""
-        found: Held = Counter()
-        index = self.fleet.index
-        slot = index.slot("e")
-        if slot is None:
-            return found
-        blocks = list(self.block_of)
-        rows = index.lookup(blocks)
-        for group in self.groups:
-            words = rows.plane(Plane("GPU", group.group_idx), slot.word)
-            for block, word in zip(blocks, words.tolist(), strict=True):
-                if word >> slot.bit & 1:
-                    found[group.group_idx, block] += 1
-        return found
+        return credited(self.fleet, self.groups, list(self.block_of))
 
     def check(self) -> None:
         """What must hold at every moment."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import socket
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
+from publisher_process import VllmPublisher, free_port, publisher_process
 
 from publisher.events import (
     AllBlocksCleared,
@@ -95,27 +91,13 @@ def our_event(spec: dict[str, Any]) -> Event:
     return BlockStored(**fields)
 
 
-class VllmPublisher:
-    """vLLM's publisher in its own process; ``published`` counts the batches of its present incarnation."""
+class Publisher(VllmPublisher):
+    """``published`` counts the batches of the present incarnation."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.published = 0
-        self.endpoint = ""
-        self.replay_endpoint = ""
-
-    def call(self, command: str, argument: Any = None) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([command, argument]) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+    published = 0
 
     def open(self, **arguments: Any) -> None:
-        ports = [free_port(), free_port()]
-        defaults = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
-        self.call("open", {"data_parallel_rank": 0, **defaults, **arguments})
-        self.endpoint, self.replay_endpoint = (f"tcp://127.0.0.1:{port}" for port in ports)
+        super().open(**arguments)
         self.published = 0
 
     def publish(self, count: int = 1) -> None:
@@ -124,33 +106,14 @@ class VllmPublisher:
         self.published += count
 
     def restart(self) -> None:
-        self.call("restart")
+        super().restart()
         self.published = 0
-
-    def close(self) -> None:
-        self.call("close")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def vllm_process(vllm_python: str) -> Iterator[VllmPublisher]:
-    script = Path(__file__).with_name("vllm_event_publisher.py")
-    with subprocess.Popen(
-        [vllm_python, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
-    ) as process:
-        yield VllmPublisher(process)
-        assert process.stdin is not None
-        process.stdin.close()
+def vllm_process(vllm_python: str) -> Iterator[Publisher]:
+    with publisher_process(vllm_python, Publisher) as publisher:
+        yield publisher
 
 
 class Sink:
@@ -230,7 +193,7 @@ async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> l
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_frames_are_byte_identical(vllm_process: VllmPublisher, rank: int) -> None:
+def test_frames_are_byte_identical(vllm_process: Publisher, rank: int) -> None:
     async def scenario() -> None:
         ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
         vllm_process.open(
@@ -270,7 +233,7 @@ def test_frames_are_byte_identical(vllm_process: VllmPublisher, rank: int) -> No
     asyncio.run(scenario())
 
 
-def test_live_from_the_start(vllm_process: VllmPublisher) -> None:
+def test_live_from_the_start(vllm_process: Publisher) -> None:
     async def scenario() -> None:
         sink = Sink()
         vllm_process.open(topic="kv")
@@ -289,7 +252,7 @@ def test_live_from_the_start(vllm_process: VllmPublisher) -> None:
     asyncio.run(scenario())
 
 
-def test_late_start_with_a_full_replay_buffer(vllm_process: VllmPublisher) -> None:
+def test_late_start_with_a_full_replay_buffer(vllm_process: Publisher) -> None:
     """10,000 batches: more than vLLM's replay socket takes at once, so its answer may have holes."""
 
     async def scenario() -> None:
@@ -305,7 +268,7 @@ def test_late_start_with_a_full_replay_buffer(vllm_process: VllmPublisher) -> No
     asyncio.run(scenario())
 
 
-def test_late_start_after_the_buffer_rolled(vllm_process: VllmPublisher) -> None:
+def test_late_start_after_the_buffer_rolled(vllm_process: Publisher) -> None:
     async def scenario() -> None:
         sink = Sink()
         vllm_process.open(topic="kv", buffer_steps=4)
@@ -320,7 +283,7 @@ def test_late_start_after_the_buffer_rolled(vllm_process: VllmPublisher) -> None
     asyncio.run(scenario())
 
 
-def test_a_gap_is_repaired_from_vllms_replay(vllm_process: VllmPublisher) -> None:
+def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> None:
     """A relay between the two leaves out some live messages."""
 
     async def relay(source: zmq.asyncio.Socket, target: zmq.asyncio.Socket) -> None:
@@ -354,7 +317,7 @@ def test_a_gap_is_repaired_from_vllms_replay(vllm_process: VllmPublisher) -> Non
     asyncio.run(scenario())
 
 
-def test_a_restart_in_place(vllm_process: VllmPublisher) -> None:
+def test_a_restart_in_place(vllm_process: Publisher) -> None:
     async def scenario() -> None:
         sink = Sink()
         vllm_process.open(topic="kv")

@@ -126,6 +126,13 @@ class VllmEngine:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def kill(self) -> None:
+        """``kill -9`` of the server and all its children, as when the system runs out of memory."""
+        process, self._process = self._process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
     def log_tail(self) -> str:
         """The last lines the server wrote."""
         return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")

@@ -1,0 +1,82 @@
+"""What tests of a real engine and a feed share: the plugin's path, requests, waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_engine import VllmEngine
+
+from publisher.block_hash import HashScheme, block_hashes
+from publisher.events import BlockHash
+from router.feeds.base import FeedState
+from router.feeds.subscriber import Feed
+
+REPOSITORY = Path(__file__).parents[2]
+WAIT_S = 60.0
+
+
+def plugin_path(directory: Path) -> Path:
+    """What installing the package puts on the path: the package, and its entry points."""
+    directory.mkdir()
+    (directory / "publisher").symlink_to(REPOSITORY / "publisher")
+    info = directory / "kvatlas-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvatlas\nVersion: 0.1.0\n")
+    entry = "[vllm.general_plugins]\nkvatlas = publisher.vllm_plugin:register\n"
+    assert 'kvatlas = "publisher.vllm_plugin:register"' in (REPOSITORY / "pyproject.toml").read_text()
+    (info / "entry_points.txt").write_text(entry)
+    return directory
+
+
+ENGINE_ARGUMENTS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
+
+
+class TokenPrompt:
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
+        return block_hashes(self.token_ids, scheme)
+
+
+def complete(engine: VllmEngine, token_ids: list[int], *, max_tokens: int = 4) -> int:
+    """Send a prompt; the tokens the engine took from its cache."""
+    body = {"model": "tiny", "prompt": token_ids, "max_tokens": max_tokens, "temperature": 0}
+    request = urllib.request.Request(
+        f"{engine.base_url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        usage = json.load(answer)["usage"]
+    details = usage["prompt_tokens_details"] or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def ready(feed: Feed) -> None:
+    await until(lambda: feed.state is FeedState.READY)
+
+
+async def quiet(feed: Feed) -> None:
+    """Until a heartbeat: it is behind all that was published before."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            batches, events = feed.stats.batches, feed.stats.events
+            while feed.stats.batches == batches:
+                await asyncio.sleep(0.02)
+            if feed.stats.batches == batches + 1 and feed.stats.events == events:
+                return
