@@ -14,7 +14,6 @@ import msgspec
 import zmq
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from publisher.zmq_publisher import ZmqPublisher
 from router.config_checks import ConfigError
@@ -24,13 +23,13 @@ from router.index.shared.registry import IndexRefused
 from router.replicas.settings import IndexSettings
 from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture
 from router.tools.capture_progress import shown
-from router.tools.replay import Player, Sample, Sampler, SourceRun, sample, up_to
+from router.tools.replay import Player, Sample, Sampler, sample, up_to
 from router.tools.replay_diff import PlaneDiff, diff
 from router.tools.replay_publish import Endpoint, paced, parse_endpoint, publish_frame, publishers, topics_of
 from router.tools.replay_shared import opened
+from router.tools.replay_tables import diff_table, sample_table, stream_table
 from router.tools.traces import TraceError, trace_facts
 
-_SHOWN_HASHES = 8
 _REFRESH_S = 0.25
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -114,29 +113,8 @@ def _diff(options: ReplayOptions, *, as_json: bool) -> int:
         planes = [msgspec.to_builtins(plane) for plane in found]
         print(msgspec.json.encode({"same": not differs, "planes": planes}).decode())
     else:
-        Console().print(_diff_table(found))
+        Console().print(diff_table(found))
     return 1 if differs else 0
-
-
-def _diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against B") -> Table:
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold", min_width=21)
-    for name in ("medium", "group", "in both", "only A", "only B", "copies"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("blocks", no_wrap=True)
-    for plane in found:
-        shown = [*(f"A {h}" for h in plane.only_a), *(f"B {h}" for h in plane.only_b)]
-        more = [f"and {len(shown) - _SHOWN_HASHES} more (--json)"] if len(shown) > _SHOWN_HASHES else []
-        numbers = (plane.same, len(plane.only_a), len(plane.only_b), plane.copies)
-        table.add_row(
-            plane.source,
-            plane.medium,
-            str(plane.group),
-            *[f"{n:,}" for n in numbers],
-            "\n".join([*shown[:_SHOWN_HASHES], *more]),
-            style="yellow" if plane.differs else "",
-        )
-    return table
 
 
 def _play(options: ReplayOptions, *, as_json: bool) -> int:
@@ -257,7 +235,7 @@ async def _feed(
             sampler.play(frame)
             if live is not None and loop.time() - shown > _REFRESH_S:
                 shown = loop.time()
-                live.update(_sample_table([sample(player, sampler.frames, 0.0)]), refresh=True)
+                live.update(sample_table([sample(player, sampler.frames, 0.0)]), refresh=True)
 
 
 @contextlib.contextmanager
@@ -285,52 +263,7 @@ def _summary(done: _Done) -> dict[str, Any]:
 
 def _show(done: _Done) -> None:
     console = Console()
-    console.print(_stream_table(done.player.runs))
-    console.print(_sample_table(done.samples))
+    console.print(stream_table(done.player.runs))
+    console.print(sample_table(done.samples))
     if done.shared is not None:
-        console.print(_diff_table(done.shared, title="residency: A memory against B what the index shows"))
-
-
-def _stream_table(runs: Sequence[SourceRun]) -> Table:
-    table = Table(title="streams", box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold", min_width=21)
-    names = ("frames", "events", "seqs", "gaps", "restarts", "resets", "late", "bad")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        bad = run.undecodable + run.rejected_events
-        counts = (run.restarts, run.clears, run.late, bad)
-        gaps = f"{run.gaps:,} ({run.missing_batches:,} batches)" if run.gaps else "0"
-        table.add_row(
-            run.source,
-            f"{run.frames:,}",
-            f"{run.events:,}",
-            f"{run.first_seq}..{run.last_seq}",
-            gaps,
-            *[f"{n:,}" for n in counts],
-            style="yellow" if run.gaps or bad else "",
-        )
-    return table
-
-
-def _sample_table(samples: Sequence[Sample]) -> Table:
-    """One row per moment and plane; the engine has a column only where there are several."""
-    engines = {p.source for taken in samples for p in taken.planes}
-    table = Table(title="residency over time", box=None, padding=(0, 2, 0, 0))
-    if len(engines) > 1:
-        table.add_column("engine", overflow="fold", min_width=21)
-    names = ("plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
-    for name in ("s", "seq", *names):
-        table.add_column(name, justify="right", no_wrap=True)
-    for taken in samples:
-        for number, p in enumerate(taken.planes):
-            counts = (p.blocks, p.copies, p.stored, p.removed, p.cleared, p.unknown_removals, p.gaps)
-            table.add_row(
-                *([p.source] if len(engines) > 1 else []),
-                "" if number else f"{taken.elapsed_s:.1f}",
-                str(p.seq),
-                f"{p.medium} {p.group}",
-                *[f"{n:,}" for n in counts],
-            )
-        table.add_section()
-    return table
+        console.print(diff_table(done.shared, title="residency: A memory against B what the index shows"))
