@@ -9,7 +9,7 @@ Always true: the blocks held are those of the stored events less those of the re
 from __future__ import annotations
 
 from collections import ChainMap, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -27,6 +27,8 @@ class HostTier:
     """``blocks_max`` blocks of any group. Used on the scheduler's thread."""
 
     def __init__(self, layout: PoolLayout, blocks_max: int) -> None:
+        if layout.uses_eagle:
+            layout = replace(layout, alignment=layout.scheduler_block_size, partial_hits=False)
         self._layout = layout
         self._blocks_max = blocks_max
         self._held: OrderedDict[tuple[int, WireHash], None] = OrderedDict()
@@ -48,8 +50,17 @@ class HostTier:
             hashes[: hit // whole * whole // self._layout.hash_block_size], _THERE
         )
         maps = [ChainMap(before, held) for held in self._by_group]
-        found = HitFinder(self._layout, maps).find(hashes, request.num_tokens - 1)  # type: ignore[arg-type]
-        return max(hit, found.length)
+        finder = HitFinder(self._layout, maps)  # type: ignore[arg-type]
+        found = finder.find(hashes, request.num_tokens - 1).length
+        while found > hit and not self._ends_are_held(hashes, found):
+            found = finder.find(hashes, found - 1).length
+        return max(hit, found)
+
+    def _ends_are_held(self, hashes: Sequence[WireHash], end: int) -> bool:
+        """Whether each block that a load would end in is held under the hash at that end."""
+        last = hashes[end // self._layout.hash_block_size - 1]
+        inside = (group.group_idx for group in self._layout.groups if end % group.block_size)
+        return all(last in self._by_group[group_idx] for group_idx in inside)
 
     def _store(self, event: BlockStored) -> list[Event]:
         group = event.group_idx or 0

@@ -47,14 +47,17 @@ def evaluate(
     num_tokens: int,
     *,
     word: int = 0,
+    loading: bool = False,
     detail: bool = False,
 ) -> WordHits:
     """GPU hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
 
-    ``by_class`` is empty unless ``detail`` is asked for.
+    ``loading``: of a hit that ends inside a block, that block must be held under the hash at its end; the
+    engine finds a longer part of it in its pool, but a load has nothing but the hash. ``by_class`` is empty
+    unless ``detail`` is asked for.
     """
     boundaries = max(0, num_tokens - 1) // layout.alignment
-    valid = [_valid(rows, layout, c, num_tokens, boundaries, word) for c in layout.classes]
+    valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in layout.classes]
     if order_matters(layout):
         tables = [_table(rows, layout, c, v, word) for c, v in zip(layout.classes, valid, strict=True)]
         hit = [boundary * layout.alignment for boundary in fixed_point(tables, boundaries)]
@@ -74,6 +77,8 @@ def _valid(
     num_tokens: int,
     boundaries: int,
     word: int,
+    *,
+    loading: bool,
 ) -> Words:
     """For boundaries 1..``boundaries`` (in alignment units): engines for which this class is valid there."""
     units = _class_presence(rows, spec_class, word)
@@ -84,7 +89,8 @@ def _valid(
         units = units[:last]
     inside = block_size > layout.alignment
     if inside and family is Family.FULL:
-        return _at(_full_inside(units[: last + eagle], block_size // unit), 1, boundaries, shift=eagle)
+        held = _full_inside(units[: last + eagle], block_size // unit, loading=loading)
+        return _at(held, 1, boundaries, shift=eagle)
     if inside and family is Family.MAMBA:
         return _at(units, 1, boundaries)
     blocks, step = units[block_size // unit - 1 :: block_size // unit], layout.alignment // block_size
@@ -118,14 +124,14 @@ def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
     return picked
 
 
-def _full_inside(units: Words, per_block: int) -> Words:
+def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
     """Full attention where a hit may end inside a block: per hash block, all before it resident and it,
-    or a longer part of its block, resident too."""
+    or (but for loads) a longer part of its block, resident too."""
     blocks = -(-len(units) // per_block)
     grid = np.zeros((blocks, per_block), np.uint64)
     grid.reshape(-1)[: len(units)] = units
     before = np.concatenate((np.full(1, _ALL), np.bitwise_and.accumulate(grid[:, -1])))[:blocks]
-    longer: Words = np.bitwise_or.accumulate(grid[:, ::-1], axis=1)[:, ::-1]
+    longer: Words = grid if loading else np.bitwise_or.accumulate(grid[:, ::-1], axis=1)[:, ::-1]
     inside: Words = (longer & before[:, None]).reshape(-1)[: len(units)]
     return inside
 

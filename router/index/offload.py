@@ -8,9 +8,10 @@ blocks of two connectors is none. Places that events name no owner for are of on
 offloading looks in all its tiers), and an owner is a connector of its own. The first that has more than the
 GPU gives all that is loaded, as in vLLM's MultiConnector: host memory before storage, then by name.
 
-Where hits may end inside a block, a connector is asked from the last whole block on. A shared store holds
-for every engine that uses it what any engine wrote to it. Sources: vLLM 0.32 (``Scheduler.schedule``, the
-offloading connectors' look-up, MultiConnector); checked in tests/index/test_offload.py against a plain
+Where hits may end inside a block, a connector is asked from the last whole block on; the block that a load
+ends in must be held under the hash at that end, and with EAGLE loads end on whole blocks. A shared store
+holds for every engine that uses it what any engine wrote to it. Sources: vLLM 0.32 (``Scheduler.schedule``,
+the offloading connectors' look-up, MultiConnector); checked in tests/index/test_offload.py against a plain
 reading of it.
 """
 
@@ -20,6 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from publisher.events import MEDIA
 from publisher.groups import scheduler_block_size
@@ -78,6 +80,7 @@ def reach(
 ) -> tuple[Reach, ...]:
     """What each tier would make of the GPU hits of the 64 engines of ``word``, were it asked."""
     below = _below(on_gpu.hit, layout, rows.num_hashes)
+    ends = _ends(layout)
     return tuple(
         Reach(
             tier,
@@ -86,9 +89,10 @@ def reach(
                     medium,
                     evaluate(
                         _joined(rows, layout, word, places, below),
-                        layout,
+                        ends,
                         num_tokens,
                         word=word,
+                        loading=True,
                         detail=detail,
                     ),
                 )
@@ -126,6 +130,15 @@ def shared_part(rows: Rows) -> Rows:
         if is_shared(plane.medium)
     }
     return Rows(rows.num_hashes, columns)
+
+
+@lru_cache(maxsize=256)
+def _ends(layout: CacheLayout) -> CacheLayout:
+    """The layout with the boundaries at which a load may end."""
+    if layout.lookahead or not any(c.spec.is_eagle for c in layout.classes):
+        return layout
+    whole = max(layout.alignment, scheduler_block_size(layout.groups))
+    return layout if layout.alignment == whole else replace(layout, alignment=whole)
 
 
 def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...], below: Words) -> Rows:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from publisher.block_hash import HashScheme
 from publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens
@@ -94,6 +95,21 @@ class TestOneConnector:
         host[0].discard(4)
         assert loads(layout, 200, {"GPU": gpu, HOST: host}) == (80, {}), "it is asked from token 64 on"
 
+    def test_the_block_that_a_load_ends_in_is_named_by_its_end(self) -> None:
+        layout = layout_of(full(0, 64), mamba(1, "align", 64), unit=16)
+        assert layout.alignment == 16
+        held: dict[str, Units] = {"GPU": {0: {3}, 1: {3}}, HOST: {0: {6}, 1: {5}}}
+        assert loads(layout, 200, held) == (64, {}), "the pool would find the longer part, a load cannot"
+        assert loads(layout, 200, {"GPU": {0: {3, 6}, 1: {3, 5}}}) == (96, {})
+        held[HOST][0].add(5)
+        assert loads(layout, 200, held) == (64, {"CPU": 32})
+
+    def test_with_eagle_loads_end_on_whole_blocks(self) -> None:
+        layout = layout_of(full(0, 64, is_eagle=True), mamba(1, "align", 64), unit=16)
+        assert layout.alignment == 16
+        held: dict[str, Units] = {"GPU": {0: set(), 1: set()}, HOST: {0: {3, 4, 5, 6, 7}, 1: {3, 4, 5}}}
+        assert loads(layout, 200, held) == (0, {"CPU": 64})
+
 
 class TestSeveralPlaces:
     def test_connectors_are_not_joined(self) -> None:
@@ -156,18 +172,27 @@ class TestSeveralPlaces:
 
 def plain_reading(layout: CacheLayout, num_tokens: int, gpu: Units, tier: Units) -> tuple[int, int]:
     """GPU hit and whole hit, found as the engine's loop finds them: the second over the tier's blocks and all
-    blocks before the GPU hit."""
-    scheme = HashScheme(hash_block_size=layout.hash_block_size)
+    blocks before the GPU hit, shorter and shorter until the blocks that it ends in can be named."""
+    pool = pool_layout(layout.groups, HashScheme(hash_block_size=layout.hash_block_size), None)
+    unit = layout.hash_block_size
 
-    def find(units: Units) -> int:
+    def find(units: Units, limit: int, *, load: bool = False) -> int:
         maps = [{1000 + number: 1 for number in units[group.group_idx]} for group in layout.groups]
-        finder = HitFinder(pool_layout(layout.groups, scheme, None), maps)  # type: ignore[arg-type]
-        return finder.find(hashes_of(num_tokens, layout), num_tokens - 1).length
+        rules = pool
+        if load and pool.uses_eagle:
+            rules = replace(pool, alignment=pool.scheduler_block_size, partial_hits=False)
+        finder = HitFinder(rules, maps)  # type: ignore[arg-type]
+        return finder.find(hashes_of(num_tokens, layout), limit).length
 
-    hit = find(gpu)
-    whole = scheduler_block_size(layout.groups)
-    before = set(range(hit // whole * whole // layout.hash_block_size))
-    return hit, max(hit, find({group: numbers | before for group, numbers in tier.items()}))
+    hit = find(gpu, num_tokens - 1)
+    before = set(range(hit // pool.scheduler_block_size * pool.scheduler_block_size // unit))
+    there = {group: numbers | before for group, numbers in tier.items()}
+    whole = find(there, num_tokens - 1, load=True)
+    while whole > hit and not all(
+        whole // unit - 1 in there[group.group_idx] for group in layout.groups if whole % group.block_size
+    ):
+        whole = find(there, whole - 1, load=True)
+    return hit, max(hit, whole)
 
 
 cases = st.tuples(models(), st.integers(1, 420)).flatmap(
