@@ -25,7 +25,7 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "blocks_removed": ((), "Blocks that ceased to be loadable"),
     "blocks_refused": ((), "Blocks never stored, because too many sources were pinned at once"),
     "bad_blocks": (("direction",), "Blocks of failed transfers"),
-    "store": (("reason",), "What went otherwise than hoped with a shared store"),
+    "store": (("reason",), "What happened at a shared store: faults, misses, time-outs, evictions"),
 }
 """Metric -> its labels beside the engine's, and what it counts."""
 

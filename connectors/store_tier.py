@@ -144,7 +144,6 @@ class StoreTier:
         if not ok:
             self.counters["failed_stores"] += 1
         elif epoch == self._epoch:
-            self.counters["stores"] += 1
             self._quarantine.pop(key, None)
             before = self._answers.get(key)
             self._remember(key, held=True, ours=True)
@@ -162,7 +161,6 @@ class StoreTier:
         if any(self._in_quarantine(key, now) for key in keys):
             return None
         self._loading.update(keys)
-        self.counters["loads"] += len(keys)
         return [self._namespace.ticket(self._epoch)] * len(keys)
 
     def end_load(self, key: bytes, *, ok: bool) -> None:

@@ -6,7 +6,6 @@ Nothing that goes wrong with the store changes an answer or ends an engine.
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,7 @@ def _file_place(folder: Path) -> Place:
         return len(files)
 
     def destroy() -> None:
-        shutil.rmtree(path, ignore_errors=True)
+        path.rename(folder / "elsewhere")
         path.write_text("not a directory any more")
 
     return Place({"kind": "file", "path": str(path), "max_bytes": "2GiB"}, rewrite, destroy)

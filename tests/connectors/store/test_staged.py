@@ -378,3 +378,38 @@ def test_a_pool_in_use_by_a_hanging_store_is_not_let_go_of(rig: Rig, monkeypatch
     rig.store.gate.set()
     quick.close()
     assert quick._pool.closed
+
+
+def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: Rig) -> None:
+    """The engine would give the blocks to another request while bytes arrive in them."""
+    rig.run(rig.open(), Direction.STORE, BLOCKS[:2])
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow(job: TransferJob, copy: Callable[[], None]) -> None:
+        copying.set()
+        assert go_on.wait(WAIT_S)
+        copy()
+
+    engine = rig.open(fault=slow, rows=4, threads=2, load_deadline_s=0.2)
+    get_into, hold = rig.store.get_into, threading.Event()
+
+    def hangs_for_one(items: Any, deadline_s: float) -> list[bool]:
+        if items[0][0].endswith(b"key-1"):
+            assert hold.wait(WAIT_S)
+        return get_into(items, deadline_s)
+
+    rig.store.get_into = hangs_for_one  # type: ignore[method-assign]
+    job = rig.job(Direction.LOAD, BLOCKS[:2])
+    engine.submit(job)
+    while not copying.wait(0.01):
+        engine.poll()
+    while not engine.counters().get("load_overdue"):
+        assert engine.poll() == []
+    hold.set()
+    while len(engine._free) < 3:
+        assert engine.poll() == []
+    assert not engine.wait([job.job_id], 0.0)
+    go_on.set()
+    assert engine.wait([job.job_id], WAIT_S)
+    [result] = engine.poll()
+    assert result.failed_keys == (b"key-1",)
