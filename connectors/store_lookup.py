@@ -16,6 +16,10 @@ _ASKED_AT_ONCE = 1024
 """Store keys per call: what was answered before the deadline counts."""
 
 
+_CALL_S = 1.0
+"""A call may take longer than the question: making a connection does, and a late answer helps the next."""
+
+
 class Question:
     """Block keys to ask for; each is held if its value under every one of ``prefixes`` (the ranks) is."""
 
@@ -40,7 +44,7 @@ class Question:
                 return
             keys = self.keys[start : start + step]
             spelled = [prefix + key for key in keys for prefix in self.prefixes]
-            there = store.exists(spelled, self.deadline.left_s())
+            there = store.exists(spelled, max(_CALL_S, self.deadline.left_s()))
             ranks = len(self.prefixes)
             self._answers += [(key, all(there[at * ranks : (at + 1) * ranks])) for at, key in enumerate(keys)]
 

@@ -145,6 +145,16 @@ def test_a_late_answer_counts_as_far_as_it_goes(rigs: Any) -> None:
     assert rig.tier.held("r", keys) == set(keys[:2048])
 
 
+def test_a_store_may_take_longer_to_connect_than_a_question_may_take(rigs: Any) -> None:
+    """Else a store that is far away would never be connected to, as every attempt is cut short."""
+    rig = rigs(settings=dataclasses.replace(SETTINGS, lookup_deadline_s=0.02))
+    given: list[float] = []
+    rig.store.exists = lambda keys, deadline_s: given.append(deadline_s) or [True] * len(keys)
+    assert rig.tier.held("r", [key(1)]) is None
+    assert rig.tier._open["r"].question.done.wait(WAIT_S)
+    assert given == [1.0]
+
+
 def test_a_store_that_is_away_is_not_asked_for_every_request(rigs: Any) -> None:
     rig = rigs()
     rig.store.gone = True
