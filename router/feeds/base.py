@@ -50,7 +50,7 @@ class FeedStats(msgspec.Struct):
     last_rejection: str = ""
     duplicate_batches: int = 0
     late_batches: int = 0
-    """Came after the feed had gone on without them; left out, order would be broken."""
+    """Came after the feed had gone on without them, or had them by replay long before; left out."""
     gaps: int = 0
     lost_batches: int = 0
     """Given up for lost: not to be had from replay, or not decodable."""

@@ -48,6 +48,7 @@ class FeedMachine:
         self._connection_seen = False  # by the socket's monitor, not just implied by a message
         self._ever_connected = False
         self._traffic_expected = False
+        self._live_seq = NOWHERE  # of the last live batch of this connection
 
     # Inputs.
 
@@ -65,6 +66,7 @@ class FeedMachine:
         """The live socket lost its connection: whoever answers next may be another process."""
         if self._connected:
             self._connected = self._connection_seen = False
+            self._live_seq = NOWHERE
             self._stats.disconnects += 1
             self._recovery.abandon(now)
             self._position.drop_held()  # replay has them still; mixed with a new process's they would do harm
@@ -78,6 +80,9 @@ class FeedMachine:
         if not self._connected:
             self._connect(now)
         self._note_publisher(now, frame)
+        in_step = frame.seq > self._live_seq
+        if frame.batch is not None:
+            self._live_seq = frame.seq
         if position.is_foreign(frame):
             recovery.restart(now, frame)
         elif frame.batch is None and frame.seq != position.next_seq:
@@ -88,7 +93,7 @@ class FeedMachine:
             self._ahead(now, frame)
         elif position.is_repetition(frame):
             self._stats.duplicate_batches += 1
-        elif position.is_late(frame):
+        elif position.is_late(frame, in_step=in_step):
             self._stats.late_batches += 1
         else:
             recovery.restart(now, frame)

@@ -67,11 +67,14 @@ class Position:
             return True
         return False
 
-    def is_late(self, frame: Frame) -> bool:
-        """Whether it was given up for lost a short while ago; a new process has a later time stamp."""
+    def is_late(self, frame: Frame, *, in_step: bool) -> bool:
+        """Whether it is of the process followed: given up for lost a short while ago, or, where live batches
+        come ``in_step``, still to be read when a replay went past it. A new process has a later time stamp.
+        """
         if frame.batch is None or self.recent.digest(frame.seq) is not None:
             return False
-        return self.next_seq - frame.seq <= len(self.recent) and frame.batch.ts <= self._last_ts
+        near = self.next_seq - frame.seq <= len(self.recent)
+        return (near or in_step) and frame.batch.ts <= self._last_ts
 
     def hold(self, frame: Frame) -> bool:
         """Keep a frame from ahead; False if there is no room (``top_seq`` remembers that it exists)."""

@@ -52,8 +52,8 @@ class Feed:
     """The event stream of one engine (and data-parallel rank).
 
     ``replay_endpoint`` None: gaps cannot be repaired. Snapshots are asked for at ``snapshot_endpoint``, then
-    at ``replay_endpoint``. ``clock`` is monotonic, ``wall`` in seconds since the
-    epoch. ``resync`` and ``snapshots`` replace the strategies. ``run`` may be called once.
+    at ``replay_endpoint``. ``clock`` is monotonic, ``wall`` in seconds since the epoch. ``resync`` and
+    ``snapshots`` replace the strategies. ``run`` may be called once.
     """
 
     def __init__(

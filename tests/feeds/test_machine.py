@@ -321,6 +321,25 @@ def test_a_batch_given_up_for_lost_that_comes_after_all_is_left_out() -> None:
     assert (driver.stats.late_batches, driver.stats.restarts) == (1, 0)
 
 
+def test_a_slow_reader_that_a_replay_went_past_takes_nothing_for_a_restart() -> None:
+    """Live batches 11..99 wait in the socket's queue while the replay that mends a gap brings them all."""
+    driver = ready()
+    driver.live(frame(10))
+    driver.replay(*frames(2, 100))
+    assert driver.state == (FeedState.READY, "")
+    driver.live(*frames(11, 101))
+    assert driver.applied == [float(seq) for seq in range(101)]
+    assert (driver.stats.restarts, driver.state) == (0, (FeedState.READY, ""))
+    driver.live(frame(0, process=1))
+    assert driver.stats.restarts == 1
+
+
+def test_a_new_process_far_behind_is_a_restart_though_its_seqs_rise() -> None:
+    driver = ready(upto=100)
+    driver.live(frame(5, process=1))
+    assert (driver.stats.restarts, driver.forgets) == (1, 1)
+
+
 def test_a_seq_that_goes_back_is_a_restart() -> None:
     driver = ready()
     driver.live(frame(2, process=1))
