@@ -225,9 +225,7 @@ class SimEngineCore:
                 self.finished[request.request_id] = request
         self._check_step()
 
-    def _run_rank(
-        self, rank: int, output: Any, metadata: Any, requests: list[Request]
-    ) -> KVConnectorOutput:
+    def _run_rank(self, rank: int, output: Any, metadata: Any, requests: list[Request]) -> KVConnectorOutput:
         """One worker's step, its calls in the order of vLLM's model runner."""
         worker, memory, engine = self.workers[rank], self.memories[rank], self.engines[rank]
         engine.tick()

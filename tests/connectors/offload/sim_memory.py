@@ -39,16 +39,19 @@ class _Running:
     job: TransferJob
     todo: list[tuple[int, int, bytes]]
     fails: bool
+    spoilt: set[bytes] = field(default_factory=set)
 
 
 class SimEngine:
     """A ``TransferEngine`` that copies a few blocks per ``tick``, in any order, several jobs at once.
 
-    ``failure_rate``: share of jobs that end in failure after copying part of their blocks, the rest of the
-    targets filled with garbage. A row knows which key it holds and whether all of it has arrived.
+    ``failure_rate``: share of jobs that end in failure, some of their targets filled with garbage;
+    ``name_keys``: they say which. A row knows whose value it holds.
     """
 
-    def __init__(self, memory: SimMemory, rng: random.Random, *, failure_rate: float, name_keys: bool) -> None:
+    def __init__(
+        self, memory: SimMemory, rng: random.Random, *, failure_rate: float, name_keys: bool
+    ) -> None:
         self.rows: dict[int, tuple[bytes, Content]] = {}
         self.ended: list[int] = []
         self.failure_rate = failure_rate
@@ -100,7 +103,10 @@ class SimEngine:
 
     def _copy(self, running: _Running, move: tuple[int, int, bytes]) -> None:
         block_id, slot, key = move
-        garbage = running.fails and self._rng.random() < 0.5
+        last = not running.todo and not running.spoilt
+        garbage = running.fails and (last or self._rng.random() < 0.3)
+        if garbage:
+            running.spoilt.add(key)
         if running.job.direction is Direction.STORE:
             content = dict(self._memory.blocks.get(block_id, {}))
             self.rows[slot] = (key, {0: "garbage"} if garbage else content)
@@ -113,8 +119,7 @@ class SimEngine:
     def _end(self, running: _Running) -> None:
         job = running.job
         self.ended.append(job.job_id)
-        keys = tuple(key for moves in job.groups for key in moves.keys)
-        blamed = keys if running.fails and self._name_keys else ()
+        blamed = tuple(sorted(running.spoilt)) if self._name_keys else ()
         error = "simulated" if running.fails else ""
         self._results.append(
             TransferResult(job.job_id, job.direction, not running.fails, 0.001, {}, error, blamed)

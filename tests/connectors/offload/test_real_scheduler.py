@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
 
-from sim_engine import Prompt, Setup, SimConnector, SimEngineCore
+from sim_engine import Prompt, RequestStatus, Setup, SimConnector, SimEngineCore
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "pool"))
@@ -51,28 +51,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny-model")))
 
 
-def run_load(
-    core: SimEngineCore, seed: int, *, requests: int = 24, aborts: bool = True, resets: bool = True
-) -> None:
-    """Random prompts that share beginnings, some of them aborted at random."""
+def run_load(core: SimEngineCore, seed: int, *, requests: int = 40) -> None:
+    """Random prompts that share beginnings, aborts (also of requests that wait for a load) and resets."""
     rng = random.Random(seed)
-    trunks = [[rng.randrange(3, 900) for _ in range(rng.randint(60, 260))] for _ in range(4)]
+    trunks = [[rng.randrange(3, 900) for _ in range(rng.randint(80, 260))] for _ in range(5)]
     live: list[Any] = []
     added = 0
     while added < requests or core.busy:
         if added < requests and rng.random() < 0.3:
             trunk = rng.choice(trunks)
-            tokens = trunk[: rng.randint(20, len(trunk))] + [
-                rng.randrange(3, 900) for _ in range(rng.randint(1, 70))
-            ]
-            live.append(core.add(Prompt(tokens), rng.randint(1, 40)))
+            kept = len(trunk) if rng.random() < 0.6 else rng.randint(20, len(trunk))
+            own = [rng.randrange(3, 900) for _ in range(rng.randint(1, 70))]
+            live.append(core.add(Prompt(trunk[:kept] + own), rng.randint(1, 40)))
             added += 1
-        if aborts and live and rng.random() < 0.03:
-            victim = rng.choice(live)
-            if not victim.is_finished():
-                core.abort(victim)
-        if resets and rng.random() < 0.02:
-            core.reset(connector=rng.random() < 0.3)
+        live = [request for request in live if not request.is_finished()]
+        loading = [request for request in live if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
+        if live and rng.random() < 0.02:
+            core.abort(rng.choice(live))
+        elif loading and rng.random() < 0.1:
+            core.abort(rng.choice(loading))
+        if rng.random() < 0.3:
+            core.reset(connector=rng.random() < 0.05)
         core.step()
     core.check_idle()
 
@@ -81,7 +80,10 @@ def small_setup(layout: str) -> Setup:
     """A pool in which the longest request of ``run_load`` fits, and hardly a second one."""
     groups = LAYOUTS[layout]
     longest = 260 + 70 + 40
-    need = sum(min(longest, (group.get("sliding_window") or longest) + 96) // group["block_size"] + 3 for group in groups)
+    need = sum(
+        min(longest, (group.get("sliding_window") or longest) + 96) // group["block_size"] + 3
+        for group in groups
+    )
     return Setup(groups=groups, num_blocks=need * 3 // 2 + 4, max_num_batched_tokens=96, max_num_seqs=6)
 
 
