@@ -13,7 +13,32 @@ from typing import Self
 
 import zmq
 
-from router.feeds.base import ResyncError
+from router.feeds.base import FeedSettings, ResyncError
+
+_RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""A dead peer is noticed within a minute, where the system's default is two hours."""
+
+
+def live_socket(
+    context: zmq.Context[zmq.Socket[bytes]], topic: str, settings: FeedSettings
+) -> zmq.Socket[bytes]:
+    """A SUB socket for an engine's live stream, not connected yet."""
+    socket = context.socket(zmq.SUB)
+    socket.set(zmq.RCVHWM, settings.receive_queue_max)
+    # Four times what is decoded: beyond that the connection is cut rather than memory spent.
+    socket.set(zmq.MAXMSGSIZE, 4 * settings.payload_bytes_max)
+    socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
+    for option, value in _KEEPALIVE.items():
+        socket.set(option, value)
+    socket.set(zmq.SUBSCRIBE, topic.encode())
+    return socket
 
 
 class MessageReader:
@@ -65,6 +90,15 @@ class MessageReader:
         """Return when the socket may have become readable; only after ``take`` returned None, or
         ``take_many`` less than it was asked for."""
         await self._readable.wait()
+
+    async def rest(self, seconds: float) -> None:
+        """Let messages gather. Meanwhile nobody watches the descriptor, which would wake the loop all along."""
+        self._loop.remove_reader(self.socket.fileno())
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if not self.socket.closed:
+                self._loop.add_reader(self.socket.fileno(), self._readable.set)
 
     def close(self) -> None:
         if not self.socket.closed:

@@ -33,19 +33,10 @@ from router.feeds.base import (
 from router.feeds.machine import FeedMachine
 from router.feeds.replay import ReplayResync
 from router.feeds.snapshot import SnapshotClient
-from router.feeds.sockets import MessageReader, Slice
+from router.feeds.sockets import MessageReader, Slice, live_socket
 from router.feeds.wire import WireError, parse_live
 
 _log = structlog.get_logger()
-
-_RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
-_KEEPALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 30,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-}
-"""A dead peer is noticed within a minute, where the system's default is two hours."""
 
 
 class Feed:
@@ -109,7 +100,8 @@ class Feed:
         Raises ``zmq.ZMQError`` for an events endpoint that is not one.
         """
         with contextlib.ExitStack() as stack:
-            reader = stack.enter_context(MessageReader(self._subscribe()))
+            live = live_socket(self._context, self._topic, self._settings)
+            reader = stack.enter_context(MessageReader(live))
             monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
             stack.callback(reader.socket.disable_monitor)
             reader.socket.connect(self.events_endpoint)
@@ -139,18 +131,6 @@ class Feed:
     def distrust(self, reason: str) -> None:
         """Tell the feed that what it led to is shown to be wrong: it is discounted, and fetched anew."""
         self._actions.extend(self._machine.distrust(self._clock(), reason))
-
-    def _subscribe(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.SUB)
-        socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
-        # Four times what is decoded: beyond that the connection is cut rather than memory spent.
-        socket.set(zmq.MAXMSGSIZE, 4 * self._settings.payload_bytes_max)
-        socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
-        for option, value in _KEEPALIVE.items():
-            socket.set(option, value)
-        socket.set(zmq.SUBSCRIBE, self._topic.encode())
-        return socket
 
     # Tasks.
 

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from router.feeds.base import FeedSettings
-from router.feeds.sockets import MessageReader
+from router.feeds.sockets import MessageReader, live_socket
 from router.tools.capture import CaptureLine
 from router.tools.record_order import CaptureOrder, Request, SourceStats
 
@@ -80,7 +80,8 @@ class SourceRecorder:
     async def run(self) -> None:
         """Record until ``finish``. Raises ``zmq.ZMQError`` for an endpoint that is none."""
         with contextlib.ExitStack() as stack:
-            self._live = reader = stack.enter_context(MessageReader(self._subscribe()))
+            live = live_socket(self._context, self._source.topic, self._settings)
+            self._live = reader = stack.enter_context(MessageReader(live))
             monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
             stack.callback(reader.socket.disable_monitor)
             reader.socket.connect(self._source.events)
@@ -116,20 +117,15 @@ class SourceRecorder:
                 self._order.give_up()
                 self._hand_on()
 
-    def _subscribe(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.SUB)
-        socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
-        socket.set(zmq.MAXMSGSIZE, 4 * self._settings.payload_bytes_max)
-        socket.set(zmq.SUBSCRIBE, self._source.topic.encode())
-        return socket
-
     async def _read(self, reader: MessageReader) -> None:
         while True:
             taken = self._turn(reader)
             if not taken:
                 await reader.wait()
+            elif taken < _TURN_MESSAGES:
+                await reader.rest(_PAUSE_S)
             else:
-                await asyncio.sleep(0 if taken == _TURN_MESSAGES else _PAUSE_S)
+                await asyncio.sleep(0)
 
     def _turn(self, reader: MessageReader) -> int:
         """Read and hand on what is here, up to ``_TURN_MESSAGES``; how many there were."""
