@@ -17,9 +17,12 @@ TESTED_VERSIONS = ("0.32",)
 _REMEDY = "install one of these, or a release of kvatlas that was tested with yours"
 
 try:
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVConnectorKVEvents
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorTransferResults,
@@ -47,12 +50,16 @@ __all__ = [
     "BlockStored",
     "CacheHitSource",
     "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorKVEvents",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
     "SupportsHMA",
     "generate_block_hash_extra_keys",
     "get_kv_cache_spec_kind",

@@ -1,0 +1,161 @@
+"""The connectors inside a ``HybridMultiConnector``: read from its settings and checked before any is made.
+
+Each entry of ``connectors`` is what would stand in ``--kv-transfer-config`` for that connector alone; what it
+leaves out (role, engine id) is the outer one's. Whatever cannot work is a ``ConfigError`` that names the
+entry, raised without an ``assert``, so that ``python -O`` changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from connectors.compat import KVConnectorFactory, KVTransferConfig
+from connectors.errors import ConfigError
+from connectors.tiered import EXTRA_CONFIG, TieredConnector
+
+WHERE = f"{EXTRA_CONFIG}.connectors"
+
+_ENGINE_WIDE = {
+    "kv_load_failure_policy": "an engine has one policy; set it beside connectors, not inside",
+}
+_KNOWN_BY_NAME = (
+    "HiSparseConnector",
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+)
+"""vLLM sets the engine up for these when it finds their names, in its own MultiConnector at most."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """One connector, before it is made."""
+
+    name: str
+    """In statistics, and in errors; unique among the children."""
+    where: str
+    """Its place in the settings."""
+    connector_class: Any
+    transfer_config: Any
+    tell_apart: bool
+    """Others are of the same class, so its KV events carry ``name`` as their ownership."""
+
+    def vllm_config(self, outer: Any) -> Any:
+        """The engine's configuration as this child shall see it."""
+        config = copy.copy(outer)
+        config.kv_transfer_config = self.transfer_config
+        return config
+
+
+def read_children(
+    extra: Mapping[str, Any], *, kv_role: str | None = None, engine_id: str | None = None
+) -> list[Child]:
+    """Read ``kv_connector_extra_config``; classes are imported, none is instantiated.
+
+    ``ConfigError``: no connectors, an entry that cannot be read or imported, or a name used twice.
+    """
+    for key in extra:
+        if key != "connectors":
+            raise ConfigError(
+                f"{EXTRA_CONFIG}.{key}", extra[key], "no such setting; settings of children go inside them"
+            )
+    entries = extra.get("connectors")
+    if not isinstance(entries, list) or not entries:
+        remedy = 'list the connectors, each as it would stand alone: [{"kv_connector": ...}, ...]'
+        raise ConfigError(WHERE, entries, remedy)
+    outer = {"kv_role": kv_role or "kv_both", "engine_id": engine_id}
+    found = [_read(entry, f"{WHERE}[{index}]", outer) for index, entry in enumerate(entries)]
+    of_class = Counter(connector_class for _, connector_class in found)
+    children: list[Child] = []
+    seen: Counter[str] = Counter()
+    for index, (transfer_config, connector_class) in enumerate(found):
+        where = f"{WHERE}[{index}]"
+        default = str(connector_class.__name__)
+        seen[default] += 1
+        if seen[default] > 1:
+            default = f"{default}-{seen[default]}"
+        name = entries[index].get("name", default)
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{where}.name", name, "give a text, or leave it out")
+        if any(child.name == name for child in children):
+            raise ConfigError(f"{where}.name", name, "another connector has this name; give each its own")
+        tell_apart = of_class[connector_class] > 1
+        children.append(Child(name, where, connector_class, transfer_config, tell_apart))
+    return children
+
+
+def children_of(vllm_config: Any) -> list[Child]:
+    """The children that an engine's configuration asks for. ``ConfigError`` as in ``read_children``."""
+    outer = vllm_config.kv_transfer_config
+    extra = outer.kv_connector_extra_config or {}
+    return read_children(extra, kv_role=outer.kv_role, engine_id=outer.engine_id)
+
+
+def check_hma(children: list[Child], vllm_config: Any) -> None:
+    """``ConfigError`` naming the first child that cannot work with the engine's hybrid KV cache manager.
+
+    vLLM asks only whether the outer class supports it, which therefore must answer for all children.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return
+    for child in children:
+        if not KVConnectorFactory.supports_hma_config(child.transfer_config):
+            raise ConfigError(
+                f"{child.where}.kv_connector",
+                child.transfer_config.kv_connector,
+                "this connector does not support the hybrid KV cache manager (it is no SupportsHMA); leave "
+                "it out, or start vLLM with --disable-hybrid-kv-cache-manager",
+            )
+
+
+def required_layout(children: list[Child], vllm_config: Any) -> str | None:
+    """The KV cache layout that suits every child; None where no child minds.
+
+    What our own connectors ask for is a wish, for they copy from any layout; others' requirements win.
+    ``ConfigError`` where two children require different ones.
+    """
+    required: dict[str, str] = {}
+    wished: dict[str, str] = {}
+    for child in children:
+        layout = child.connector_class.get_required_kvcache_layout(child.vllm_config(vllm_config))
+        if layout is not None:
+            ours = issubclass(child.connector_class, TieredConnector)
+            (wished if ours else required).setdefault(layout, child.name)
+    if len(required) > 1:
+        asked = ", ".join(f"{name} requires {layout}" for layout, name in required.items())
+        raise ConfigError(WHERE, asked, "an engine has one KV cache layout; leave out all but one of these")
+    return next(iter(required or wished), None)
+
+
+def _read(entry: object, where: str, outer: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(Transfer configuration, connector class) of one entry."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(where, entry, 'give an object such as {"kv_connector": ...}')
+    known = {field.name for field in fields(KVTransferConfig)} - set(_ENGINE_WIDE)
+    for key, value in entry.items():
+        if key in _ENGINE_WIDE:
+            raise ConfigError(f"{where}.{key}", value, _ENGINE_WIDE[key])
+        if key not in known and key != "name":
+            names = ", ".join(sorted({*known, "name"}))
+            raise ConfigError(f"{where}.{key}", value, f"no such setting; there are: {names}")
+    wanted = entry.get("kv_connector")
+    key = f"{where}.kv_connector"
+    if not isinstance(wanted, str):
+        raise ConfigError(key, wanted, "name the connector's class")
+    if wanted in _KNOWN_BY_NAME:
+        remedy = "vLLM sets engines up for it only where it stands alone or in vLLM's MultiConnector"
+        raise ConfigError(key, wanted, remedy)
+    if wanted == "HybridMultiConnector":
+        raise ConfigError(key, wanted, "list its connectors here instead")
+    try:
+        settings = {name: value for name, value in entry.items() if name != "name"}
+        transfer_config = KVTransferConfig(**{**outer, **settings})
+        return transfer_config, KVConnectorFactory.get_connector_class(transfer_config)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(key, wanted, f"it cannot be used: {error}") from error

@@ -1,0 +1,329 @@
+"""Several connectors in one: who loads, what each hears, what is refused, and that nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+
+from fake_children import (
+    SHUT_DOWN,
+    Told,
+    child,
+    config_of,
+    multi,
+    request,
+    stored,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+from connectors.errors import ConfigError
+from connectors.multi import HybridMultiConnector
+from connectors.multi_stats import MultiStats
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def test_the_longest_offer_is_taken_and_the_first_of_equals() -> None:
+    connector, (a, b, c) = multi(child("a"), child("b"), child("c"))
+    connector.on_new_request(request())
+    for offers, taken, loads in (
+        ((16, 64, 64), 64, (0, 64, 0)),
+        ((64, 64, 16), 64, (64, 0, 0)),
+        ((0, 0, 32), 32, (0, 0, 32)),
+        ((0, 0, 0), 0, (0, 0, 0)),
+    ):
+        for account, tokens in zip((a, b, c), offers, strict=True):
+            account.offers["r"] = (tokens, tokens > 0)
+        assert connector.get_num_new_matched_tokens(request(), 0) == (taken, taken > 0)
+        connector.update_state_after_alloc(request(), None, taken)
+        assert tuple(account.calls[-1] for account in (a, b, c)) == tuple(("alloc", "r", n) for n in loads)
+
+
+def test_one_child_that_does_not_know_makes_the_request_wait_and_all_are_asked() -> None:
+    connector, (a, b) = multi(child("a"), child("b"))
+    connector.on_new_request(request())
+    a.offers["r"], b.offers["r"] = (None, False), (64, True)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)
+    assert ("lookup", "r") in b.calls
+    a.offers["r"] = (0, False)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (64, True)
+
+
+def test_the_child_that_loads_says_which_groups_and_from_where() -> None:
+    connector, (_, b) = multi(child("a"), child("second"))
+    connector.on_new_request(request())
+    b.offers["r"] = (32, True)
+    connector.get_num_new_matched_tokens(request(), 0)
+    assert connector.get_loaded_kv_cache_group_ids(request()) == (6, 7)
+    assert sum(connector.get_external_cache_hit_sources(request(), 32).values()) == 32
+    b.offers["r"] = (0, False)
+    connector.get_num_new_matched_tokens(request(), 0)
+    with pytest.raises(RuntimeError, match="no connector offered"):
+        connector.update_state_after_alloc(request(), None, 32)
+
+
+def test_after_a_failed_load_the_request_is_computed_whoever_could_load_it() -> None:
+    connector, (a, b) = multi(child("a"), child("b"))
+    connector.on_new_request(request())
+    a.offers["r"], b.offers["r"] = (64, True), (32, True)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), None, 64)
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r", "gone"}))
+    for _ in range(2):
+        assert connector.get_num_new_matched_tokens(request(), 0) == (0, False)
+    connector.update_state_after_alloc(request(), None, 0)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (64, True)
+
+
+def test_a_child_without_hma_is_refused_before_any_is_made() -> None:
+    SHUT_DOWN.clear()
+    with pytest.raises(ConfigError) as refused:
+        multi(child("breaks first", breaks=True), child("old", "Plain"))
+    assert "connectors[1].kv_connector = 'Plain'" in str(refused.value)
+    assert "--disable-hybrid-kv-cache-manager" in str(refused.value)
+    connector, (_, plain) = multi(child("a"), child("old", "Plain"), hma=False)
+    connector.request_finished_all_groups(request(), ([1, 2],))
+    assert plain.calls[-1] == ("finished", "r", [1, 2])
+    with pytest.raises(RuntimeError, match="Plain does not support"):
+        connector.request_finished_all_groups(request(), ([1], [2]))
+
+
+def test_in_tree_children_are_checked_too() -> None:
+    example = {"kv_connector": "ExampleConnector"}
+    with pytest.raises(ConfigError, match=r"ExampleConnector.*SupportsHMA"):
+        multi(child("a"), example)
+    inside = [example | {"kv_role": "kv_both"}]
+    nested = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inside}}
+    with pytest.raises(ConfigError, match=r"connectors\[1\].*MultiConnector.*SupportsHMA"):
+        multi(child("a"), nested)
+
+
+REFUSALS = """
+import warnings
+warnings.simplefilter("ignore")
+from fake_children import child, config_of, multi, request
+from connectors.errors import ConfigError
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+assert False, "assertions are on"
+
+def refused(what, call):
+    try:
+        call()
+    except Exception as error:
+        print(what, "|", type(error).__name__, "|", error)
+    else:
+        print(what, "| accepted")
+
+refused("hma", lambda: multi(child("a"), child("old", "Plain")))
+connector, (a, b) = multi(child("a"), child("b"))
+a.finish["r"] = b.finish["r"] = (False, {"key": 1})
+refused("clash", lambda: connector.request_finished_all_groups(request(), ([1],)))
+refused("message", lambda: connector.bind_connector_metadata(KVConnectorMetadata()))
+refused("answer", lambda: connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=1)))
+refused("loader", lambda: connector.update_state_after_alloc(request(), None, 16))
+"""
+
+
+def test_refusals_do_not_depend_on_assertions() -> None:
+    run = subprocess.run(
+        [sys.executable, "-O", "-c", REFUSALS],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    said = dict(line.split(" | ", 1) for line in run.stdout.splitlines() if " | " in line)
+    assert list(said) == ["hma", "clash", "message", "answer", "loader"], run.stderr[-2000:]
+    assert said["hma"].startswith("ConfigError | ")
+    assert "Plain" in said["hma"]
+    assert "Fake and Fake-2 both answer with 'key'" in said["clash"]
+    assert said["message"].startswith("TypeError")
+    assert said["answer"].startswith("TypeError")
+    assert "no connector offered" in said["loader"]
+
+
+@pytest.mark.parametrize(
+    ("children", "says"),
+    [
+        ([], "list the connectors"),
+        ("none", "list the connectors"),
+        (["text"], "connectors[0]"),
+        ([{"kv_connector_module_path": "fake_children"}], "connectors[0].kv_connector"),
+        ([child("a") | {"kv_conector": 1}], "no such setting"),
+        ([child("a") | {"kv_load_failure_policy": "fail"}], "an engine has one policy"),
+        ([child("a", "Missing")], "Missing not found in fake_children"),
+        ([child("a") | {"kv_connector_module_path": "no_such_module"}], "no_such_module"),
+        ([child("a") | {"kv_role": "kv_all"}], "kv_all"),
+        ([child("a", name="x"), child("b", name="x")], "another connector has this name"),
+        ([child("a", name="Fake-2"), child("b")], "another connector has this name"),
+        ([child("a", name="")], "connectors[0].name"),
+        ([{"kv_connector": "NixlConnector"}], "MultiConnector"),
+        ([{"kv_connector": "HybridMultiConnector"}], "list its connectors here"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_place(children: Any, says: str) -> None:
+    config = config_of()
+    config.kv_transfer_config.kv_connector_extra_config = {"connectors": children}
+    with pytest.raises(ConfigError) as refused:
+        HybridMultiConnector(config, KVConnectorRole.WORKER, None)
+    assert says in str(refused.value)
+    with pytest.raises(ConfigError, match="host_bytes"):
+        HybridMultiConnector(config_of(child("a"), host_bytes=1), KVConnectorRole.WORKER, None)
+
+
+def test_a_child_that_cannot_be_made_takes_the_others_down() -> None:
+    SHUT_DOWN.clear()
+    with pytest.raises(ValueError, match="c breaks"):
+        multi(child("a"), child("b"), child("c", breaks=True))
+    assert SHUT_DOWN == ["a", "b"]
+
+
+def test_children_inherit_role_and_engine_id() -> None:
+    config = config_of(child("a"), child("b") | {"engine_id": "own", "kv_role": "kv_consumer"})
+    connector = HybridMultiConnector(config, KVConnectorRole.SCHEDULER, None)
+    (a, _), (b, _) = connector.children
+    assert a.transfer_config.kv_role == "kv_both"
+    assert a.transfer_config.engine_id == config.kv_transfer_config.engine_id
+    assert (b.transfer_config.engine_id, b.transfer_config.kv_role) == ("own", "kv_consumer")
+
+
+def test_layouts_agree_or_the_disagreement_is_named() -> None:
+    ours = {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_connector_module_path": "connectors.offload",
+        "kv_connector_extra_config": {"host_bytes": "1GiB"},
+    }
+
+    def layout(*children: Any) -> str | None:
+        return HybridMultiConnector.get_required_kvcache_layout(config_of(*children))
+
+    assert layout(child("a"), child("b")) is None
+    assert layout(child("a", layout="LBHNC"), child("b"), child("c", layout="LBHNC")) == "LBHNC"
+    assert layout(ours, child("a")) == "BLHNC"
+    assert layout(ours, child("a", layout="LBNHC")) == "LBNHC"
+    with pytest.raises(ConfigError, match="Fake requires LBHNC, second requires BLHNC"):
+        layout(child("a", layout="LBHNC"), child("b", name="second", layout="BLHNC"))
+
+
+def test_cuda_graphs_are_split_as_soon_as_one_child_needs_it() -> None:
+    for children, piecewise in (([child("a")], False), ([child("a"), child("b", piecewise=True)], True)):
+        assert HybridMultiConnector.requires_piecewise_for_cudagraph({"connectors": children}) is piecewise
+
+
+def test_children_of_one_class_are_told_apart_in_events_and_others_keep_their_words() -> None:
+    connector, (a, b) = multi(child("a"), child("b"))
+    a.events, b.events = [stored(1, "x"), stored(2, "x")], [stored(1, "x")]
+    assert [(e.block_hashes, e.ownership) for e in connector.take_events()] == [
+        ([1], "Fake"),
+        ([2], "Fake"),
+        ([1], "Fake-2"),
+    ]
+    assert connector.take_events() == []
+    connector, (a, b) = multi(child("a"), child("b", "Resettable"))
+    a.events, b.events = [stored(1, "host")], [stored(1)]
+    assert [event.ownership for event in connector.take_events()] == ["host", None]
+
+
+def test_stats_stay_apart_by_child_through_every_process() -> None:
+    connector, (a, b) = multi(child("a"), child("b", name="far"))
+    assert connector.get_kv_connector_stats() is None
+    a.stats, b.stats = {"jobs/load/ok": 2.0}, {"jobs/load/ok": 5.0}
+    first = connector.get_kv_connector_stats()
+    b.stats = {"jobs/load/ok": 1.0}
+    second = connector.get_kv_connector_stats()
+    assert first is not None
+    assert second is not None
+    both = pickle.loads(pickle.dumps(first)).aggregate(second)
+    rebuilt = HybridMultiConnector.build_kv_connector_stats(both.to_dict())
+    assert rebuilt.reduce() == {"Fake jobs load": 2.0, "far jobs load": 6.0}
+    assert not rebuilt.is_empty()
+    rebuilt.reset()
+    assert rebuilt.is_empty()
+    assert isinstance(HybridMultiConnector.build_kv_connector_stats(), MultiStats)
+
+
+def test_prometheus_tells_children_of_one_class_apart() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+
+    def in_registry(kind: Any) -> Any:
+        return lambda *args, **settings: kind(*args, registry=registry, **settings)
+
+    kinds = (prometheus.Gauge, prometheus.Counter, prometheus.Histogram)
+    ours = {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_connector_module_path": "connectors.offload",
+        "kv_connector_extra_config": {"host_bytes": "1GiB"},
+    }
+    config = config_of(ours | {"name": "near"}, child("a"), ours | {"name": "far"})
+    metrics = HybridMultiConnector.build_prom_metrics(
+        config, {kind: in_registry(kind) for kind in kinds}, ["engine"], {0: ["0"]}
+    )
+    report = {
+        "near": {"source": "", "data": {"blocks_stored": 3}},
+        "far": {"source": "", "data": {"blocks_stored": 4}},
+        "Fake": {"source": "", "data": {"anything": 1}},
+    }
+    metrics.observe(report, 0)
+
+    def counted(name: str) -> float | None:
+        return registry.get_sample_value(
+            "kvatlas_offload_blocks_stored_total", {"engine": "0", "connector": name}
+        )
+
+    assert (counted("near"), counted("far")) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "outcome"),
+    [
+        ([child("a"), child("b")], None),
+        ([child("a"), child("b", "Resettable")], True),
+        ([child("a", "Resettable", stuck=True), child("b", "Resettable")], False),
+    ],
+)
+def test_reset_reaches_all_and_fails_if_one_fails(kinds: list[Any], outcome: bool | None) -> None:
+    connector, accounts = multi(*kinds)
+    assert connector.reset_cache() is outcome
+    resettable = [a for a, kind in zip(accounts, kinds, strict=True) if kind["kv_connector"] == "Resettable"]
+    assert all(account.calls == [("reset",)] for account in resettable)
+
+
+def test_what_children_answer_at_the_end_is_merged_and_clashes_are_named() -> None:
+    connector, (a, b) = multi(child("a"), child("b", name="other"))
+    assert connector.request_finished_all_groups(request(), ([1],)) == (False, None)
+    a.finish["r"], b.finish["r"] = (False, {"x": 1}), (True, {"y": 2})
+    assert connector.request_finished_all_groups(request(), ([1],)) == (True, {"x": 1, "y": 2})
+    b.finish["r"] = (False, {"x": 1})
+    with pytest.raises(RuntimeError, match="Fake and other both answer with 'x'"):
+        connector.request_finished_all_groups(request(), ([1],))
+
+
+def test_handshakes_go_back_to_the_child_they_came_from() -> None:
+    worker, _ = multi(child("a"), child("b", tells=True), role=KVConnectorRole.WORKER)
+    told = worker.get_handshake_metadata()
+    scheduler, (a, b) = multi(child("a"), child("b"))
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): pickle.loads(pickle.dumps(told))})
+    assert a.calls == []
+    assert b.calls == [("handshake", {0: Told("b")})]
+    silent, _ = multi(child("a"), role=KVConnectorRole.WORKER)
+    assert silent.get_handshake_metadata() is None
+
+
+def test_kv_need_not_be_delivered_unless_a_child_says_so() -> None:
+    for children, required in (([child("a")], False), ([child("a"), child("b", delivers=True)], True)):
+        connector, _ = multi(*children)
+        assert connector.requires_kv_delivery is required
