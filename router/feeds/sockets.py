@@ -92,7 +92,7 @@ class MessageReader:
         await self._readable.wait()
 
     async def rest(self, seconds: float) -> None:
-        """Let messages gather. Meanwhile nobody watches the descriptor, which would wake the loop all along."""
+        """Let messages gather. Meanwhile nobody watches the descriptor: it would wake the loop all along."""
         self._loop.remove_reader(self.socket.fileno())
         try:
             await asyncio.sleep(seconds)
