@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -55,3 +58,22 @@ def command_lines(page: Path, program: str) -> Iterator[list[str]]:
         words = shlex.split(line, comments=True) if line.startswith(f"{program} ") else []
         if words:
             yield words[1:]
+
+
+def transfer_configs(page: Path) -> list[dict[str, Any]]:
+    """What the page gives ``--kv-transfer-config``; every JSON argument of the page is read on the way."""
+    text = page.read_text(encoding="utf-8")
+    given = [(flag, json.loads(value)) for flag, value in re.findall(r"--(kv-[a-z]+-config) '([^']+)'", text)]
+    return [value for flag, value in given if flag == "kv-transfer-config"]
+
+
+def connector_metrics() -> dict[str, tuple[str, ...]]:
+    """Metrics of the connectors as exported, with their labels; read from the source, which needs vLLM."""
+    source = (ROOT / "connectors" / "stats.py").read_text(encoding="utf-8")
+    values: dict[str, Any] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            values[node.target.id] = ast.literal_eval(node.value)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            values[ast.unparse(node.targets[0])] = node.value.value
+    return {f"{values['PREFIX']}{name}_total": labels for name, (labels, _) in values["COUNTERS"].items()}

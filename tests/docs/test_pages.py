@@ -10,7 +10,7 @@ import pytest
 from router.cli import app
 from router.config import SECTIONS
 
-from .pages import ROOT, anchors, command_lines, files, inline_code, links, pages
+from .pages import ROOT, anchors, command_lines, connector_metrics, files, inline_code, links, pages
 
 MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
 """Paths of the machine this was written on, and hosts that an installation may not need."""
@@ -69,7 +69,7 @@ def test_settings_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in pages() if p.name != "metrics.md"], ids=page_id)
 def test_metrics_exist(page: Path) -> None:
-    listed = set(inline_code(ROOT / "docs" / "metrics.md"))
+    listed = {*inline_code(ROOT / "docs" / "metrics.md"), *connector_metrics()}
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"\bkvatlas_[a-z_]+", text)):
         assert name in listed, f"{page_id(page)}: {name}"
