@@ -89,6 +89,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_store_ttl_s: float = 1800.0
     """Blocks that nobody was heard to write to a shared store for so long are not counted on: what a store
     evicts nobody tells. They may go after half of it."""
+    first_connector_loads: bool = False
+    """The engines run several connectors in vLLM's MultiConnector: the first that has anything loads. In
+    ``HybridMultiConnector`` the one with the most tokens does."""
     shadow: ShadowConfig = ShadowConfig()
     """The pool assumed for engines that publish no events."""
 
@@ -106,6 +109,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             windows={int(idx): window for idx, window in self.windows.items()},
             shared_stores=self.shared_stores,
             shared_store_ttl_s=self.shared_store_ttl_s,
+            first_connector_loads=self.first_connector_loads,
         )
 
     def prompts(self) -> ModelPrompts:

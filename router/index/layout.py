@@ -27,6 +27,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` serve vLLM 0.20-0.21, which does not
     publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads from,
     whether it wrote to them or not; what was told of a store counts for ``shared_store_ttl_s`` at most.
+    ``first_connector_loads``: of several connectors the first that has anything loads, not the one with most.
     """
 
     attention_chunk_size: int | None = None
@@ -40,6 +41,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     windows: dict[int, int] = {}
     shared_stores: tuple[str, ...] = ()
     shared_store_ttl_s: float = 1800.0
+    first_connector_loads: bool = False
 
 
 class CacheLayout(msgspec.Struct, frozen=True):
@@ -53,6 +55,7 @@ class CacheLayout(msgspec.Struct, frozen=True):
     hash_block_size: int
     alignment: int
     lookahead: int = 0
+    first_connector_loads: bool = False
 
     @property
     def single_group(self) -> bool:
@@ -85,7 +88,7 @@ def make_layout(
     alignment = unit if partial else scheduler_block_size(groups)
     if len(groups) == 1 and not partial:
         alignment = groups[0].block_size
-    return CacheLayout(groups, spec_classes(groups), unit, alignment, lookahead)
+    return CacheLayout(groups, spec_classes(groups), unit, alignment, lookahead, facts.first_connector_loads)
 
 
 def _partial_hits(groups: tuple[GroupSpec, ...], unit: int) -> bool:

@@ -5,8 +5,9 @@ own places only, by the rules of ``hits.py``, where everything before ``L`` coun
 Hence for a boundary ``x > L``: full attention needs every block from ``L`` to ``x`` there, a window its
 last blocks before ``x`` as far as they lie behind ``L``, Mamba the state at ``x``. A boundary that needs
 blocks of two connectors is none. Places that events name no owner for are of one connector (vLLM's
-offloading looks in all its tiers), and an owner is a connector of its own. The first that has more than the
-GPU gives all that is loaded, as in vLLM's MultiConnector: host memory before storage, then by name.
+offloading looks in all its tiers), and an owner is a connector of its own. One gives all that is loaded: the
+one that reaches furthest (``HybridMultiConnector``), or the first that has more than the GPU (vLLM's
+MultiConnector, ``ModelFacts.first_connector_loads``); host memory comes before storage, then by name.
 
 Where hits may end inside a block, a connector is asked from the last whole block on; the block that a load
 ends in must be held under the hash at that end, and with EAGLE loads end on whole blocks. A shared store
@@ -108,8 +109,13 @@ def usable(reaches: tuple[Reach, ...], stores: frozenset[str]) -> tuple[Reach, .
     return tuple(r for r in reaches if not r.tier.stores or not r.tier.stores.isdisjoint(stores))
 
 
-def loaded(reaches: tuple[Reach, ...], bit: int, hit: int) -> dict[str, int]:
-    """Tokens that one engine would load beyond its GPU hit, by medium; ``reaches`` are of its tiers."""
+def loaded(reaches: tuple[Reach, ...], bit: int, hit: int, *, first: bool = False) -> dict[str, int]:
+    """Tokens that one engine would load beyond its GPU hit, by medium; ``reaches`` are of its tiers.
+
+    ``first``: the first connector that has any loads, however little it has.
+    """
+    most: dict[str, int] = {}
+    furthest = hit
     for _, layers in reaches:
         by_medium: dict[str, int] = {}
         at = hit
@@ -117,9 +123,11 @@ def loaded(reaches: tuple[Reach, ...], bit: int, hit: int) -> dict[str, int]:
             if hits.hit[bit] > at:
                 by_medium[medium] = hits.hit[bit] - at
                 at = hits.hit[bit]
-        if by_medium:
-            return by_medium
-    return {}
+        if at > furthest:
+            most, furthest = by_medium, at
+            if first:
+                break
+    return most
 
 
 def shared_part(rows: Rows) -> Rows:

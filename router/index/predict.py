@@ -262,7 +262,7 @@ def seat_hits(
         more: tuple[Reach, ...] = ()
         if offload:
             more = usable(outside(layout, word), stores)
-            by_medium = loaded(more, bit, hit)
+            by_medium = loaded(more, bit, hit, first=layout.first_connector_loads)
             cpu, storage = by_medium.get(CPU, 0), by_medium.get(STORAGE, 0)
         by_class = _class_hits(layout, gpu, more, bit) if detail else ()
         answers[engine_id] = EngineHit(

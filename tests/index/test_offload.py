@@ -38,13 +38,13 @@ def rows_of(layout: CacheLayout, num_tokens: int, held: dict[str, Units]) -> Row
 
 
 def loads(
-    layout: CacheLayout, num_tokens: int, held: dict[str, Units], *stores: str
+    layout: CacheLayout, num_tokens: int, held: dict[str, Units], *stores: str, first: bool = False
 ) -> tuple[int, dict[str, int]]:
     """The GPU hit, and the tokens loaded beyond it by medium, of an engine that uses ``stores``."""
     rows = rows_of(layout, num_tokens, held)
     on_gpu = evaluate(rows, layout, num_tokens)
     reaches = usable(reach(rows, layout, num_tokens, 0, on_gpu), frozenset(stores))
-    return on_gpu.hit[0], loaded(reaches, 0, on_gpu.hit[0])
+    return on_gpu.hit[0], loaded(reaches, 0, on_gpu.hit[0], first=first)
 
 
 def some(*numbers: int) -> Units:
@@ -116,11 +116,17 @@ class TestSeveralPlaces:
         held = {"GPU": some(0), HOST: some(1), STORE: some(2, 3)}
         assert loads(layout_of(full()), 100, held) == (16, {"CPU": 16})
 
-    def test_host_memory_is_asked_first(self) -> None:
+    def test_the_one_that_reaches_furthest_loads(self) -> None:
         held = {"GPU": some(0), HOST: some(1), STORE: some(1, 2, 3)}
-        assert loads(layout_of(full()), 100, held) == (16, {"CPU": 16}), "MultiConnector takes the first"
-        del held[HOST]
         assert loads(layout_of(full()), 100, held) == (16, {"STORAGE": 48})
+        held[HOST] = some(1, 2, 3)
+        assert loads(layout_of(full()), 100, held) == (16, {"CPU": 48}), "of equals the nearest"
+
+    def test_in_vllms_multi_connector_the_first_loads(self) -> None:
+        held = {"GPU": some(0), HOST: some(1), STORE: some(1, 2, 3)}
+        assert loads(layout_of(full()), 100, held, first=True) == (16, {"CPU": 16})
+        del held[HOST]
+        assert loads(layout_of(full()), 100, held, first=True) == (16, {"STORAGE": 48})
 
     def test_places_without_an_owner_are_one_connectors(self) -> None:
         held = {"GPU": some(0), "CPU": some(1), "STORAGE": some(2, 3), "STORAGE@kvcr": some(4)}
