@@ -19,7 +19,7 @@ from sim_memory import SimEngine, SimMemory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
 
-from real_scheduler import Prompt, Setup, _group_spec, _sample, _set_environment, _vllm_config
+from real_scheduler import Prompt, Setup, _group_spec, _set_environment, _vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -53,6 +54,8 @@ class SimConnector:
     policy: str = "boundary"
     pinned_share: float = 0.3
     load_failure_policy: str = "recompute"
+    steps_ahead: int = 0
+    """1: vLLM's asynchronous scheduling, which plans a step before it knows the last one's tokens."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +96,8 @@ class SimEngineCore:
         self.config = config
         self.scheduler_tokens, self.hash_tokens = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = self.hash_tokens
-        self.scheduler = Scheduler(
+        scheduler_class = AsyncScheduler if connector.steps_ahead else Scheduler
+        self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
@@ -123,16 +127,19 @@ class SimEngineCore:
         self._hasher = get_request_block_hasher(self.hash_tokens, self._hash)
         self._count = 0
         self._idle_steps = 0
+        self._tokens: dict[str, list[int]] = {}
         self._values: dict[str, list[object]] = {}
+        self._steps_ahead = connector.steps_ahead
+        self._under_way: list[tuple[Any, ModelRunnerOutput]] = []
         self.received: Counter[str] = Counter()
         self.must_compute: set[str] = set()
-        self.finished: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self._watch_lookups()
 
     def _configs(self, setup: Setup, connector: SimConnector, model: str) -> tuple[Any, Any]:
         config = _vllm_config(setup, model)
         config.parallel_config.world_size = connector.ranks
+        config.scheduler_config.async_scheduling = bool(connector.steps_ahead)
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="HybridOffloadConnector",
             kv_connector_module_path="connectors.offload",
@@ -159,7 +166,7 @@ class SimEngineCore:
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.has_requests())
+        return bool(self.scheduler.has_requests()) or bool(self._under_way)
 
     def add(self, prompt: Prompt, max_tokens: int) -> Request:
         self._count += 1
@@ -186,6 +193,14 @@ class SimEngineCore:
     # -- one step ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        """Plan and run one step; process the output of the one that is due."""
+        if self.scheduler.has_requests():
+            self._begin_step()
+        late = len(self._under_way) > self._steps_ahead
+        if late or (self._under_way and not self.scheduler.has_requests()):
+            self._end_step()
+
+    def _begin_step(self) -> None:
         output = self.scheduler.schedule()
         scheduled = output.num_scheduled_tokens
         self._idle_steps = 0 if scheduled else self._idle_steps + 1
@@ -196,33 +211,40 @@ class SimEngineCore:
         requests = [self.scheduler.requests[request_id] for request_id in ids]
         self.counts["preemptions"] += len(output.preempted_req_ids or ())
         for request in requests:
-            self.must_compute.discard(request.request_id)
+            self._tokens.setdefault(request.request_id, list(request.all_token_ids))
         outputs = [
             self._run_rank(rank, output, pickle.loads(metadata), requests)
             for rank in range(len(self.workers))
         ]
-        sampled = [
-            [_sample(request)] if request.num_computed_tokens >= request.num_tokens else []
-            for request in requests
-        ]
-        results = [
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=sampled,
-                kv_connector_output=kv_output,
-            )
-            for kv_output in outputs
-        ]
-        merged = self._aggregator.aggregate(results)
+        sampled = [self._sample(request) for request in requests]
+        merged = self._aggregator.aggregate(
+            [
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                    sampled_token_ids=sampled,
+                    kv_connector_output=kv_output,
+                )
+                for kv_output in outputs
+            ]
+        )
+        self._under_way.append((output, merged))
+
+    def _sample(self, request: Request) -> list[int]:
+        """A token that depends on the request's text alone; none while its prompt is not done."""
+        tokens = self._tokens[request.request_id]
+        if request.num_computed_tokens < len(tokens):
+            return []
+        tokens.append(3 + (sum(tokens[-3:]) * 31 + len(tokens) * 7) % 997)
+        return tokens[-1:]
+
+    def _end_step(self) -> None:
+        output, merged = self._under_way.pop(0)
         failed = merged.kv_connector_output.failed_recving
         self.received.update(merged.kv_connector_output.finished_recving or ())
         self.must_compute |= failed
         self.counts["failed_loads"] += len(failed)
         self.scheduler.update_from_output(output, merged)
-        for request in requests:
-            if request.is_finished():
-                self.finished[request.request_id] = request
         self._check_step()
 
     def _run_rank(self, rank: int, output: Any, metadata: Any, requests: list[Request]) -> KVConnectorOutput:
@@ -276,7 +298,7 @@ class SimEngineCore:
     def _prefix_values(self, request: Request) -> list[object]:
         """One value per position, of all tokens up to it."""
         values = self._values.setdefault(request.request_id, [])
-        tokens = request.all_token_ids
+        tokens = self._tokens[request.request_id]
         for position in range(len(values), len(tokens)):
             before = values[position - 1] if position else request.cache_salt
             values.append(hash((before, tokens[position])))
@@ -297,6 +319,7 @@ class SimEngineCore:
             return answer
 
         def admitted(request: Request, blocks: Any, num_external: int) -> None:
+            self.must_compute.discard(request.request_id)
             if num_external:
                 self.counts["loads"] += 1
                 self.counts["loaded_tokens"] += num_external

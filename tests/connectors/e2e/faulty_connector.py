@@ -1,0 +1,63 @@
+"""``FaultyOffloadConnector``: the offload connector with transfers that fail or lie on demand, for tests.
+
+``kv_connector_extra_config.control`` names a JSON file, read anew for every job:
+``{"direction": "load", "mode": "zero", "group": 3}`` clears what was copied of one group, mode ``fail``
+raises before anything is copied, ``{}`` lets it be. Loaded by module path: it is no part of the product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from connectors.engines import EngineWithPool
+from connectors.host_pool import PinnedHostPool
+from connectors.layout import CacheView
+from connectors.offload import HybridOffloadConnector
+from connectors.settings import OffloadSettings
+from connectors.tiered import EXTRA_CONFIG
+from connectors.transfer.base import TransferEngine, TransferJob
+from connectors.transfer.host import HostTransferEngine
+from connectors.worker import EngineFactory
+
+
+class FaultyOffloadConnector(HybridOffloadConnector):
+    def settings(self) -> OffloadSettings:
+        return OffloadSettings.parse(self.extra_config, EXTRA_CONFIG, others=["control"])
+
+    def engine_factory(self) -> EngineFactory:
+        control = Path(self.extra_config["control"])
+        slots = self.slots(self.settings())
+
+        def make(view: CacheView, device: str) -> TransferEngine:
+            pool = PinnedHostPool(slots * view.row_bytes, view.row_bytes)
+
+            def fault(job: TransferJob, copy: Callable[[], None]) -> None:
+                wanted: dict[str, Any] = json.loads(control.read_text())
+                if wanted.get("direction") != job.direction.value:
+                    copy()
+                elif wanted["mode"] == "fail":
+                    raise OSError("told to fail")
+                else:
+                    copy()
+                    clear(view, job, wanted["group"])
+
+            return EngineWithPool(HostTransferEngine(view, pool, fault=fault), pool)
+
+        return make
+
+
+def clear(view: CacheView, job: TransferJob, group_idx: int) -> None:
+    """Zero the blocks of one group that the job just filled."""
+    pages = next(group for group in view.groups if group.group_idx == group_idx)
+    for moves in job.groups:
+        if moves.group_idx != group_idx:
+            continue
+        for block_id in moves.block_ids.tolist():
+            for region in pages.regions:
+                for offset in region.piece_offsets:
+                    address = region.base_address + block_id * region.block_stride_bytes + offset
+                    ctypes.memset(address, 0, region.piece_bytes)

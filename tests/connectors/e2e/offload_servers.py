@@ -1,0 +1,76 @@
+"""Real vLLM servers with the offload connector, and how tests make them forget."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from shared_servers import ROOT, metric, until
+
+from tests.vllm.vllm_engine import VllmEngine
+
+GPU_BLOCKS = 260
+"""Three long prompts fit, eight do not."""
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 1000) for _ in range(tokens)]
+
+
+def server(model: Path, folder: Path, connector: str, module: str, **extra: Any) -> VllmEngine:
+    transfer = {
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host_bytes": "64MiB", "pinned_source_blocks_max": 0.3, **extra},
+    }
+    arguments = (
+        "--max-num-batched-tokens",
+        "256",
+        "--block-size",
+        "32",
+        "--max-num-seqs",
+        "16",
+        "--max-model-len",
+        "4096",
+    )
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return VllmEngine(
+        sys.executable,
+        model,
+        num_gpu_blocks=GPU_BLOCKS,
+        log=folder / f"{connector}.log",
+        extra_args=("--kv-transfer-config", json.dumps(transfer), *arguments),
+        environment={"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+    )
+
+
+def forget(base_url: str, *, connector: bool = False) -> None:
+    """Drop the GPU's prefix cache (refused while stores still read from it), and the host tier on demand."""
+    url = f"{base_url}/reset_prefix_cache" + ("?reset_external=true" if connector else "")
+
+    def done() -> bool:
+        request = urllib.request.Request(url, method="POST")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return bool(json.load(response)["success"])
+
+    until(done, "the prefix cache is empty")
+
+
+def settled(base_url: str) -> None:
+    """Wait until a step has reported that nothing more is being stored."""
+    seen = -1.0
+
+    def still() -> bool:
+        nonlocal seen
+        before, seen = seen, metric(base_url, "blocks_stored")
+        return before == seen
+
+    until(still, "stores have ended")

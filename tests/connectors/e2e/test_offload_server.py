@@ -1,0 +1,111 @@
+"""The offload connector inside a real vLLM server on the CPU: a tiny Gemma 3 with six groups.
+
+What is loaded gives the same tokens and the same top five log-probabilities, to the last bit, as what was
+computed. ``test_offload_faults`` shows that these comparisons can fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("tokenizers", reason="needs tokenizers")
+
+from offload_servers import forget, prompt, server, settled
+from shared_servers import complete, metric, same
+
+from tests.vllm.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(1800)
+
+LENGTHS = (70, 200, 513, 1200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("offload")
+    with server(model, folder, "HybridOffloadConnector", "connectors.offload") as engine:
+        complete(engine.base_url, prompt(99, 40))
+        yield engine.base_url
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_after_the_gpu_forgot(url: str, tokens: int) -> None:
+    """Prompts beyond 256 tokens are computed in chunks."""
+    asked = prompt(tokens, tokens)
+    cold = complete(url, asked)
+    warm = complete(url, asked)
+    settled(url)
+    forget(url)
+    hits = metric(url, "hit_tokens")
+    loaded = complete(url, asked)
+    assert cold["cached"] == 0
+    assert same(cold, warm)
+    assert same(cold, loaded)
+    assert metric(url, "hit_tokens") - hits == loaded["cached"] == (tokens - 1) // 32 * 32
+
+
+def test_the_next_turn_loads_the_one_before(url: str) -> None:
+    """A longer prompt ends its hit inside what another request stored: windows are loaded at that boundary."""
+    turn = prompt(7, 640)
+    following = [*turn, *prompt(8, 200)]
+    reference = complete(url, following)
+    settled(url)
+    forget(url, connector=True)
+    complete(url, turn)
+    settled(url)
+    forget(url)
+    loaded = complete(url, following)
+    assert 600 <= loaded["cached"] <= 640
+    assert same(reference, loaded)
+
+
+def test_after_other_prompts_took_the_gpu_blocks(url: str) -> None:
+    asked = prompt(11, 900)
+    cold = complete(url, asked)
+    for seed in range(8):
+        complete(url, prompt(100 + seed, 1000), max_tokens=1)
+    hits = metric(url, "hit_tokens")
+    again = complete(url, asked)
+    assert same(cold, again)
+    assert metric(url, "hit_tokens") > hits
+
+
+def test_a_reset_that_names_the_connector_empties_the_host_too(url: str) -> None:
+    asked = prompt(12, 300)
+    cold = complete(url, asked)
+    settled(url)
+    forget(url, connector=True)
+    hits = metric(url, "hit_tokens")
+    assert same(cold, complete(url, asked))
+    assert metric(url, "hit_tokens") == hits
+
+
+def test_a_hundred_and_twenty_at_once_in_a_pool_for_three(url: str) -> None:
+    """Five beginnings, every request asked three times in random order: preemptions, evictions, loads."""
+    rng = random.Random(5)
+    trunks = [prompt(200 + seed, 640) for seed in range(5)]
+    asked = [trunk[: rng.randint(200, 640)] + prompt(300 + i, 40) for i, trunk in enumerate(trunks * 8)]
+    reference = [complete(url, one, max_tokens=12) for one in asked]
+    settled(url)
+    forget(url)
+    before = {name: metric(url, name) for name in ("hit_tokens", "jobs")}
+    order = [i for i in range(len(asked)) for _ in range(3)]
+    rng.shuffle(order)
+    with ThreadPoolExecutor(max_workers=len(order)) as pool:
+        answers = list(pool.map(lambda i: complete(url, asked[i], max_tokens=12), order))
+    wrong = [i for i, answer in zip(order, answers, strict=True) if not same(reference[i], answer)]
+    assert len(order) == 120
+    assert wrong == []
+    assert metric(url, "hit_tokens") > before["hit_tokens"]
+    assert metric(url, "jobs", direction="load", result="failed") == 0
