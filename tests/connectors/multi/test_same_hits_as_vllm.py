@@ -31,6 +31,8 @@ pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
 
 from real_memory_engine import PAGE_BYTES, Hit, RealMemoryEngine, Setup
 
+from connectors.transfer.base import Direction, TransferJob
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "pool"))
 
 from layouts import MIXES
@@ -225,3 +227,33 @@ def test_side_by_side_they_load_the_same_again(start: Open, mix: str) -> None:
         if getattr(event, "medium", None) not in {None, "GPU"}
     }
     assert announced == {("CPU", "kvatlas-host"), ("CPU", None)}
+
+
+def test_a_failed_load_of_one_child_is_computed_and_the_other_loads_next(start: Open) -> None:
+    both = {
+        "kv_connector": "HybridMultiConnector",
+        "kv_connector_module_path": "connectors.multi",
+        "kv_connector_extra_config": {"connectors": [ours(), ours()]},
+    }
+    engine = start("gemma", both)
+    prompt = list(range(10, 210))
+    engine.run(prompt)
+    engine.forget_gpu()
+    failed = []
+
+    def fault(job: TransferJob, copy: Callable[[], None]) -> None:
+        if job.direction is Direction.LOAD:
+            failed.append(job.job_id)
+            raise OSError("the link is down")
+        copy()
+
+    for transfers in engine.engines:
+        transfers._engine._fault = fault
+    assert engine.run(prompt, 5) == Hit(0, 192)
+    assert len(failed) == 1, "a request whose load failed is offered another"
+    for transfers in engine.engines:
+        transfers._engine._fault = None
+    engine.forget_gpu()
+    assert engine.run(prompt, 5) == Hit(0, 192)
+    names = {event.ownership for event in engine.events if getattr(event, "medium", None) == "CPU"}
+    assert names == {"HybridOffloadConnector", "HybridOffloadConnector-2"}
