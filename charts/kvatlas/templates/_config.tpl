@@ -1,0 +1,74 @@
+{{/*
+The application's configuration (TOML), made in this one place. What the values say comes first, `config` wins.
+TOML takes JSON's strings, numbers, booleans and lists as they are; only tables are written differently.
+*/}}
+{{- define "kvatlas.tomlTable" -}}
+{{- $path := .path }}
+[{{ $path }}]
+{{- range $key, $value := .table }}
+{{- if not (kindIs "map" $value) }}
+{{ include "kvatlas.tomlKey" $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- range $key, $value := .table }}
+{{- if kindIs "map" $value }}
+{{ include "kvatlas.tomlTable" (dict "path" (printf "%s.%s" $path (include "kvatlas.tomlKey" $key)) "table" $value) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvatlas.tomlKey" -}}
+{{- if regexMatch "^[A-Za-z0-9_-]+$" . }}{{ . }}{{ else }}{{ toJson . }}{{ end }}
+{{- end }}
+
+{{- define "kvatlas.sections" -}}
+{{- $v := .Values }}
+{{- $sections := dict
+  "server" (dict "host" "0.0.0.0" "port" 8000 "expose_decision" $v.exposeDecision "log_level" $v.logLevel "log_format" $v.logFormat)
+  "policy" (dict "policy" $v.policy)
+  "fleet" (dict "warm_up_s_max" $v.warmUpSeconds)
+  "listen" (dict "drain_s_max" $v.drainSeconds)
+  "index" (dict "namespace" $v.redis.namespace)
+}}
+{{- if and $v.redis.url (not $v.redis.existingSecret) }}
+{{- $_ := set $sections.index "url" $v.redis.url }}
+{{- end }}
+{{- if $v.engines.apiKey.existingSecret }}
+{{- $_ := set $sections.fleet "api_key_file" "/etc/kvatlas/engine-key/key" }}
+{{- end }}
+{{- if include "kvatlas.discovers" . }}
+{{- $_ := set $sections "kubernetes" (dict
+  "selector" $v.engines.selector
+  "namespaces" (ternary (list) (include "kvatlas.namespaces" . | fromJsonArray) $v.engines.clusterWide)
+  "http_port" (toString $v.engines.ports.http)
+  "events_port" (toString $v.engines.ports.events)
+  "replay_port" (toString $v.engines.ports.replay)
+) }}
+{{- end }}
+{{- if $v.admin.enabled }}
+{{- $_ := set $sections "admin" (dict "enabled" true "port" $v.admin.port "token_file" "/etc/kvatlas/admin/token") }}
+{{- end }}
+{{- mustMergeOverwrite $sections (deepCopy $v.config) | toJson }}
+{{- end }}
+
+{{- define "kvatlas.config" -}}
+# Made by Helm from the release's values.
+{{- range $name, $table := include "kvatlas.sections" . | fromJson }}
+{{ include "kvatlas.tomlTable" (dict "path" $name "table" $table) }}
+{{- end }}
+{{- range $name, $model := include "kvatlas.models" . | fromJson }}
+{{- $settings := dict }}
+{{- with (dig "tokenizer" "existingClaim" "" $model) }}
+{{- $_ := set $settings "tokenizer" (clean (printf "/models/%s/%s" . (dig "tokenizer" "path" "" $model))) }}
+{{- end }}
+{{- $settings = mustMergeOverwrite $settings (deepCopy ($model.settings | default dict)) }}
+{{ include "kvatlas.tomlTable" (dict "path" (printf "models.%s" (include "kvatlas.tomlKey" $name)) "table" $settings) }}
+{{- end }}
+{{- range .Values.engines.static }}
+
+[[engines]]
+{{- range $key, $value := . }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- end }}
