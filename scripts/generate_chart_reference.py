@@ -1,9 +1,9 @@
 """Makes the chart's values.schema.json and the table in its README.md from values.yaml.
 
     python scripts/generate_chart_reference.py            write both
-    python scripts/generate_chart_reference.py --check    status 1 where they differ from what would be written
+    python scripts/generate_chart_reference.py --check    status 1 where they would change
 
-``values.yaml`` is the only place where a value is said: a comment line ``# -- TEXT`` documents the key below it
+A value is said in ``values.yaml`` only: a comment line ``# -- TEXT`` documents the key below it
 (a map with keys of its own needs none), ``# @schema JSON`` is merged into its schema. A key's type is that of
 its default. A map that has keys accepts only these; one that is empty, or has a text of its own, accepts any.
 """

@@ -69,7 +69,9 @@ class Rendered:
 def examples() -> list[Path]:
     """Values files that users start from; manifests of engines are none."""
     return [
-        p for p in sorted((ROOT / "examples").glob("*.yaml")) if not re.search(r"^kind:", p.read_text(), re.M)
+        p
+        for p in sorted((ROOT / "examples").glob("*.yaml"))
+        if not re.search(r"^kind:", p.read_text(), re.MULTILINE)
     ]
 
 

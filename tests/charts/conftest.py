@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import pytest
-
 NEEDED = ("helm_python", "kubernetes_validate", "yaml", "jsonschema")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 collect_ignore_glob = ["test_*.py"] if missing else []

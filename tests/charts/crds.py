@@ -1,7 +1,7 @@
-"""JSON schemas of the custom resources that the chart makes: the fields it uses, as their operators define them.
+"""JSON schemas of the custom resources that the chart makes: the fields it uses, as operators define them.
 
-Sources of the field names and types: the Prometheus operator's monitoring.coreos.com/v1 API and the Gateway API's
-gateway.networking.k8s.io/v1. Unknown fields are refused, so a misspelt one does not pass.
+Sources of the field names and types: the Prometheus operator's monitoring.coreos.com/v1 API and the Gateway
+API's gateway.networking.k8s.io/v1. Unknown fields are refused, so a misspelt one does not pass.
 """
 
 from __future__ import annotations

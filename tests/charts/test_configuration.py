@@ -54,7 +54,7 @@ def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:
 
 
 def test_the_container_starts_the_real_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own arguments, with the rendered file in place of the mounted one, and a check instead of a start."""
+    """Its own arguments, the rendered file in place of the mounted one, a check instead of a start."""
     rendered = Rendered(MINIMAL)
     file = tmp_path / "kvatlas.toml"
     file.write_text(rendered.toml)

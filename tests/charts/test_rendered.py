@@ -259,7 +259,7 @@ def test_examples_are_all_there() -> None:
 
 
 def test_metrics_named_by_rules_and_dashboard_exist() -> None:
-    known = set(re.findall(r"^\| `(kvatlas_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.M))
+    known = set(re.findall(r"^\| `(kvatlas_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
     rendered = Rendered({**EVERYTHING, "serviceMonitor": {"enabled": False}})
     rules = str(rendered.one("PrometheusRule"))
     dashboard = Path(ROOT / "charts/kvatlas/files/dashboard.json").read_text()
