@@ -10,7 +10,8 @@ import pytest
 
 from fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from router.fleet.engine import Engine
-from router.fleet.poller import reachable, read_gauges
+from router.fleet.gauges import read_gauges
+from router.fleet.poller import reachable
 from router.fleet.settings import FleetSettings
 
 SOURCE = {

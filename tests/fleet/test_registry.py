@@ -25,13 +25,13 @@ def test_an_engine_never_seen_serves_nothing() -> None:
     assert fleet.model_cards() == []
 
 
-def test_ready_engines_answer_are_not_draining_and_serve_the_model() -> None:
+def test_ready_engines_answer_are_not_held_and_serve_the_model() -> None:
     fleet = Fleet([Engine(f"http://h:{n}") for n in range(4)])
     for n in range(3):
         up(fleet, f"http://h:{n}", ModelCard("a" if n else "b"))
     last = fleet.get("http://h:2")
     assert last is not None
-    last.draining = True
+    last.held = "drained"
     assert [s.engine_id for s in fleet.ready("a")] == ["http://h:1"]
     assert [s.engine_id for s in fleet.ready("b")] == ["http://h:0"]
     assert [s.engine_id for s in fleet.ready(None)] == ["http://h:0", "http://h:1"]
