@@ -129,7 +129,7 @@ def test_labels_are_kept_apart_and_escaped(sources: Sources) -> None:
     assert set(values(sources, "kvatlas_engine_up")) == {(name,) for name in IDS}
     assert values(sources, "kvatlas_feed_malformed_frames") == {(IDS[0], "too_large"): 2}
     assert values(sources, "kvatlas_proxy_errors") == {("invalid_json",): 2}
-    assert values(sources, "kvatlas_source_errors") == {("static", "fleet_full"): 1}
+    assert values(sources, "kvatlas_source_errors") == {("fleet_full", "static"): 1}
     assert values(sources, "kvatlas_admin_changes") == {("drain",): 2}
 
 

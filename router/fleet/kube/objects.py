@@ -121,6 +121,6 @@ class Status(_Lenient, frozen=True):
 
 
 class Versioned(_Lenient, frozen=True):
-    """Any object, for its metadata."""
+    """Any object, for its version."""
 
-    metadata: Meta = Meta()
+    metadata: ListMeta = ListMeta()
