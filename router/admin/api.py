@@ -7,11 +7,11 @@ rate; every attempt to change something is in the log, also a refused one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from router import __version__
 from router.admin.desk import FleetDesk
@@ -144,12 +144,6 @@ class _Audit:
 
 
 def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
-    def door(action: str) -> Any:
-        async def enter(request: Request) -> str:
-            return audit.enter(request, action)
-
-        return Depends(enter)
-
     async def body(request: Request, action: str, who: str, kind: type[_T]) -> _T:
         try:
             return _decode(await read_body(request, _BODY_BYTES_MAX), kind)
@@ -158,13 +152,15 @@ def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
             raise
 
     @app.get("/admin/engines")
-    async def listing(_who: Annotated[str, door("list")]) -> Response:
+    async def listing(request: Request) -> Response:
         """Every engine with its sources, every server kept out, every source."""
+        audit.enter(request, "list")
         return json_answer(desk.listing())
 
     @app.post("/admin/engines")
-    async def add(request: Request, who: Annotated[str, door("add")]) -> Response:
+    async def add(request: Request) -> Response:
         """Add an engine: the keys of ``[[engines]]``."""
+        who = audit.enter(request, "add")
         given = await body(request, "add", who, _Engine)
         engine = Engine(*(getattr(given, name) for name in Engine.__struct_fields__))
         status = 200
@@ -178,22 +174,23 @@ def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
         return json_answer(audit.change(request, "add", who, engine.engine_id, work), status)
 
     @app.delete("/admin/engines")
-    async def remove(
-        request: Request, who: Annotated[str, door("remove")], engine: Annotated[str, Query()] = ""
-    ) -> Response:
+    async def remove(request: Request) -> Response:
         """Remove a server: ``?engine=http://host:port``."""
-        name = engine.rstrip("/")
+        who = audit.enter(request, "remove")
+        name = request.query_params.get("engine", "").rstrip("/")
         return json_answer(audit.change(request, "remove", who, name, lambda: desk.remove(name, who)))
 
     @app.post("/admin/engines/drain")
-    async def drain(request: Request, who: Annotated[str, door("drain")]) -> Response:
+    async def drain(request: Request) -> Response:
         """No new requests there: ``{"engine": ...}``."""
+        who = audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
         return json_answer(audit.change(request, "drain", who, name, lambda: desk.drain(name, who)))
 
     @app.post("/admin/engines/undrain")
-    async def undrain(request: Request, who: Annotated[str, door("undrain")]) -> Response:
+    async def undrain(request: Request) -> Response:
         """New requests again: ``{"engine": ...}``."""
+        who = audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
         return json_answer(audit.change(request, "undrain", who, name, lambda: desk.undrain(name)))
 

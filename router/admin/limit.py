@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
+_ROUNDING = 1e-6
 _NAMES_MAX = 256
 """Names remembered; the one not heard of for longest is forgotten, and begins with a full bucket again."""
 
@@ -21,8 +22,8 @@ class RateLimit:
         """0: go on. Else so many seconds until the next request may succeed."""
         left, at = self._buckets.get(name, (self._burst, now))
         left = min(self._burst, left + max(0.0, now - at) * self._per_s)
-        allowed = left >= 1
-        self._buckets[name] = (left - 1 if allowed else left, now)
+        allowed = left >= 1 - _ROUNDING
+        self._buckets[name] = (max(0.0, left - 1) if allowed else left, now)
         self._buckets.move_to_end(name)
         if len(self._buckets) > _NAMES_MAX:
             self._buckets.popitem(last=False)
