@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from router.fleet.dns.resolver import parse_server
+
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")
 _NAMESPACE = re.compile(r"\*|[a-z0-9]([a-z0-9-]{0,62})")
@@ -55,6 +57,11 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.names:
             if not _dns_target(name):
                 raise ValueError(f"names: {name!r} is neither HOST:PORT nor _SERVICE._PROTOCOL.NAME")
+        for server in self.servers:
+            try:
+                parse_server(server)
+            except ValueError as error:
+                raise ValueError(f"servers: {error}") from None
         if self.interval_s_min > self.interval_s_max:
             raise ValueError(
                 f"interval_s_min: {self.interval_s_min} is above interval_s_max = {self.interval_s_max}"

@@ -8,6 +8,7 @@ number, and an answer that does not fit it is dropped.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
 import struct
 from collections.abc import Callable
@@ -67,10 +68,14 @@ def parse_server(text: str) -> tuple[str, int]:
     """``ADDRESS``, ``ADDRESS:PORT`` or ``[IPV6]:PORT``. Raises ``ValueError``."""
     host, separator, port = text.rpartition(":")
     if not separator or (":" in host and not host.startswith("[")):
-        return text.strip("[]"), _PORT
-    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{text!r} is not ADDRESS:PORT")
-    return host.strip("[]"), int(port)
+        host, port = text, str(_PORT)
+    try:
+        address = str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        address = ""
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{text!r} is not ADDRESS or ADDRESS:PORT")
+    return address, int(port)
 
 
 class Resolver:
