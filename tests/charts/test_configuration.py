@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import MINIMAL, Rendered
+from chart import MINIMAL, ROOT, Rendered
 from test_rendered import CASES, EVERYTHING
 
 from router.cli import app
 from router.config import load
 
+TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
+
+
+def _mounted(rendered: Rendered, root: Path) -> str:
+    """The rendered file with what a pod has mounted put under ``root``, and its paths changed to match."""
+    text = rendered.toml
+    for model in rendered.config.get("models", {}).values():
+        if "tokenizer" in model:
+            shutil.copytree(TOKENIZER, root / model["tokenizer"].lstrip("/"), dirs_exist_ok=True)
+    for mount in rendered.container["volumeMounts"]:
+        path = mount["mountPath"]
+        text = text.replace(f'"{path}/', f'"{root}{path}/').replace(f'"{path}"', f'"{root}{path}"')
+    for name, secret in (("engine-key/key", "sk-engine"), ("admin/token", "operator:" + "t" * 32)):
+        file = root / "etc/kvatlas" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(secret)
+    return text
+
 
 def _load(rendered: Rendered, directory: Path) -> Any:
-    """Read the rendered file with the real parser; what is mounted in a pod does not exist here."""
+    """Read the rendered file with the real parser."""
     file = directory / "kvatlas.toml"
-    file.write_text(rendered.toml)
+    file.write_text(_mounted(rendered, directory))
     return load(file, environ={}).config
 
 
@@ -41,11 +60,31 @@ def test_every_value_arrives(tmp_path: Path) -> None:
     assert config.proxy.first_byte_timeout_s == 42
     assert config.server.expose_decision is True
     assert config.fleet.warm_up_s_max == 12
-    assert config.models["*"].tokenizer == "/models/models/a/b"
+    assert config.models["*"].tokenizer == f"{tmp_path}/models/models/a/b"
     assert config.models["*"].mamba_cache_mode == "align"
-    assert config.models["other.model"].tokenizer == "/models/models"
+    assert config.models["other.model"].tokenizer == f"{tmp_path}/models/models"
     assert config.models["other.model"].lora_paths == {"x": "/y"}
+    assert config.fleet.api_key_file == f"{tmp_path}/etc/kvatlas/engine-key/key"
+    assert config.fleet.kubernetes.selector == "app=vllm"
+    assert config.fleet.kubernetes.namespaces == ("blue", "green")
+    assert config.admin.enabled
+    assert (config.admin.host, config.admin.port) == ("0.0.0.0", 8081)
     assert [engine.dp_rank for engine in config.engines] == [1]
+
+
+def test_all_namespaces_and_a_service_that_says_who_is_ready(tmp_path: Path) -> None:
+    engines = {"selector": {"app": "vllm", "tier": "gpu"}, "clusterWide": True, "readyBy": "vllm"}
+    found = _load(Rendered({"engines": engines}), tmp_path).fleet.kubernetes
+    assert found.selector == "app=vllm,tier=gpu"
+    assert found.namespaces == ("*",)
+    assert found.service_selector == "kubernetes.io/service-name=vllm"
+
+
+def test_the_admin_api_may_share_the_port(tmp_path: Path) -> None:
+    values = {**MINIMAL, "admin": {"enabled": True, "existingSecret": "admin", "port": 0}}
+    rendered = Rendered(values)
+    assert _load(rendered, tmp_path).admin.port is None
+    assert [port["name"] for port in rendered.container["ports"]] == ["http"]
 
 
 def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:

@@ -180,10 +180,10 @@ def test_a_changed_configuration_starts_new_pods() -> None:
 
 
 def test_a_stopping_router_has_time_for_its_streams() -> None:
-    rendered = Rendered({**MINIMAL, "drainSeconds": 120, "preStopSeconds": 7})
+    rendered = Rendered({**MINIMAL, "drainSeconds": 120, "drainDelaySeconds": 7})
     assert rendered.config["listen"]["drain_s_max"] == 120
     assert rendered.pod["terminationGracePeriodSeconds"] > 127
-    assert "sleep(7)" in rendered.container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert rendered.config["listen"]["drain_delay_s"] == 7
 
 
 def test_no_secret_is_in_the_configuration() -> None:

@@ -27,7 +27,7 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
   "server" (dict "host" "0.0.0.0" "port" 8000 "expose_decision" $v.exposeDecision "log_level" $v.logLevel "log_format" $v.logFormat)
   "policy" (dict "policy" $v.policy)
   "fleet" (dict "warm_up_s_max" $v.warmUpSeconds)
-  "listen" (dict "drain_s_max" $v.drainSeconds)
+  "listen" (dict "drain_s_max" $v.drainSeconds "drain_delay_s" $v.drainDelaySeconds)
   "index" (dict "namespace" $v.redis.namespace)
 }}
 {{- if and $v.redis.url (not $v.redis.existingSecret) }}
@@ -37,16 +37,21 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- $_ := set $sections.fleet "api_key_file" "/etc/kvatlas/engine-key/key" }}
 {{- end }}
 {{- if include "kvatlas.discovers" . }}
-{{- $_ := set $sections "kubernetes" (dict
-  "selector" $v.engines.selector
-  "namespaces" (ternary (list) (include "kvatlas.namespaces" . | fromJsonArray) $v.engines.clusterWide)
-  "http_port" (toString $v.engines.ports.http)
-  "events_port" (toString $v.engines.ports.events)
-  "replay_port" (toString $v.engines.ports.replay)
+{{- $pairs := list }}
+{{- range $key, $value := $v.engines.selector }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end }}
+{{- $_ := set $sections.fleet "kubernetes" (dict
+  "selector" (join "," $pairs)
+  "namespaces" (ternary (list "*") (include "kvatlas.namespaces" . | fromJsonArray) $v.engines.clusterWide)
+  "port_name" $v.engines.ports.http
+  "events_port_name" $v.engines.ports.events
+  "replay_port_name" $v.engines.ports.replay
 ) }}
+{{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
 {{- end }}
 {{- if $v.admin.enabled }}
-{{- $_ := set $sections "admin" (dict "enabled" true "port" $v.admin.port "token_file" "/etc/kvatlas/admin/token") }}
+{{- $admin := dict "enabled" true "token_file" "/etc/kvatlas/admin/token" }}
+{{- if $v.admin.port }}{{ $admin = merge $admin (dict "host" "0.0.0.0" "port" $v.admin.port) }}{{ end }}
+{{- $_ := set $sections "admin" $admin }}
 {{- end }}
 {{- mustMergeOverwrite $sections (deepCopy $v.config) | toJson }}
 {{- end }}
