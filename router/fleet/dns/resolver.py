@@ -1,6 +1,6 @@
 """A stub resolver: asks the configured servers in turn, over UDP, and over TCP where the answer is cut off.
 
-The standard library tells neither TTLs nor SRV records (docs/decisions/005-fleet-sources.md). Always true: a
+The standard library tells neither TTLs nor SRV records (docs/decisions/007-fleet-sources.md). Always true: a
 question ends after ``timeout_s`` per server and transport; every question has its own socket, port and random
 number, and an answer that does not fit it is dropped.
 """

@@ -129,12 +129,13 @@ def read_kubeconfig(path: Path) -> Access:
             token=user.get("token", ""),
             token_file=_beside(path, user.get("tokenFile")),
             ca_file=_beside(path, cluster.get("certificate-authority")),
-            ca_data=base64.b64decode(cluster.get("certificate-authority-data", "")).decode(),
+            ca_data=base64.b64decode(cluster.get("certificate-authority-data", ""), validate=True).decode(),
             client_cert=_client_cert(path, user),
             namespace=context.get("namespace") or "default",
         )
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
-        raise AccessError(f"{path}: not a kubeconfig that can be used: {error!r}") from None
+        what = f"{type(error).__name__}: {error}"
+        raise AccessError(f"{path}: not a kubeconfig that can be used: {what}") from None
 
 
 def _read_tree(path: Path) -> Any:
@@ -175,7 +176,9 @@ def _client_cert(path: Path, user: Any) -> tuple[bytes, bytes] | None:
     given = []
     for name in ("client-certificate", "client-key"):
         file, data = _beside(path, user.get(name)), user.get(f"{name}-data")
-        given.append(base64.b64decode(data) if data else file.read_bytes() if file is not None else b"")
+        given.append(
+            base64.b64decode(data, validate=True) if data else file.read_bytes() if file is not None else b""
+        )
     cert, key = given
     return (cert, key) if cert and key else None
 

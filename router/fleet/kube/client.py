@@ -1,4 +1,4 @@
-"""List and watch against the Kubernetes API, as bytes and small structs; no client library (decision 005).
+"""List and watch against the Kubernetes API, as bytes and small structs; no client library (decision 007).
 
 Always true: nothing is read beyond a bound; a watch gives whole lines only, so a connection that breaks in
 the middle of one gives what came before it; errors of the API server are told with their status, its own
