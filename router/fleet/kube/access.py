@@ -176,9 +176,10 @@ def _client_cert(path: Path, user: Any) -> tuple[bytes, bytes] | None:
     given = []
     for name in ("client-certificate", "client-key"):
         file, data = _beside(path, user.get(name)), user.get(f"{name}-data")
-        given.append(
-            base64.b64decode(data, validate=True) if data else file.read_bytes() if file is not None else b""
-        )
+        if data:
+            given.append(base64.b64decode(data, validate=True))
+        else:
+            given.append(b"" if file is None else file.read_bytes())
     cert, key = given
     return (cert, key) if cert and key else None
 
