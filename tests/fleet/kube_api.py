@@ -53,6 +53,8 @@ class FakeKube:
         self.repeat = 1
         """How often each event is sent."""
         self.bookmark_at_end = True
+        self.dumb = 0
+        """So many of the next watches say nothing and never end, as a connection through a dead node."""
         self.port = 0
         self.expired_pages = 0
         """So many of the next continued pages answer 410."""
@@ -185,6 +187,10 @@ class FakeKube:
         at = int(request.query["resourceVersion"])
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
+        if self.dumb:
+            self.dumb -= 1
+            await self._ending.wait()
+            return answer
         end = asyncio.get_running_loop().time() + float(request.query.get("timeoutSeconds", "300"))
         try:
             async with asyncio.timeout_at(end):

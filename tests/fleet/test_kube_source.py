@@ -194,6 +194,24 @@ def test_the_api_server_restarts(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_connection_that_died_unnoticed_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.kube.client._SILENCE_S", 0.1)
+
+    async def main() -> None:
+        async with kube_api() as kube:
+            kube.dumb = 1
+            async with seeing(kube, tmp_path, watch_s=1.0) as seen:
+                await seen.sees({})
+                await kube.put(PODS, pod("a", "10.0.0.1"))
+                await seen.sees({A: ""})
+                assert kube.lists == 1
+                assert seen.source.stats.errors == {"connection": 1}
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("status", "reason"), [(429, "throttled"), (500, "server_error"), (503, "server_error")]
 )
