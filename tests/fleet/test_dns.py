@@ -277,6 +277,14 @@ def test_an_answer_is_read_as_it_was_written() -> None:
     assert [(record.value, record.ttl_s) for record in got.records] == [("::5", 0)]
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("pointer", [b"\xc0\x0c", b"\xc0\x0e", b"\xc0\x30", b"\x01a\xc0\x0c", b"\xff\xff"])
+def test_names_that_point_at_themselves_or_forward_end(pointer: bytes) -> None:
+    head = b"\x00\x07\x81\x80\x00\x01\x00\x00\x00\x00\x00\x00"
+    with pytest.raises(BadMessageError):
+        parse(head + pointer + b"\x00\x01\x00\x01" + bytes(64), 7, "x.example", A)
+
+
 @given(st.binary(max_size=80))
 def test_any_bytes_are_an_answer_or_refused(data: bytes) -> None:
     with pytest.raises(BadMessageError):

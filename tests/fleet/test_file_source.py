@@ -109,6 +109,17 @@ def test_a_mounted_config_map_is_swapped_by_its_directory(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+def test_a_list_that_is_just_being_written_is_not_believed() -> None:
+    """Half a file may make sense, with half of the engines."""
+    seen = Seeing(FileSource(FileSettings(path="engines.toml")))
+    for reading in (TWO, TWO, ONE, TWO, ONE, ONE + "\n", TWO):
+        seen.source._heard(reading.encode(), seen.tell)
+    assert [len(told) for told in seen.told] == [2]
+    seen.source._heard(ONE.encode(), seen.tell)
+    seen.source._heard(ONE.encode(), seen.tell)
+    assert [len(told) for told in seen.told] == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("content", "reason", "told"),
     [
