@@ -3,13 +3,14 @@
 #   ARGS="..."          passed on to the program behind the target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-connectors lint format types check docs clean
+.PHONY: help demo test test-vllm test-connectors charts chart-docs lint format types check docs clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
+CHARTS := $(VENV)/.installed-charts
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 # Only what was said to make counts: a shell may have variables of these names.
@@ -31,6 +32,13 @@ test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM o
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
 	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest tests/connectors --timeout 1200 $(ARGS)
+
+charts: $(CHARTS) ## The Helm chart, rendered and checked against the schemas of three Kubernetes versions
+	@$(BIN)/python scripts/generate_chart_reference.py --check
+	@$(BIN)/python -m pytest tests/charts $(ARGS)
+
+chart-docs: $(CHARTS) ## Write the chart's schema and table of values anew from its values.yaml
+	@$(BIN)/python scripts/generate_chart_reference.py
 
 lint: $(DEV) ## Style and likely mistakes
 	@$(BIN)/ruff check .
@@ -63,3 +71,8 @@ $(DEV): $(BIN)/python pyproject.toml
 	@echo "installing kvatlas and its development tools into $(VENV)"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(ROUTER)
+
+$(CHARTS): $(DEV) pyproject.toml
+	@echo "installing Helm's engine and Kubernetes' schemas into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[charts]'
+	@touch $@

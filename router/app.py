@@ -1,8 +1,8 @@
 """The running router: builds every part from the configuration and keeps them alive together.
 
 ``Router`` is one ASGI application. Its own endpoints go to ``control``, everything else to the proxy. Its
-lifespan runs the fleet poller, one feed per engine that publishes events, and the detection ticker, all in
-one task group, so nothing outlives the server.
+lifespan runs the sources of engines, the fleet poller, one feed per engine that publishes events, and the
+upkeep, all in one task group, so nothing outlives the server.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
 import msgspec
 import structlog
 
+from router.admin.desk import FleetDesk
+from router.admin.office import AdminOffice
 from router.books import Books
 from router.config import ANY_MODEL, Config
-from router.control import Readiness, create_control, is_control
-from router.feeds.base import FeedState
+from router.control import create_control, is_control
 from router.fleet.poller import FleetPoller
 from router.fleet.registry import EngineStatus, Fleet
+from router.fleet.roster import Roster
+from router.fleet.sources import FleetSources
 from router.followers import Followers, Following
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
@@ -33,15 +36,11 @@ from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats
+from router.readiness import Judge, Readiness
 from router.replicas.service import SharedIndex
+from router.upkeep import Upkeep
 
 _log = structlog.get_logger()
-_DETECTION_TICK_S = 0.05
-_AFTER_FAULT_S = 1.0
-_AUDIT_S = 5.0
-_PHANTOM_PAUSE_S = 60.0
-"""Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy."""
-_WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
 
 
 class Router:
@@ -64,11 +63,12 @@ class Router:
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
-        self._started_s = clock()
-        self._warmed_up = False
+        self._upkeep = Upkeep(self.fleet, self.scopes, self.followers, clock=clock)
+        self._poller: FleetPoller | None = None
+        self.roster = Roster(engines_max=max(config.fleet.engines_max, len(config.engines)))
+        self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._audit_after: dict[str, float] = {}
         self._lora_paths: dict[str, dict[str, str]] = {}
         models = {name: self._prompts(name) for name in (*config.models, ANY_MODEL)}
         self.reader = PromptReader(
@@ -80,6 +80,15 @@ class Router:
             clock=clock,
         )
         self.planner, self.proxy = self._assemble()
+        self._judge = Judge(
+            self.fleet,
+            feed_state=self.planner.feed_state,
+            unheard=self.fleet_sources.unheard,
+            index_problem=lambda: "" if self.shared is None else self.shared.problem,
+            clock=clock,
+            warm_up_s_max=config.fleet.warm_up_s_max,
+        )
+        self.admin = self._open_admin()
         self._sources = Sources(
             self.fleet,
             self.followers.stats,
@@ -90,6 +99,8 @@ class Router:
             self.reader.stats,
             lambda: self.listen_stats,
             self.shared,
+            self.fleet_sources,
+            None if self.admin is None else self.admin.stats,
         )
         self._control = create_control(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -117,14 +128,25 @@ class Router:
             await self._lifespan(receive, send)
         elif scope["type"] == "http" and is_control(scope["path"]):
             await self._control(scope, receive, send)
+        elif scope["type"] == "http" and self.admin is not None and self.admin.here(scope["path"]):
+            await self.admin(scope, receive, send)
         else:
             await self.proxy(scope, receive, send)
 
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
-        async with self.running():
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
+        started = False
+        try:
+            async with self.running():
+                started = True
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
+        except OSError as error:  # the admin port cannot be had
+            if started:
+                raise
+            _log.error("not started", problem=str(error))
+            await send({"type": "lifespan.startup.failed", "message": ""})
+            return
         await send({"type": "lifespan.shutdown.complete"})
 
     @asynccontextmanager
@@ -133,11 +155,12 @@ class Router:
         jar, headers = aiohttp.DummyCookieJar(), self.config.fleet.headers()
         async with (
             aiohttp.ClientSession(cookie_jar=jar, headers=headers) as session,
+            nullcontext() if self.admin is None else self.admin.listening(),
             asyncio.TaskGroup() as tasks,
         ):
             self._session, self._tasks = session, tasks
-            poller = FleetPoller(self.fleet, self, self.config.fleet, session)
-            works = [poller.run(), self._detect(), self._audit()]
+            poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
+            works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
             if self.shared is not None:
                 works.append(self.shared.run())
             background = [tasks.create_task(work) for work in works]
@@ -151,30 +174,34 @@ class Router:
                 self._following.stop_all()
                 self.proxy.close()
                 self.reader.close()
-                self._session = self._tasks = None
+                self._session = self._tasks = self._poller = None
 
     def readiness(self) -> Readiness:
-        """Ready: not draining, an engine answers, and every feed has caught up or had its time.
+        """Whether traffic should come here."""
+        return self._judge.judge(draining=self.draining())
 
-        Feeds are waited for once, at the start: an engine that joins later is cold at first, which is no
-        reason to take the others away from their clients.
-        """
-        if self.draining():
-            return Readiness(False, "draining")
-        up = self.fleet.ready(None)
-        if not up:
-            return Readiness(False, "no engine answers yet")
-        if self.shared is not None and self.shared.problem:
-            return Readiness(True, f"without the shared index: {self.shared.problem}")
-        cold = [s.engine_id for s in up if s.publishes_events and not self._warm(s.engine_id)]
-        waited = self._clock() - self._started_s > self.config.fleet.warm_up_s_max
-        self._warmed_up = self._warmed_up or waited or not cold
-        if not self._warmed_up:
-            return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
-        return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
+    def retire(self) -> None:
+        """The server drains: what other replicas can take over, they may take now."""
+        if self.shared is not None and self._tasks is not None:
+            self._tasks.create_task(self.shared.retire())
 
-    def _warm(self, engine_id: str) -> bool:
-        return self.planner.feed_state(engine_id) in _WARM_STATES
+    def _assign(self) -> None:
+        """The roster changed: the fleet is what it says."""
+        if self._poller is not None:
+            self._poller.assign(self.roster.wanted())
+
+    def _open_admin(self) -> AdminOffice | None:
+        if not self.config.admin.enabled:
+            return None
+        desk = FleetDesk(
+            self.roster,
+            self.fleet,
+            self.books,
+            sources=lambda: self.fleet_sources.stats,
+            feed_state=self.planner.feed_state,
+            apply=self._assign,
+        )
+        return AdminOffice(self.config.admin, desk, clock=self._clock)
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
@@ -207,7 +234,7 @@ class Router:
         self._following.stop(engine_id)
         self.scopes.remove(engine_id)
         self.books.forget(engine_id)
-        self._audit_after.pop(engine_id, None)
+        self._upkeep.forget(engine_id)
         self.proxy.client.forget(engine_id.partition("#")[0])
         self.proxy.board.forget(engine_id)
 
@@ -215,40 +242,9 @@ class Router:
         """See ``FleetListener``."""
         self.books.load.report(engine_id, running=running, waiting=waiting, now=self._clock())
 
-    # -- background ---------------------------------------------------------------------------------
-
-    async def _detect(self) -> None:
-        """Seed searches go on a slice at a time also while no events come."""
-        while True:
-            try:
-                pause_s = 0.0 if self.scopes.advance_detection() else _DETECTION_TICK_S
-            except Exception:  # noqa: BLE001  # costs a detection; the router goes on
-                _log.exception("detection failed")
-                pause_s = _AFTER_FAULT_S
-            await asyncio.sleep(pause_s)
-
-    async def _audit(self) -> None:
-        """No engine can hold more blocks than its pool has: where the index says so, something is wrong. And
-        what was told of shared stores long ago goes."""
-        while True:
-            await asyncio.sleep(_AUDIT_S)
-            self.scopes.age(self._clock())
-            for status in self.fleet:
-                self.audit(status)
-
     def audit(self, status: EngineStatus) -> None:
-        """Hold one engine's residency against the size of its pool; a contradiction has it fetched anew."""
-        stats, engine = self.followers.stats.get(status.engine_id), self.scopes.engine(status.engine_id)
-        now = self._clock()
-        if stats is None or engine is None or status.pool_blocks is None:
-            return
-        if stats.state is not FeedState.READY or now < self._audit_after.get(status.engine_id, now):
-            return
-        if not engine.audit(status.pool_blocks):
-            self._audit_after[status.engine_id] = now + _PHANTOM_PAUSE_S
-            stats.phantom_alarms += 1
-            _log.warning("more blocks than the engine has", engine=status.engine_id, pool=status.pool_blocks)
-            self.followers.distrust(status.engine_id, "phantom")
+        """See ``Upkeep``."""
+        self._upkeep.audit(status)
 
     async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._session is None:

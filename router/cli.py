@@ -88,8 +88,11 @@ def serve(
     if print_config:
         print(serving.describe(loaded), end="")
         return 0
-    if not loaded.config.engines:
-        raise ConfigError("no engine: give --engine URL (repeatable) or [[engines]] in the --config file")
+    if not loaded.config.engines and not loaded.config.fleet.discovers and not loaded.config.admin.enabled:
+        raise ConfigError(
+            "no engine: give --engine URL (repeatable), [[engines]] in the --config file, or a source of "
+            "engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, or the admin API)"
+        )
     if check_config:
         serving.check(loaded.config)
         print("configuration ok")

@@ -18,10 +18,11 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
+from router.admin.settings import AdminSettings
 from router.config_checks import ConfigError, check_config, check_engine
 from router.feeds.base import FeedSettings
 from router.fleet.engine import Engine
-from router.fleet.settings import FleetSettings
+from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.index.layout import ModelFacts
 from router.index.shared.settings import has_password
 from router.policy.base import PolicySettings
@@ -169,6 +170,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     feeds: FeedSettings = FeedSettings()
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()
+    admin: AdminSettings = AdminSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
@@ -178,14 +180,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "server": ServerConfig,
     "fleet": FleetSettings,
+    "fleet.file": FileSettings,
+    "fleet.dns": DnsSettings,
+    "fleet.kubernetes": KubernetesSettings,
     "policy": PolicySettings,
     "proxy": ProxySettings,
     "listen": ListenSettings,
     "feeds": FeedSettings,
     "prompts": PromptSettings,
     "index": IndexSettings,
+    "admin": AdminSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""
+
+
+def variable(section: str, key: str = "") -> str:
+    """The environment variable of a setting; without ``key`` what all of its section begin with."""
+    return f"{ENV_PREFIX}{section}_{key}".replace(".", "_").upper()
+
+
+def plain_keys(section: str) -> list[str]:
+    """Keys of a section that are values, not sections themselves."""
+    return [key for key in SECTIONS[section].__struct_fields__ if f"{section}.{key}" not in SECTIONS]
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -270,24 +286,27 @@ def _read_url(path: Path) -> str:
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(key, text, variable) of every variable that names a setting. An unknown one is refused."""
     known = {
-        f"{ENV_PREFIX}{section}_{field}".upper(): f"{section}.{field}"
-        for section, struct in SECTIONS.items()
-        for field in struct.__struct_fields__
+        variable(section, key): f"{section}.{key}" for section in SECTIONS for key in plain_keys(section)
     }
     found = []
     for name, text in environ.items():
         if name in known:
             found.append((known[name], text, name))
-        elif any(name.startswith(f"{ENV_PREFIX}{section}_".upper()) for section in SECTIONS):
+        elif any(name.startswith(variable(section)) for section in SECTIONS):
             raise ConfigError(f"environment variable {name} names no setting; see docs/configuration.md")
     return found
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    section, _, field = key.partition(".")
-    if section not in SECTIONS or field not in SECTIONS[section].__struct_fields__:
+    section, _, field = key.rpartition(".")
+    if section not in SECTIONS or field not in plain_keys(section):
         raise ConfigError(f"{key} is not a setting; see docs/configuration.md")
-    tree.setdefault(section, {})[field] = value
+    table: Any = tree
+    for part in section.split("."):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section}: expected a table of settings, got {table!r}")
+    table[field] = value
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -323,6 +342,8 @@ def _value(value: Any, kind: Any, key: str) -> Any:
         return {name: _build(settings, ModelConfig, f"models.{name}.") for name, settings in value.items()}
     if key == "engines" and isinstance(value, list):
         return tuple(_engine(fields, f"engines[{number}].") for number, fields in enumerate(value))
+    if isinstance(value, str) and kind == tuple[str, ...]:  # from a flag or a variable
+        value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(value, kind, strict=False)
     except (msgspec.ValidationError, ValueError) as error:

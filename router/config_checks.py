@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 
 from publisher.groups import GroupSpec
 from router.fleet.engine import Engine
+from router.fleet.engine_list import check_address
 from router.policy.shadow import ShadowFleet
 
 if TYPE_CHECKING:
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 _MAY_BE_ZERO = frozenset(
     {
+        "drain_delay_s",
         "drain_s_max",
         "idle_connections_max",
         "inline_blocks_max",
         "inline_chars_max",
         "linger_s_max",
         "partitions",
+        "port",
         "replay_backoff_s",
         "retry_after_s_max",
         "retry_time_s_max",
@@ -57,8 +59,11 @@ def check_config(config: Config) -> None:
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
     _check_server(config.server)
-    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index"):
+    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin"):
         _check_numbers(section, getattr(config, section))
+    for source in ("file", "dns", "kubernetes"):
+        _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
+    _check_admin(config)
     try:
         config.fleet.headers()
     except ValueError as error:
@@ -79,6 +84,23 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
         _check_kinds(name, model)
         _check_shadow(name, model)
+
+
+def _check_admin(config: Config) -> None:
+    admin = config.admin
+    if not admin.enabled:
+        return
+    if config.server.log_level not in {"debug", "info"}:
+        raise ConfigError(
+            "admin.enabled: every change is to be in the log, which server.log_level = "
+            f"{config.server.log_level} leaves out; use info"
+        )
+    if admin.port is not None and admin.port == config.server.port != 0:
+        raise ConfigError(f"admin.port: {admin.port} is the router's own; leave it out to use that one")
+    for key in ("tls_cert_file", "tls_key_file", "client_ca_file"):
+        path = getattr(admin, key)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"admin.{key}: there is no file {path}")
 
 
 def _check_kinds(name: str, model: ModelConfig) -> None:
@@ -110,21 +132,7 @@ def _check_numbers(section: str, settings: msgspec.Struct) -> None:
 
 def check_engine(engine: Engine) -> None:
     """Addresses that can be used. Raises ``ConfigError``."""
-    parts = urlsplit(engine.base_url)
     try:
-        port_ok = parts.port is None or parts.port > 0
-    except ValueError:
-        port_ok = False
-    extra = parts.query or parts.fragment or parts.username is not None
-    if parts.scheme != "http" or not parts.hostname or not port_ok or extra:
-        raise ConfigError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
-    if engine.dp_rank is not None and engine.dp_rank < 0:
-        raise ConfigError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
-    for name in ("events", "replay", "snapshot"):
-        address = getattr(engine, name)
-        if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
-            raise ConfigError(
-                f"engine {engine.base_url}: {name}={address!r} is not a tcp:// or ipc:// address"
-            )
-    if engine.replay is not None and engine.events is None:
-        raise ConfigError(f"engine {engine.base_url}: replay= without events= has nothing to complete")
+        check_address(engine)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -23,6 +23,7 @@ from router.observe.metrics import Sources, render_metrics
 from router.planner import Planner
 from router.prompts.body import decode_leniently, peek
 from router.proxy.base import InboundRequest
+from router.readiness import Readiness
 
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
@@ -31,13 +32,6 @@ CONTROL_PREFIX = "/kvatlas/"
 def is_control(path: str) -> bool:
     """Whether the router answers this path itself."""
     return path in CONTROL_PATHS or path.startswith((CONTROL_PREFIX, "/v1/models/"))
-
-
-class Readiness(msgspec.Struct):
-    """Whether traffic should come here, and if not, why."""
-
-    ready: bool
-    reason: str
 
 
 def create_control(
@@ -57,14 +51,16 @@ def create_control(
         redirect_slashes=False,
     )
 
-    _add_errors(app)
+    add_errors(app)
     _add_health(app, planner, sources, readiness)
     _add_models(app, sources.fleet)
     _add_insight(app, planner, sources, body_bytes_max)
     return app
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return _error(error)
@@ -131,7 +127,7 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
     async def models() -> Response:
         """Models of all engines that are up."""
         cards = [msgspec.to_builtins(card) for card in fleet.model_cards()]
-        return _json({"object": "list", "data": cards})
+        return json_answer({"object": "list", "data": cards})
 
     @_get(app, "/v1/models/{model:path}")
     async def model(model: str) -> Response:
@@ -141,19 +137,25 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
             raise ApiError(
                 404, "model_not_found", f"The model {model!r} is not served here.", kind="not_found_error"
             )
-        return _json(msgspec.to_builtins(card))
+        return json_answer(msgspec.to_builtins(card))
 
 
 def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
     @_get(app, "/kvatlas/engines")
     async def engines() -> Response:
         """Every engine as the router sees it."""
-        return _json([_full(planner, sources, status) for status in sources.fleet])
+        return json_answer([_full(planner, sources, status) for status in sources.fleet])
+
+    @_get(app, "/kvatlas/sources")
+    async def fleet_sources() -> Response:
+        """Where engines come from, and how well that works."""
+        known = {} if sources.origins is None else sources.origins.stats
+        return json_answer({name: msgspec.to_builtins(stats) for name, stats in known.items()})
 
     @_get(app, "/kvatlas/receipts")
     async def receipts() -> Response:
         """The latest receipts, oldest first."""
-        return _json(
+        return json_answer(
             [
                 {**msgspec.to_builtins(r), "hit_by_medium": r.by_medium, "outcome": r.outcome}
                 for r in sources.books.receipts.latest
@@ -163,7 +165,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     @app.post("/kvatlas/explain")
     async def explain_request(request: Request) -> Response:
         """What would happen to this completion request, and why; nothing is forwarded."""
-        body = await _body(request, body_bytes_max)
+        body = await read_body(request, body_bytes_max)
         peeked = peek(body)
         raw = _fields(body)
         if "messages" not in raw and "prompt" not in raw:
@@ -171,10 +173,11 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        return _json(explain(await planner.explain(inbound), planner.feed_state))
+        return json_answer(explain(await planner.explain(inbound), planner.feed_state))
 
 
-async def _body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """A request's body. Raises ``ApiError`` for one over the limit."""
     body = b""
     async for piece in request.stream():
         body += piece
@@ -193,12 +196,18 @@ def _fields(body: bytes) -> set[str]:
         return set(decode_leniently(body, error))
 
 
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+def json_answer(content: Any, status: int = 200) -> Response:
+    """``content`` as JSON."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def _brief(planner: Planner, status: EngineStatus) -> dict[str, Any]:
-    return {"up": status.up, "problem": status.problem, "feed": planner.feed_state(status.engine_id)}
+    return {
+        "up": status.up,
+        "problem": status.problem,
+        "held": status.held,
+        "feed": planner.feed_state(status.engine_id),
+    }
 
 
 def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str, Any]:
@@ -210,6 +219,7 @@ def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str,
         "engine": status.engine_id,
         "up": status.up,
         "problem": status.problem,
+        "held": status.held,
         "models": [card.id for card in status.models],
         "available": sources.board.available(status.engine_id),
         "publishes_events": status.publishes_events,

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from router import __version__
+from router.admin.tokens import AdminFileError
 from router.app import Router
 from router.config import Config, Loaded
 from router.config_checks import ConfigError
@@ -39,6 +40,8 @@ class RouterServer(ProxyServer):
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn's way; it has logged the reason and ended the lifespan
+            if self.lifespan.should_exit:
+                raise ListenError("the router could not be started; the line before says why") from None
             raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
         if self.started:
             _log.info("listening", url=self.base_url)
@@ -59,6 +62,8 @@ def check(config: Config) -> Router:
         raise ConfigError(f"policy.policy: {error}") from None
     try:
         return Router(config)
+    except AdminFileError as error:
+        raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
     except SettingsError as error:
@@ -128,6 +133,7 @@ def make_server(router: Router) -> RouterServer:
         )
     )
     router.draining = lambda: server.draining
+    server.on_drain = router.retire
     return server
 
 

@@ -23,11 +23,13 @@ from struct_source import Field, code, fields, prose, shown, table
 
 from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
+from router.admin.stats import AdminStats
 from router.app import Router
 from router.cli import app
-from router.config import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig
+from router.config import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig, plain_keys, variable
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engine import Engine
+from router.fleet.source import SourceStats
 from router.index.detect import Detection
 from router.index.layout import ModelFacts
 from router.index.shared.pending import MirrorStats
@@ -181,13 +183,23 @@ def _text_of(struct: type[msgspec.Struct], name: str) -> str:
 
 def _keys(struct: type[msgspec.Struct], section: str | None = None) -> str:
     head = ["key", "type", "default", "meaning"]
-    rows = [[code(f.name), code(f.kind), shown(f.default), f.text] for f in fields(struct)]
+    listed = [f for f in fields(struct) if section is None or f.name in plain_keys(section)]
+    rows = [[code(f.name), code(f.kind), shown(f.default), f.text] for f in listed]
     if section is not None:
         head.insert(3, "environment")
-        for row, field in zip(rows, fields(struct), strict=True):
-            plain = isinstance(field.default, bool | int | float | str)
-            row.insert(3, code(f"{ENV_PREFIX}{section}_{field.name}".upper()) if plain else "")
+        for row, field in zip(rows, listed, strict=True):
+            row.insert(3, code(variable(section, field.name)) if _from_text(field) else "")
     return table(head, rows)
+
+
+def _from_text(field: Field) -> bool:
+    """Whether a variable or flag can give the value."""
+    return isinstance(field.default, bool | int | float | str) or field.kind in {
+        "tuple[str, ...]",
+        "str | None",
+        "int | None",
+        "float | None",
+    }
 
 
 def _policies() -> str:
@@ -250,6 +262,8 @@ def _sources() -> Sources:
         router.reader.stats,
         ListenStats,
         router.shared,
+        router.fleet_sources,
+        AdminStats(),
     )
     router.reader.close()
     return sources
@@ -271,6 +285,8 @@ def _stats_texts(sources: Sources) -> dict[str, str]:
         "look": SightStats(),
         "flight": FlightStats(),
         "mirror": MirrorStats(),
+        "source": SourceStats(),
+        "admin": AdminStats(),
     }
     texts: dict[str, str] = {}
     for part, stats in structs.items():

@@ -19,6 +19,11 @@ _FEED_REMEDIES = {
     "degraded": "docs/operations.md, feed states, explains the reason",
     "stale": "check the engine and the network",
 }
+_SOURCE_REMEDIES = {
+    "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
+    "dns": "check fleet.dns.names and that the router's host can resolve them",
+    "file": "correct the file; what it said last still holds",
+}
 
 
 @fleet_check("router.reach")
@@ -41,6 +46,39 @@ def reach(seen: Seen) -> Iterator[Told]:
     else:
         reason = str(ready.get("reason", "")) or router.ready.what
         yield error(f"not ready: {reason}", "see the engines below", "mend those", subject=router.url)
+
+
+@fleet_check("router.sources")
+def sources(seen: Seen) -> Iterator[Told]:
+    """Source by source: heard, working, how many engines."""
+    router = seen.router
+    if router is None or router.sources is None:
+        return
+    for name, source in router.sources.items():
+        count, problem = source.get("engines", 0), str(source.get("last_error", ""))
+        if not source.get("synced"):
+            yield error(
+                f"engines from {name}: not heard yet{f': {problem}' if problem else ''}",
+                "the router cannot reach or read this source",
+                _SOURCE_REMEDIES.get(name, "see the router's log"),
+                subject=router.url,
+            )
+        elif source.get("failing"):
+            yield warning(
+                f"engines from {name}: {count}, as last known; now failing: {problem}",
+                "the source worked before and does not now; engines that came or left since are not seen",
+                _SOURCE_REMEDIES.get(name, "see the router's log"),
+                subject=router.url,
+            )
+        elif source.get("refused"):
+            yield info(
+                f"engines from {name}: {count}; {source['refused']} entries made no sense so far: {problem}",
+                "a wrong annotation, address or object",
+                "correct it where it is written",
+                subject=router.url,
+            )
+        elif count or name != "static":
+            yield ok(f"engines from {name}: {count}", subject=router.url)
 
 
 @fleet_check("router.engines")
@@ -74,6 +112,8 @@ def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
             subject=subject,
         )
         return
+    if theirs.get("held"):
+        yield info(f"gets no new requests: {theirs['held']}", subject=subject)
     state = str(theirs.get("feed_state"))
     feed = theirs.get("feed")
     reason = feed.get("reason", "") if isinstance(feed, dict) else ""

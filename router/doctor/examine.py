@@ -89,12 +89,15 @@ async def examine(
 
 async def ask_router(http: Http, url: str) -> RouterSeen:
     """A router's own view of itself."""
-    paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version")
-    ready, engines, receipts, metrics, version = await asyncio.gather(*(http.get(url + p) for p in paths))
+    paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
+    ready, engines, receipts, metrics, version, sources = await asyncio.gather(
+        *(http.get(url + path) for path in paths)
+    )
     listed = engines.json(list[dict[str, Any]]) if engines.ok else None
     by_id = None if listed is None else {str(e.get("engine")): e for e in listed}
     told = version.json(dict[str, Any]) or {}
-    return RouterSeen(url, ready, engines, receipts, metrics, str(told.get("version", "")), by_id)
+    origins = sources.json(dict[str, dict[str, Any]]) if sources.ok else None
+    return RouterSeen(url, ready, engines, receipts, metrics, str(told.get("version", "")), by_id, origins)
 
 
 def _engines_of(router: RouterSeen | None) -> tuple[Engine, ...]:

@@ -120,6 +120,8 @@ class RouterSeen(msgspec.Struct):
     metrics_answer: HttpAnswer
     version_text: str = ""
     engines: dict[str, dict[str, Any]] | None = None
+    sources: dict[str, dict[str, Any]] | None = None
+    """Where its engines come from; None where it does not say."""
 
 
 class Seen(msgspec.Struct):

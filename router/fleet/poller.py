@@ -1,18 +1,18 @@
 """Keeps the fleet's picture true: asks every engine what it serves, where its events are, how loaded it is.
 
-One task per server: ``GET /v1/models`` says whether it is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells
-its ranks and event endpoints unless they were configured, and is repeated as long as it says any, since a
-restart may move them; ``GET /metrics`` gives running and waiting requests, so that load from elsewhere is
-seen. What changes is told to a listener. An engine that does not answer is asked again soon. Whatever a
-server answers, and whatever a listener makes of it, the polling goes on.
+One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
+is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
+and is repeated as long as it says any, since a restart may move them; ``GET /metrics`` gives running and
+waiting requests, so that load from elsewhere is seen. What changes is told to a listener. An engine that does
+not answer is asked again soon. Whatever a server answers, and whatever a listener makes of it, the polling
+goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +21,9 @@ import msgspec
 import structlog
 
 from router.fleet.engine import Engine
-from router.fleet.registry import EngineStatus, Fleet, ModelCard
+from router.fleet.gauges import read_gauges, read_pool_blocks
+from router.fleet.registry import EngineStatus, Fleet, ModelCard, Reassigned
+from router.fleet.roster import Wanted
 from router.fleet.settings import FleetSettings
 
 _log = structlog.get_logger()
@@ -60,15 +62,7 @@ _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
-_GAUGE_MAX = 1e9
-"""Beyond this a gauge is nonsense; believing it would overflow the cost of its engine."""
-_GAUGE = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}]*)\})?\s+(\S+)",
-    re.MULTILINE,
-)
-_POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
-_RANK = re.compile(rb'engine="(\d{1,6})"')
+_T = TypeVar("_T")
 
 
 class FleetPoller:
@@ -84,12 +78,49 @@ class FleetPoller:
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
         """Poll every server of the fleet; returns only by cancellation."""
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._tasks:
             for base_url in {status.engine.base_url for status in self._fleet}:
-                tasks.create_task(self._watch(base_url), name=f"poll {base_url}")
+                self._start(base_url)
+            await asyncio.Event().wait()
+
+    def assign(self, wanted: Wanted) -> Reassigned:
+        """These engines make the fleet from now on. Whoever comes is asked, whoever leaves is told of."""
+        changes = self._fleet.assign(wanted)
+        for base_url in (*changes.dropped, *changes.touched):
+            self._stop(base_url)
+        for engine_id in changes.gone:
+            self._tell(self._listener.engine_gone, engine_id)
+        for engine_id in changes.moved:
+            status = self._fleet.get(engine_id)
+            if status is not None and status.up:
+                self._tell(self._listener.engine_up, status)
+        for base_url in (*changes.new, *changes.touched):
+            self._start(base_url)
+        return changes
+
+    def _start(self, base_url: str) -> None:
+        if self._tasks is not None and base_url not in self._watching:
+            task = self._tasks.create_task(self._watch(base_url), name=f"poll {base_url}")
+            self._watching[base_url] = task
+
+    def _stop(self, base_url: str) -> None:
+        """Nothing of an answer that is on its way counts any more."""
+        task = self._watching.pop(base_url, None)
+        if task is not None:
+            task.cancel()
+        self._missed.pop(base_url, None)
+        self._settled.discard(base_url)
+
+    def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
+        try:
+            listener(about)
+        except Exception:  # noqa: BLE001  # one engine's oddity must not keep the others from their place
+            _log.exception("listener failed", about=str(getattr(about, "engine_id", about)))
 
     async def _watch(self, base_url: str) -> None:
         now = asyncio.get_running_loop().time
@@ -214,9 +245,6 @@ class _BadAnswerError(Exception):
         self.status = status
 
 
-_T = TypeVar("_T")
-
-
 def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
@@ -255,44 +283,7 @@ def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> 
     return [live[number] for number in sorted(live)]
 
 
-def _endpoint(said: str | None, host: str) -> str | None:
-    return reachable(said, host) if said and _ENDPOINT.fullmatch(said) else None
-
-
 def reachable(endpoint: str, host: str) -> str:
     """An endpoint as bound (``tcp://*:5557``) in the form others can connect to."""
     address = f"[{host}]" if ":" in host else host
     return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)", f"tcp://{address}", endpoint)
-
-
-def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
-    """Blocks of the KV pool of one rank, or of the largest; None where the metrics page does not say."""
-    sizes = []
-    for match in _POOL.finditer(text):
-        rank, blocks = _RANK.search(match[1]), _POOL_BLOCKS.search(match[1])
-        if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
-            sizes.append(int(blocks[1]))
-    return max(sizes, default=None)
-
-
-def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """vLLM's gauges in a metrics page; those of one rank if ``dp_rank`` is given.
-
-    Requests are summed over models and ranks, of the usage (0..1) the largest counts. Values that are no
-    sensible number (NaN, negative, infinite) are left out.
-    """
-    gauges: dict[str, float] = {}
-    for match in _GAUGE.finditer(text):
-        name, labels = match[1].decode(), match[2] or b""
-        rank = _RANK.search(labels)
-        if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        if not 0 <= value <= _GAUGE_MAX or math.isnan(value):
-            continue
-        known = gauges.get(name, 0.0)
-        gauges[name] = max(known, value) if name == "kv_cache_usage_perc" else known + value
-    return gauges

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from router.fleet.engine import Engine
+from router.fleet.roster import Wanted
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class EngineStatus:
     in use as its metrics say (0..1). What every request asks for is worked out when it changes."""
 
     __slots__ = (
-        *("_draining", "_fleet_changed", "_models", "_up", "base_model", "engine", "engine_id"),
+        *("_fleet_changed", "_held", "_models", "_up", "base_model", "engine", "engine_id"),
         *("kv_usage", "pool_blocks", "problem"),
     )
 
@@ -45,7 +46,7 @@ class EngineStatus:
         self.pool_blocks: int | None = None
         """Blocks of its KV pool, as its metrics say."""
         self._up = False
-        self._draining = False
+        self._held = ""
         self._models: tuple[ModelCard, ...] = ()
         self._fleet_changed = fleet_changed
 
@@ -59,12 +60,13 @@ class EngineStatus:
         self._fleet_changed()
 
     @property
-    def draining(self) -> bool:
-        return self._draining
+    def held(self) -> str:
+        """Why it gets no new requests although it may be up; "": it gets them."""
+        return self._held
 
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self._draining = draining
+    @held.setter
+    def held(self, why: str) -> None:
+        self._held = why
         self._fleet_changed()
 
     @property
@@ -85,11 +87,28 @@ class EngineStatus:
         return any(card.id == model for card in self._models)
 
 
+class Reassigned(msgspec.Struct):
+    """What an assignment changed, by base URL and by engine id."""
+
+    new: list[str] = []
+    """Servers that came."""
+    dropped: list[str] = []
+    """Servers that left, or that are others now at the same address."""
+    touched: list[str] = []
+    """Servers whose engines were given other addresses."""
+    moved: list[str] = []
+    """Ids of engines with new addresses."""
+    gone: list[str] = []
+    """Ids of engines that left."""
+
+
 class Fleet:
     """All engines."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self._configured = {engine.engine_id: engine for engine in engines}
+        self._holds: dict[str, str] = {}
+        self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[EngineStatus]] = {}
         self._status = {name: self._new(engine) for name, engine in self._configured.items()}
 
@@ -126,18 +145,51 @@ class Fleet:
         self._ready.clear()
         return changed, gone
 
+    def assign(self, wanted: Wanted) -> Reassigned:
+        """These engines make the fleet from now on; what is known of those that stay is kept."""
+        given, had = _by_server(wanted.engines), _by_server(self._configured.values())
+        self._configured = {engine.engine_id: engine for engine in wanted.engines}
+        changes = Reassigned()
+        for base_url in had:
+            other = self._identities.get(base_url), wanted.identities.get(base_url)
+            if base_url not in given or (all(other) and other[0] != other[1]):
+                changes.dropped.append(base_url)
+                changes.gone += self.replace(base_url, ())[1]
+        for base_url, engines in given.items():
+            if base_url not in had or base_url in changes.dropped:
+                changes.new.append(base_url)
+                self.replace(base_url, engines)
+            elif engines != had[base_url]:
+                changes.touched.append(base_url)
+                moved, gone = self.replace(base_url, engines)
+                changes.moved += moved
+                changes.gone += gone
+        self._holds = wanted.holds
+        self._identities = {url: self._identities.get(url, "") for url in given} | wanted.identities
+        for status in self._status.values():
+            why = self._why_held(status.engine)
+            if status.held != why:
+                status.held = why
+        return changes
+
+    def _why_held(self, engine: Engine) -> str:
+        return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
+
     def ready(self, model: str | None) -> list[EngineStatus]:
-        """Engines that answer and serve ``model`` (None: any), in a stable order; not to be changed."""
+        """Engines that answer, are not held and serve ``model`` (None: any), in a stable order; not to be
+        changed."""
         found = self._ready.get(model)
         if found is None:
-            up = [status for status in self._status.values() if status.up and not status.draining]
+            up = [status for status in self._status.values() if status.up and not status.held]
             found = [status for status in up if model is None or status.serves(model)]
             if found:  # a name nobody serves is the client's, and there is no end of those
                 self._ready[model] = found
         return found
 
     def _new(self, engine: Engine) -> EngineStatus:
-        return EngineStatus(engine, fleet_changed=self._ready.clear)
+        status = EngineStatus(engine, fleet_changed=self._ready.clear)
+        status.held = self._why_held(engine)
+        return status
 
     def knows(self, model: str) -> bool:
         """Whether any engine, also one that is down now, was ever seen to serve ``model``."""
@@ -153,3 +205,10 @@ class Fleet:
             ]
             cards[card.id] = msgspec.structs.replace(known or card, max_model_len=min(lengths, default=None))
         return list(cards.values())
+
+
+def _by_server(engines: Iterable[Engine]) -> dict[str, list[Engine]]:
+    found: dict[str, list[Engine]] = {}
+    for engine in engines:
+        found.setdefault(engine.base_url, []).append(engine)
+    return found

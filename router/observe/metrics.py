@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from router.admin.stats import AdminStats
 from router.books import Books
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.registry import Fleet
+from router.fleet.sources import FleetSources
 from router.index.scopes import Scopes
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.prompts.stats import PromptStats
@@ -42,6 +44,9 @@ _GAUGES = frozenset(
         "prompts_prefix_bytes",
         "prompts_segment_bytes",
         "proxy_requests_active",
+        "source_engines",
+        "source_failing",
+        "source_synced",
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
@@ -60,6 +65,9 @@ class Sources(msgspec.Struct):
     prompts: PromptStats
     listen: Callable[[], ListenStats | None]
     shared: SharedIndex | None = None
+    origins: FleetSources | None = None
+    """Where engines come from."""
+    admin: AdminStats | None = None
 
 
 class RouterCollector:
@@ -90,10 +98,19 @@ class RouterCollector:
             yield from _numbers("look", s.shared.sight.stats)
             yield from _numbers("flight", s.shared.inflight.flights)
             yield from _by_label("model", "mirror", s.shared.mirror_stats())
+        if s.origins is not None:
+            yield from _by_label("source", "source", s.origins.stats)
+        if s.admin is not None:
+            yield from _numbers("admin", s.admin)
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources
         up = GaugeMetricFamily("kvatlas_engine_up", "1 if the engine answers", labels=["engine"])
+        held = GaugeMetricFamily(
+            "kvatlas_engine_held",
+            "1 if it gets no new requests (drained, not ready, leaving)",
+            labels=["engine"],
+        )
         opened = GaugeMetricFamily(
             "kvatlas_engine_breaker_open", "1 if its breaker is open", labels=["engine"]
         )
@@ -104,6 +121,7 @@ class RouterCollector:
         open_engines = set(s.board.open_engines())
         for status in s.fleet:
             up.add_metric([status.engine_id], float(status.up))
+            held.add_metric([status.engine_id], float(bool(status.held)))
             opened.add_metric([status.engine_id], float(status.engine_id in open_engines))
             if status.kv_usage is not None:
                 usage.add_metric([status.engine_id], status.kv_usage)
@@ -112,7 +130,7 @@ class RouterCollector:
                 states.add_metric(
                     [status.engine_id, str(state)], float(stats is not None and stats.state == state)
                 )
-        yield from (up, opened, usage, states)
+        yield from (up, held, opened, usage, states)
 
     def _residency(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("kvatlas_index_blocks", "Distinct block hashes held", labels=["model"])

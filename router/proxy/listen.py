@@ -44,6 +44,8 @@ class ListenConfig(uvicorn.Config):
         self.listen = listen or ListenSettings()
         self.listen_stats = stats or ListenStats()
         self.clock = clock
+        self.lame = False
+        """The server is about to end: every connection is closed with its next answer."""
         settings = self.listen
         self.sweeper = Sweeper(
             clock,

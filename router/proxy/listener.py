@@ -54,7 +54,7 @@ class ClientConnection(asyncio.Protocol):
         self._read_paused = False
         self.write_paused: asyncio.Future[None] | None = None  # done when the client has caught up
         self._lingered_bytes = -1  # >= 0: only throwing away what still comes
-        self.closing_soon = False
+        self.closing_soon = config.lame
         self.deadline = NEVER
 
     # asyncio.Protocol

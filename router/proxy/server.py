@@ -1,8 +1,8 @@
 """The HTTP server: uvicorn's start-up and lifespan, our connections, and a drain on SIGTERM.
 
-SIGTERM (or SIGINT): stop accepting at once, close idle connections, let running answers finish for up to
-``drain_s_max``, then cut what is left. Repeating the signal changes nothing, a second SIGINT cuts at once.
-The process ends with status 0.
+SIGTERM (or SIGINT): go on for ``drain_delay_s``, but close each connection with its answer; then stop
+accepting, close idle connections, let running answers finish for up to ``drain_s_max``, and cut what is left.
+Repeating the signal changes nothing, a second SIGINT cuts at once. The process ends with status 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -46,9 +47,12 @@ class ProxyServer(uvicorn.Server):
     def __init__(self, config: ListenConfig) -> None:
         super().__init__(config)
         self._clock = config.clock
+        self._config = config
         self._listen = config.listen
         self._stats = config.listen_stats
         self._draining = False
+        self.on_drain: Callable[[], None] = lambda: None
+        """Called once, when the drain begins."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -60,13 +64,13 @@ class ProxyServer(uvicorn.Server):
         """Begin to listen."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self._draining:
+        if self.should_exit:
             self._stop_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Not remembered for raising again: a drained server has ended well."""
         if self._draining and sig == signal.SIGINT:
-            self.force_exit = True
+            self.force_exit = self.should_exit = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.drain)
         else:
@@ -74,13 +78,26 @@ class ProxyServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Begin to end; idempotent. Call in the server's loop."""
-        if not self._draining:
-            self._draining = True
-            self.should_exit = True
-            _log.info("draining", connections=len(self.server_state.connections))
-            self._stop_listening()
-            for connection in list(self.server_state.connections):
-                connection.shutdown()
+        if self._draining:
+            return
+        self._draining = True
+        connections = list(self.server_state.connections)
+        _log.info("draining", connections=len(connections), delay_s=self._listen.drain_delay_s)
+        self.on_drain()
+        if self._loop is None or not self._listen.drain_delay_s:
+            self._close()
+            return
+        self._config.lame = True
+        for connection in connections:
+            setattr(connection, "closing_soon", True)  # noqa: B010  # uvicorn's types know its own protocols only
+        self._loop.call_later(self._listen.drain_delay_s, self._close)
+
+    def _close(self) -> None:
+        """No new connection, and none that is idle; idempotent."""
+        self.should_exit = True
+        self._stop_listening()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     def _stop_listening(self) -> None:
         for server in getattr(self, "servers", ()):
@@ -89,11 +106,10 @@ class ProxyServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running answers, cut what remains, end the application's lifespan."""
         self.drain()
+        self._close()
         for sock in sockets or []:
             sock.close()
         connections = self.server_state.connections
-        for connection in list(connections):
-            connection.shutdown()
         end = self._clock() + self._listen.drain_s_max
         running = len(self.server_state.tasks)
         while connections and not self.force_exit and self._clock() < end:  # noqa: ASYNC110  # one is a signal

@@ -89,7 +89,11 @@ class ListenSettings(msgspec.Struct, frozen=True):
     """A client that does not read its answer is cut off after this."""
     linger_s_max: float = 2.0
     """After an early answer (413): how long the rest of the request is thrown away before closing."""
+    drain_delay_s: float = 0.0
+    """From SIGTERM until no new connection is taken: how long load balancers may need to see that ``/ready``
+    says no. Meanwhile requests are still answered, each closing its connection."""
     drain_s_max: float = 30.0
+    """From then on: how long running answers may take before they are cut."""
     header_bytes_max: int = 64 * 1024
     body_ahead_bytes_max: int = 256 * 1024
     """Received before the application asked for it; then reading pauses."""

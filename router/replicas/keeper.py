@@ -97,6 +97,7 @@ class LeaseKeeper:
         self._free_since: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._failing = False
+        self._leaving = False
 
     def want(self, engine: Engine, model: str) -> None:
         """Follow this engine of ``model``, if its lease can be had; moved, or of another model, anew."""
@@ -141,7 +142,8 @@ class LeaseKeeper:
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._lease_s):
-                    await self._tick()
+                    if not self._leaving:
+                        await self._tick()
                 self._failing = False
             except (IndexUnavailable, TimeoutError) as error:
                 self.stats.failed_ticks += 1
@@ -160,7 +162,8 @@ class LeaseKeeper:
             await self._pause()
 
     async def leave(self) -> None:
-        """Give everything away, for a replica that ends in order."""
+        """Give everything away and take nothing more, for a replica that ends in order."""
+        self._leaving = True
         for engine_id, held in list(self.held.items()):
             del self.held[engine_id]
             self._estate.leave(held.model, engine_id)
@@ -253,12 +256,12 @@ class LeaseKeeper:
 
     async def _take(self, desk: Desk, engine_id: str) -> None:
         wanted, asked_s = self._wanted.get(engine_id), self._clock()
-        if wanted is None or engine_id in self.held:
+        if wanted is None or engine_id in self.held or self._leaving:
             return
         token = await desk.leases.acquire(engine_id)
         if token is None:
             return
-        if self._wanted.get(engine_id) != wanted:
+        if self._wanted.get(engine_id) != wanted or self._leaving:
             await desk.leases.release(engine_id, token)
             return
         self.held[engine_id] = Held(wanted.model, token, asked_s + self._lease_s)

@@ -194,15 +194,23 @@ class SharedIndex:
             for work in (self.keeper.run, self._describe, self._watch, self._tell_load):
                 self._tasks.create_task(_kept_up(work), name=f"shared index: {work.__name__}")
 
-    async def close(self) -> None:
-        """Give the leases away, so that others take over at once, and hang up."""
+    async def retire(self) -> None:
+        """Give the leases away, so that others take over at once; what they know is looked up then."""
         try:
             async with asyncio.timeout(_LEAVE_S_MAX):
                 await self.keeper.leave()
+        except (IndexUnavailable, TimeoutError) as error:
+            _log.warning("leases not given back", problem=str(error))
+
+    async def close(self) -> None:
+        """Retire, and hang up."""
+        await self.retire()
+        try:
+            async with asyncio.timeout(_LEAVE_S_MAX):
                 for scope in self._scopes.values():
                     await self._writing.command("HDEL", scope.keys.load, self.replica)
         except (IndexUnavailable, TimeoutError) as error:
-            _log.warning("leases not given back", problem=str(error))
+            _log.warning("load not taken back", problem=str(error))
         await self._writing.close()
         await self._looking.close()
 

@@ -54,7 +54,12 @@ def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:
                 await rig.ready()
                 status, body = await rig.ask("GET", "/ready")
                 assert (status, body["ready"], body["reason"]) == (200, True, "")
-                assert body["engines"][engine.base_url] == {"up": True, "problem": "", "feed": "ready"}
+                assert body["engines"][engine.base_url] == {
+                    "up": True,
+                    "problem": "",
+                    "held": "",
+                    "feed": "ready",
+                }
             finally:
                 await engine.stop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.rig import MODEL, TEXT, configure, routing, run, running, until
 from publisher.events import BlockHash
-from router.fleet.poller import read_pool_blocks
+from router.fleet.gauges import read_pool_blocks
 from router.index.base import Plane
 from router.proxy.paths import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings

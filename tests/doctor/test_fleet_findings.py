@@ -117,6 +117,46 @@ def test_the_routers_view_of_an_engine(
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("source", "severity", "words"),
+    [
+        ({"synced": True, "engines": 3}, Severity.OK, ("engines from kubernetes: 3",)),
+        ({"synced": True, "engines": 0}, Severity.OK, ("engines from kubernetes: 0",)),
+        (
+            {"synced": False, "last_error": "status 403"},
+            Severity.ERROR,
+            ("not heard yet: status 403", "check RBAC"),
+        ),
+        (
+            {"synced": True, "engines": 2, "failing": True, "last_error": "refused"},
+            Severity.WARNING,
+            ("2, as last known", "refused", "check RBAC"),
+        ),
+        ({"synced": True, "refused": 4, "last_error": "pod a"}, Severity.INFO, ("4 entries", "pod a")),
+    ],
+)
+def test_where_the_routers_engines_come_from(
+    source: dict[str, Any], severity: Severity, words: tuple[str, ...]
+) -> None:
+    async def main() -> None:
+        told = {"static": {"synced": True, "engines": 0}, "kubernetes": source}
+        async with saying({**router(), "/kvatlas/sources": told}) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            assert found.expect("router.sources", severity, *words).subject == url
+            assert len(found.of("router.sources")) == 1
+
+    run(main())
+
+
+def test_a_held_engine_is_told() -> None:
+    async def main() -> None:
+        async with saying(router(held="drained by ann")) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            found.expect("router.engines", Severity.INFO, "gets no new requests: drained by ann")
+
+    run(main())
+
+
 def test_a_router_that_sees_another_engine_than_the_doctor() -> None:
     async def main() -> None:
         async with running({}) as (engine,):

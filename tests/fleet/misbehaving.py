@@ -96,7 +96,9 @@ class Watch:
         listener: Listener,
         polling: asyncio.Task[None],
         listening: asyncio.Server,
+        poller: FleetPoller,
     ) -> None:
+        self.poller = poller
         self.server = server
         self.listening = listening
         self.fleet = fleet
@@ -138,9 +140,10 @@ async def watching(
     fleet = Fleet([make(server.base_url) for make in engines or (Engine,)])
     listener = Listener()
     async with listening, aiohttp.ClientSession() as session:
-        polling = asyncio.create_task(FleetPoller(fleet, listener, settings, session).run())
+        poller = FleetPoller(fleet, listener, settings, session)
+        polling = asyncio.create_task(poller.run())
         try:
-            yield Watch(server, fleet, listener, polling, listening)
+            yield Watch(server, fleet, listener, polling, listening, poller)
         finally:
             polling.cancel()
             await asyncio.gather(polling, return_exceptions=True)

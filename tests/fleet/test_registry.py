@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import Engine
-from router.fleet.registry import Fleet, ModelCard
+from router.fleet.registry import Fleet, ModelCard, Reassigned
+from router.fleet.roster import Wanted
 
 URL = "http://h:1"
 
@@ -25,13 +26,13 @@ def test_an_engine_never_seen_serves_nothing() -> None:
     assert fleet.model_cards() == []
 
 
-def test_ready_engines_answer_are_not_draining_and_serve_the_model() -> None:
+def test_ready_engines_answer_are_not_held_and_serve_the_model() -> None:
     fleet = Fleet([Engine(f"http://h:{n}") for n in range(4)])
     for n in range(3):
         up(fleet, f"http://h:{n}", ModelCard("a" if n else "b"))
     last = fleet.get("http://h:2")
     assert last is not None
-    last.draining = True
+    last.held = "drained"
     assert [s.engine_id for s in fleet.ready("a")] == ["http://h:1"]
     assert [s.engine_id for s in fleet.ready("b")] == ["http://h:0"]
     assert [s.engine_id for s in fleet.ready(None)] == ["http://h:0", "http://h:1"]
@@ -71,6 +72,33 @@ def test_ranks_replace_the_server_and_the_server_its_ranks() -> None:
     assert (status.engine, status.up) == (moved, True)  # it only moved
     assert fleet.replace(URL, fleet.configured(URL)) == ([], [f"{URL}#dp0", f"{URL}#dp1"])
     assert [s.engine_id for s in fleet] == ["http://other", URL]
+
+
+def test_who_stays_in_the_fleet_stays_known_and_who_is_another_does_not() -> None:
+    fleet = Fleet()
+    a, b = "http://a:1", "http://b:1"
+    assert fleet.assign(Wanted((Engine(a), Engine(b)), {b: "not ready"}, {a: "pod-1"})).new == [a, b]
+    up(fleet, a, ModelCard("m"))
+    up(fleet, b, ModelCard("m"))
+    assert [s.engine_id for s in fleet.ready("m")] == [a]
+    assert fleet.assign(Wanted((Engine(a), Engine(b)), {}, {a: "pod-1"})) == Reassigned()
+    assert [s.engine_id for s in fleet.ready("m")] == [a, b]
+    moved = fleet.assign(Wanted((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-1"}))
+    assert (moved.touched, moved.moved, moved.gone) == ([a], [a], [])
+    other = fleet.assign(Wanted((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-2"}))
+    assert (other.dropped, other.new, other.gone) == ([a], [a], [a])
+    assert [s.engine_id for s in fleet.ready("m")] == [b]
+    gone = fleet.assign(Wanted())
+    assert (sorted(gone.dropped), sorted(gone.gone), len(fleet)) == ([a, b], [a, b], 0)
+
+
+def test_a_held_server_holds_the_ranks_it_tells_of() -> None:
+    fleet = Fleet()
+    fleet.assign(Wanted((Engine(URL),), {URL: "terminating", f"{URL}#dp1": "drained"}))
+    fleet.replace(URL, [Engine(URL, 0, "tcp://h:1"), Engine(URL, 1, "tcp://h:2")])
+    assert [s.held for s in fleet] == ["terminating", "drained"]
+    fleet.assign(Wanted((Engine(URL),), {f"{URL}#dp1": "drained"}))
+    assert [(s.engine_id, s.held) for s in fleet] == [(f"{URL}#dp0", ""), (f"{URL}#dp1", "drained")]
 
 
 engines = st.builds(

@@ -9,10 +9,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
+from router.admin.stats import AdminStats
 from router.books import Books
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engine import Engine
 from router.fleet.registry import Fleet
+from router.fleet.roster import Roster
+from router.fleet.settings import FleetSettings
+from router.fleet.source import SourceStats
+from router.fleet.sources import FleetSources
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
 from router.index.shared.pending import MirrorStats
@@ -45,6 +50,8 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "look": SightStats,
     "flight": FlightStats,
     "mirror": MirrorStats,
+    "source": SourceStats,
+    "admin": AdminStats,
 }
 
 
@@ -61,8 +68,20 @@ def sources() -> Sources:
     proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
     shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), books.load, clock=lambda: 100.0)
     shared.scope("m")  # nothing is connected before it runs
+    origins = FleetSources([], FleetSettings(), Roster(engines_max=9), changed=lambda: None)
+    origins.stats["static"].complain("fleet_full", "too many")
     return Sources(
-        fleet, feeds, scopes, books, BreakerBoard(lambda: 100.0), proxy, PromptStats(), ListenStats, shared
+        fleet,
+        feeds,
+        scopes,
+        books,
+        BreakerBoard(lambda: 100.0),
+        proxy,
+        PromptStats(),
+        ListenStats,
+        shared,
+        origins,
+        AdminStats(changes={"drain": 2}),
     )
 
 
@@ -110,6 +129,8 @@ def test_labels_are_kept_apart_and_escaped(sources: Sources) -> None:
     assert set(values(sources, "kvatlas_engine_up")) == {(name,) for name in IDS}
     assert values(sources, "kvatlas_feed_malformed_frames") == {(IDS[0], "too_large"): 2}
     assert values(sources, "kvatlas_proxy_errors") == {("invalid_json",): 2}
+    assert values(sources, "kvatlas_source_errors") == {("fleet_full", "static"): 1}
+    assert values(sources, "kvatlas_admin_changes") == {("drain",): 2}
 
 
 def test_one_feed_state_is_set_at_a_time(sources: Sources) -> None:

@@ -1,8 +1,10 @@
-"""A router process for the drain tests: ``drained_router.py ENGINE_URL DRAIN_S``; prints its port."""
+"""A router process for the drain tests: ``drained_router.py ENGINE_URL DRAIN_S DELAY_S``; prints its port."""
 
 from __future__ import annotations
 
 import sys
+
+import structlog
 
 from router.proxy.app import ProxyApp
 from router.proxy.base import InboundRequest
@@ -34,7 +36,8 @@ class Announcing(ProxyServer):
 
 
 if __name__ == "__main__":
-    listen = ListenSettings(drain_s_max=float(sys.argv[2]))
+    listen = ListenSettings(drain_s_max=float(sys.argv[2]), drain_delay_s=float(sys.argv[3]))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     server = Announcing(listen_config(ProxyApp(OneEngine()), port=0, listen=listen, lifespan="off"))
     server.run()
     print(server.draining, flush=True)

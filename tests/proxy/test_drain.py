@@ -52,13 +52,15 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def router(engine: Engine, drain_s: float) -> AsyncIterator[Process]:
+async def router(engine: Engine, drain_s: float, delay_s: float = 0.0) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(HERE / "drained_router.py"),
         engine.url,
         str(drain_s),
+        str(delay_s),
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)},
     )
     assert process.stdout is not None
@@ -148,5 +150,57 @@ def test_idle_router_ends_at_once() -> None:
             assert await asyncio.wait_for(process.process.wait(), 10) == 0
             assert process.process.stdout is not None
             assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
+
+    run(main())
+
+
+def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
+    """Load balancers that have not noticed yet lose nothing, and clients with idle connections move on."""
+
+    async def main() -> None:
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            await says(200, b"{}")(engine, call, writer)
+
+        async with Engine(script) as engine, router(engine, 30, delay_s=60) as process:
+            idle, idle_writer = await process.connect()
+            idle_writer.write(request())
+            assert "connection" not in (await read_answer(idle)).head
+            process.process.send_signal(signal.SIGTERM)
+            assert process.process.stderr is not None
+            while b"draining" not in await process.process.stderr.readline():
+                pass
+            late, late_writer = await process.connect()
+            for reader, writer in ((idle, idle_writer), (late, late_writer)):
+                writer.write(request())
+                got = await read_answer(reader)
+                assert (got.status, got.head["connection"]) == (200, "close")
+                assert await reader.read() == b""
+                writer.close()
+            process.process.send_signal(signal.SIGTERM)  # repeating it changes nothing
+            _, writer = await process.connect()
+            writer.close()
+            process.process.send_signal(signal.SIGINT)  # a person who will not wait
+            await process.refuses()
+            assert await process.process.wait() == 0
+
+    run(main())
+
+
+def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
+    async def main() -> None:
+        async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:
+            reader, writer = await process.connect()
+            idle, idle_writer = await process.connect()
+            writer.write(request(STREAM))
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(chunk(event("a"))))
+            process.process.send_signal(signal.SIGTERM)
+            await process.refuses()
+            assert await idle.read() == b""
+            engine.go.set()
+            assert await reader.read() == chunk(event("b") + DONE) + END
+            assert await process.process.wait() == 0
+            writer.close()
+            idle_writer.close()
 
     run(main())

@@ -1,0 +1,31 @@
+# syntax=docker/dockerfile:1
+# The router's image: built from source, runs as nobody in particular on a read-only root.
+#   docker build -t kvatlas .
+#   docker build --build-arg BASE=python:3.12-slim@sha256:... -t kvatlas .     pinned by digest
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS build
+WORKDIR /src
+RUN python -m venv /opt/kvatlas
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY pyproject.toml README.md LICENSE ./
+COPY publisher publisher
+COPY connectors connectors
+COPY router router
+RUN /opt/kvatlas/bin/pip install '.[router]' && /opt/kvatlas/bin/python -m compileall -q /opt/kvatlas/lib
+
+FROM ${BASE}
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kvatlas" \
+      org.opencontainers.image.description="Routes LLM requests to the vLLM engine that has to compute the least" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}"
+COPY --from=build /opt/kvatlas /opt/kvatlas
+ENV PATH=/opt/kvatlas/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=6 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["kvatlas"]
+CMD ["serve", "--config", "/etc/kvatlas/config/kvatlas.toml"]

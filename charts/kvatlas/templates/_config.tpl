@@ -1,0 +1,79 @@
+{{/*
+The application's configuration (TOML), made in this one place. What the values say comes first, `config` wins.
+TOML takes JSON's strings, numbers, booleans and lists as they are; only tables are written differently.
+*/}}
+{{- define "kvatlas.tomlTable" -}}
+{{- $path := .path }}
+[{{ $path }}]
+{{- range $key, $value := .table }}
+{{- if not (kindIs "map" $value) }}
+{{ include "kvatlas.tomlKey" $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- range $key, $value := .table }}
+{{- if kindIs "map" $value }}
+{{ include "kvatlas.tomlTable" (dict "path" (printf "%s.%s" $path (include "kvatlas.tomlKey" $key)) "table" $value) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvatlas.tomlKey" -}}
+{{- if regexMatch "^[A-Za-z0-9_-]+$" . }}{{ . }}{{ else }}{{ toJson . }}{{ end }}
+{{- end }}
+
+{{- define "kvatlas.sections" -}}
+{{- $v := .Values }}
+{{- $sections := dict
+  "server" (dict "host" "0.0.0.0" "port" 8000 "expose_decision" $v.exposeDecision "log_level" $v.logLevel "log_format" $v.logFormat)
+  "policy" (dict "policy" $v.policy)
+  "fleet" (dict "warm_up_s_max" $v.warmUpSeconds)
+  "listen" (dict "drain_s_max" $v.drainSeconds "drain_delay_s" $v.drainDelaySeconds)
+  "index" (dict "namespace" $v.redis.namespace)
+}}
+{{- if and $v.redis.url (not $v.redis.existingSecret) }}
+{{- $_ := set $sections.index "url" $v.redis.url }}
+{{- end }}
+{{- if $v.engines.apiKey.existingSecret }}
+{{- $_ := set $sections.fleet "api_key_file" "/etc/kvatlas/engine-key/key" }}
+{{- end }}
+{{- if include "kvatlas.discovers" . }}
+{{- $pairs := list }}
+{{- range $key, $value := $v.engines.selector }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end }}
+{{- $_ := set $sections.fleet "kubernetes" (dict
+  "selector" (join "," $pairs)
+  "namespaces" (ternary (list "*") (include "kvatlas.namespaces" . | fromJsonArray) $v.engines.clusterWide)
+  "port_name" $v.engines.ports.http
+  "events_port_name" $v.engines.ports.events
+  "replay_port_name" $v.engines.ports.replay
+) }}
+{{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
+{{- end }}
+{{- if $v.admin.enabled }}
+{{- $admin := dict "enabled" true "token_file" "/etc/kvatlas/admin/token" }}
+{{- if $v.admin.port }}{{ $admin = merge $admin (dict "host" "0.0.0.0" "port" $v.admin.port) }}{{ end }}
+{{- $_ := set $sections "admin" $admin }}
+{{- end }}
+{{- mustMergeOverwrite $sections (deepCopy $v.config) | toJson }}
+{{- end }}
+
+{{- define "kvatlas.config" -}}
+# Made by Helm from the release's values.
+{{- range $name, $table := include "kvatlas.sections" . | fromJson }}
+{{ include "kvatlas.tomlTable" (dict "path" $name "table" $table) }}
+{{- end }}
+{{- range $name, $model := include "kvatlas.models" . | fromJson }}
+{{- $settings := dict }}
+{{- with (dig "tokenizer" "existingClaim" "" $model) }}
+{{- $_ := set $settings "tokenizer" (clean (printf "/models/%s/%s" . (dig "tokenizer" "path" "" $model))) }}
+{{- end }}
+{{- $settings = mustMergeOverwrite $settings (deepCopy ($model.settings | default dict)) }}
+{{ include "kvatlas.tomlTable" (dict "path" (printf "models.%s" (include "kvatlas.tomlKey" $name)) "table" $settings) }}
+{{- end }}
+{{- range .Values.engines.static }}
+
+[[engines]]
+{{- range $key, $value := . }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- end }}

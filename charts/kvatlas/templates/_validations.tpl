@@ -1,0 +1,44 @@
+{{/* What a schema cannot say: values that contradict each other. Each message names the keys and the remedy. */}}
+{{- define "kvatlas.validate" -}}
+{{- $v := .Values }}
+{{- if not (or $v.engines.selector $v.engines.static $v.admin.enabled) }}
+{{- if not (dig "fleet" dict $v.config) }}
+{{- fail "engines.selector: the router knows no engine; give the labels of the vLLM pods (--set engines.selector.app=vllm), engines.static, or enable admin" }}
+{{- end }}
+{{- end }}
+{{- $most := ternary $v.autoscaling.maxReplicas $v.replicaCount $v.autoscaling.enabled }}
+{{- if and (gt (int $most) 1) (not (include "kvatlas.sharesIndex" .)) }}
+{{- fail (printf "%s: %d routers need a shared index; set redis.url, redis.existingSecret or valkey.enabled" (ternary "autoscaling.maxReplicas" "replicaCount" $v.autoscaling.enabled) (int $most)) }}
+{{- end }}
+{{- if and $v.autoscaling.enabled (gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) }}
+{{- fail (printf "autoscaling.minReplicas: %d is more than autoscaling.maxReplicas (%d)" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) }}
+{{- end }}
+{{- if and $v.autoscaling.enabled (not (dig "requests" "cpu" "" $v.resources)) }}
+{{- fail "resources.requests.cpu: autoscaling.enabled measures CPU against the request; give one" }}
+{{- end }}
+{{- if and $v.valkey.enabled (or $v.redis.url $v.redis.existingSecret) }}
+{{- fail "valkey.enabled: redis.url or redis.existingSecret names a shared index already; use one of them" }}
+{{- end }}
+{{- if and $v.admin.enabled (not $v.admin.existingSecret) }}
+{{- fail "admin.existingSecret: the admin API is never served without a token; make a secret and name it here" }}
+{{- end }}
+{{- if and $v.ingress.enabled (not $v.ingress.hosts) }}
+{{- fail "ingress.hosts: give at least one host name" }}
+{{- end }}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) }}
+{{- fail "httpRoute.parentRefs: give at least one gateway" }}
+{{- end }}
+{{- if and $v.serviceMonitor.enabled $v.podMonitor.enabled }}
+{{- fail "podMonitor.enabled: serviceMonitor.enabled is on too and everything would be scraped twice; use one of them" }}
+{{- end }}
+{{- if and $v.engines.clusterWide $v.engines.namespaces }}
+{{- fail "engines.namespaces: not used while engines.clusterWide is on; use one of them" }}
+{{- end }}
+{{- range $name, $section := $v.config }}
+{{- range $key, $value := $section }}
+{{- if kindIs "invalid" $value }}
+{{- fail (printf "config.%s.%s: has no value; leave the key out" $name $key) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,1 @@
+"""The authenticated API that changes which engines there are; off unless configured."""

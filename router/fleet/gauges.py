@@ -1,0 +1,52 @@
+"""What an engine's Prometheus page tells the router: its load, and the size of its pool.
+
+Pure functions over the page's bytes; what is no sensible number is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_GAUGE_MAX = 1e9
+"""Beyond this a gauge is nonsense; believing it would overflow the cost of its engine."""
+_GAUGE = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}]*)\})?\s+(\S+)",
+    re.MULTILINE,
+)
+_POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
+_RANK = re.compile(rb'engine="(\d{1,6})"')
+
+
+def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
+    """Blocks of the KV pool of one rank, or of the largest; None where the metrics page does not say."""
+    sizes = []
+    for match in _POOL.finditer(text):
+        rank, blocks = _RANK.search(match[1]), _POOL_BLOCKS.search(match[1])
+        if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
+            sizes.append(int(blocks[1]))
+    return max(sizes, default=None)
+
+
+def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
+    """vLLM's gauges in a metrics page; those of one rank if ``dp_rank`` is given.
+
+    Requests are summed over models and ranks, of the usage (0..1) the largest counts. Values that are no
+    sensible number (NaN, negative, infinite) are left out.
+    """
+    gauges: dict[str, float] = {}
+    for match in _GAUGE.finditer(text):
+        name, labels = match[1].decode(), match[2] or b""
+        rank = _RANK.search(labels)
+        if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        if not 0 <= value <= _GAUGE_MAX or math.isnan(value):
+            continue
+        known = gauges.get(name, 0.0)
+        gauges[name] = max(known, value) if name == "kv_cache_usage_perc" else known + value
+    return gauges

@@ -1,0 +1,103 @@
+"""mTLS on the admin port: no certificate, no word."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+from app.rig import configure, run, running
+
+from admin.desk import administered, audited
+from router.admin.settings import AdminSettings
+from router.config_checks import ConfigError
+from router.serving import check
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authorities, a server certificate, and clients of both."""
+    folder = tmp_path_factory.mktemp("pki")
+
+    def openssl(words: str) -> None:
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
+    for ca in ("ca", "other"):
+        openssl(f"req -x509 -newkey rsa:2048 -nodes -keyout {ca}.key -out {ca}.crt -subj /CN={ca} -days 2")
+    for name, ca in (("server", "ca"), ("ann", "ca"), ("eve", "other")):
+        openssl(f"req -newkey rsa:2048 -nodes -keyout {name}.key -out {name}.csr -subj /O=ops/CN={name}")
+        openssl(
+            f"x509 -req -in {name}.csr -CA {ca}.crt -CAkey {ca}.key -CAcreateserial -out {name}.crt -days 2 "
+            "-extfile san"
+        )
+    return folder
+
+
+def settings(pki: Path) -> dict[str, object]:
+    return {
+        "port": 0,
+        "tls_cert_file": str(pki / "server.crt"),
+        "tls_key_file": str(pki / "server.key"),
+        "client_ca_file": str(pki / "ca.crt"),
+    }
+
+
+def client(pki: Path, name: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
+    if name is not None:
+        context.load_cert_chain(pki / f"{name}.crt", pki / f"{name}.key")
+    return context
+
+
+def test_a_certificate_is_enough_and_its_name_is_written_down(tmp_path: Path, pki: Path) -> None:
+    async def main() -> None:
+        async with (
+            running({}) as (one,),
+            administered(tmp_path, one, tls=client(pki, "ann"), token_file=None, **settings(pki)) as admin,
+        ):
+            with audited() as lines:
+                status, _, _ = await admin.ask("POST", "/drain", {"engine": one.base_url}, token=None)
+            assert status == 200
+            assert [(line["who"], line["action"]) for line in lines] == [("ann", "drain")]
+
+    run(main())
+
+
+def test_certificate_and_token_are_both_wanted_where_both_are_configured(tmp_path: Path, pki: Path) -> None:
+    async def main() -> None:
+        async with (
+            running({}) as (one,),
+            administered(tmp_path, one, tls=client(pki, "ann"), **settings(pki)) as admin,
+        ):
+            assert (await admin.ask("GET", token=None))[0] == 401
+            assert (await admin.ask("GET"))[0] == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", [None, "eve"])
+def test_without_a_certificate_of_the_authority_not_a_byte_is_read(
+    tmp_path: Path, pki: Path, name: str | None
+) -> None:
+    async def main() -> None:
+        async with (
+            running({}) as (one,),
+            administered(tmp_path, one, tls=client(pki, name), **settings(pki)) as admin,
+        ):
+            with pytest.raises(aiohttp.ClientError):
+                await admin.ask("GET")
+            stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
+            assert (stats.requests, stats.refused) == (0, {})
+
+    run(main())
+
+
+def test_tls_files_of_no_use_are_named_at_start(tmp_path: Path, pki: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("no certificate")
+    given = {**settings(pki), "tls_cert_file": str(junk)}
+    with pytest.raises(ConfigError, match=r"^admin\.tls_cert_file, tls_key_file or client_ca_file: "):
+        check(configure(admin=AdminSettings(enabled=True, **given)))  # type: ignore[arg-type]

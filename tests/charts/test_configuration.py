@@ -1,0 +1,106 @@
+"""The configuration that the chart renders is what the real router reads: nothing drifts between the two."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart import MINIMAL, ROOT, Rendered
+from test_rendered import CASES, EVERYTHING
+
+from router.cli import app
+from router.config import load
+
+TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
+
+
+def _mounted(rendered: Rendered, root: Path) -> str:
+    """The rendered file with what a pod has mounted put under ``root``, and its paths changed to match."""
+    text = rendered.toml
+    for model in rendered.config.get("models", {}).values():
+        if "tokenizer" in model:
+            shutil.copytree(TOKENIZER, root / model["tokenizer"].lstrip("/"), dirs_exist_ok=True)
+    for mount in rendered.container["volumeMounts"]:
+        path = mount["mountPath"]
+        text = text.replace(f'"{path}/', f'"{root}{path}/').replace(f'"{path}"', f'"{root}{path}"')
+    for name, secret in (("engine-key/key", "sk-engine"), ("admin/token", "operator:" + "t" * 32)):
+        file = root / "etc/kvatlas" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(secret)
+    return text
+
+
+def _load(rendered: Rendered, directory: Path) -> Any:
+    """Read the rendered file with the real parser."""
+    file = directory / "kvatlas.toml"
+    file.write_text(_mounted(rendered, directory))
+    return load(file, environ={}).config
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_router_reads_it(name: str, tmp_path: Path) -> None:
+    config = _load(Rendered(CASES[name]), tmp_path)
+    assert config.server.port == 8000
+    assert config.server.host == "0.0.0.0"
+
+
+def test_every_value_arrives(tmp_path: Path) -> None:
+    values = {
+        **EVERYTHING,
+        "policy": "exact",
+        "exposeDecision": True,
+        "warmUpSeconds": 12,
+        "config": {"proxy": {"first_byte_timeout_s": 42}, "policy": {"beta": 0.5}},
+    }
+    config = _load(Rendered(values), tmp_path)
+    assert config.policy.policy == "exact"
+    assert config.policy.beta == 0.5
+    assert config.proxy.first_byte_timeout_s == 42
+    assert config.server.expose_decision is True
+    assert config.fleet.warm_up_s_max == 12
+    assert config.models["*"].tokenizer == f"{tmp_path}/models/models/a/b"
+    assert config.models["*"].mamba_cache_mode == "align"
+    assert config.models["other.model"].tokenizer == f"{tmp_path}/models/models"
+    assert config.models["other.model"].lora_paths == {"x": "/y"}
+    assert config.fleet.api_key_file == f"{tmp_path}/etc/kvatlas/engine-key/key"
+    assert config.fleet.kubernetes.selector == "app=vllm"
+    assert config.fleet.kubernetes.namespaces == ("blue", "green")
+    assert config.admin.enabled
+    assert (config.admin.host, config.admin.port) == ("0.0.0.0", 8081)
+    assert [engine.dp_rank for engine in config.engines] == [1]
+
+
+def test_all_namespaces_and_a_service_that_says_who_is_ready(tmp_path: Path) -> None:
+    engines = {"selector": {"app": "vllm", "tier": "gpu"}, "clusterWide": True, "readyBy": "vllm"}
+    found = _load(Rendered({"engines": engines}), tmp_path).fleet.kubernetes
+    assert found.selector == "app=vllm,tier=gpu"
+    assert found.namespaces == ("*",)
+    assert found.service_selector == "kubernetes.io/service-name=vllm"
+
+
+def test_the_admin_api_may_share_the_port(tmp_path: Path) -> None:
+    values = {**MINIMAL, "admin": {"enabled": True, "existingSecret": "admin", "port": 0}}
+    rendered = Rendered(values)
+    assert _load(rendered, tmp_path).admin.port is None
+    assert [port["name"] for port in rendered.container["ports"]] == ["http"]
+
+
+def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:
+    config = _load(Rendered({**MINIMAL, "config": {"server": {"log_level": "debug"}}}), tmp_path)
+    assert config.server.log_level == "debug"
+
+
+def test_the_container_starts_the_real_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own arguments, the rendered file in place of the mounted one, a check instead of a start."""
+    rendered = Rendered(MINIMAL)
+    file = tmp_path / "kvatlas.toml"
+    file.write_text(rendered.toml)
+    arguments = [str(argument) for argument in rendered.container["args"]]
+    mounted = "/etc/kvatlas/config/kvatlas.toml"
+    assert f"--config={mounted}" in arguments
+    arguments = [argument.replace(mounted, str(file)) for argument in arguments]
+    with pytest.raises(SystemExit) as end:
+        app([*arguments, "--check-config"])
+    assert end.value.code == 0, capsys.readouterr().err

@@ -1,0 +1,269 @@
+"""What the chart renders is what Kubernetes accepts, for every combination that users start from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from chart import MINIMAL, ROOT, Document, Rendered, examples, load
+from crds import SPECS
+
+VERSIONS = ("1.27", "1.31", "1.37")
+EVERYTHING: dict[str, Any] = {
+    "replicaCount": 2,
+    "commonLabels": {"team": "inference"},
+    "commonAnnotations": {"owner": "inference"},
+    "image": {"digest": "sha256:" + "0" * 64},
+    "imagePullSecrets": [{"name": "pull"}],
+    "engines": {
+        "selector": {"app": "vllm"},
+        "namespaces": ["blue", "green"],
+        "static": [{"base_url": "http://10.0.0.9:8000", "events": "tcp://10.0.0.9:5557", "dp_rank": 1}],
+        "apiKey": {"existingSecret": "engine-key"},
+    },
+    "model": {
+        "tokenizer": {"existingClaim": "models", "path": "a/b"},
+        "settings": {"mamba_cache_mode": "align"},
+    },
+    "models": {
+        "other.model": {"tokenizer": {"existingClaim": "models"}, "settings": {"lora_paths": {"x": "/y"}}}
+    },
+    "valkey": {"enabled": True},
+    "admin": {"enabled": True, "existingSecret": "admin"},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "hosts": ["llm.example"],
+        "tls": [{"hosts": ["llm.example"]}],
+    },
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example"]},
+    "podDisruptionBudget": {"enabled": True},
+    "networkPolicy": {"enabled": True},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True},
+    "dashboard": {"enabled": True},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "priorityClassName": "high",
+    "extraEnv": [{"name": "A", "value": "b"}],
+    "extraEnvFrom": [{"configMapRef": {"name": "more"}}],
+    "extraArgs": ["--log-level=debug"],
+    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    "initContainers": [{"name": "first", "image": "busybox:1"}],
+    "extraObjects": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}, "data": {}}
+    ],
+    "nodeSelector": {"pool": "cpu"},
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+}
+CLUSTER_WIDE = {
+    "engines": {"selector": {"app": "vllm"}, "clusterWide": True},
+    "networkPolicy": {"enabled": True},
+}
+STATIC_ONLY = {"engines": {"static": [{"base_url": "http://10.0.0.9:8000"}]}}
+
+CASES = {
+    "bare": MINIMAL,
+    "everything": EVERYTHING,
+    "cluster-wide": CLUSTER_WIDE,
+    "static": STATIC_ONLY,
+    **{path.stem: load(path) for path in examples()},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Rendered:
+    return Rendered(CASES[request.param])
+
+
+def _check(document: Document, version: str) -> None:
+    spec = SPECS.get((document["apiVersion"], document["kind"]))
+    if spec is None:
+        kubernetes_validate.validate(document, version, strict=True)
+    else:
+        jsonschema.validate(document["spec"], spec)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_document_is_valid(case: Rendered, version: str) -> None:
+    for document in case.documents:
+        _check(document, version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_engine_manifest_is_valid(version: str) -> None:
+    kubernetes_validate.validate(load(ROOT / "examples" / "vllm-engine.yaml"), version, strict=True)
+
+
+def test_a_misspelt_field_would_be_noticed() -> None:
+    document = Rendered(MINIMAL).one("Deployment")
+    document["spec"]["template"]["spec"]["containers"][0]["resourcez"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        _check(document, "1.31")
+
+
+def test_names_are_unique_and_short_enough(case: Rendered) -> None:
+    names = [(d["kind"], d["metadata"].get("namespace"), d["metadata"]["name"]) for d in case.documents]
+    assert len(names) == len(set(names))
+    assert all(len(name) <= 63 for _, _, name in names)
+
+
+def test_long_release_names_stay_within_limits() -> None:
+    rendered = Rendered(EVERYTHING, name="a" * 53)
+    assert all(len(d["metadata"]["name"]) <= 63 for d in rendered.documents)
+    assert rendered.one("StatefulSet")["metadata"]["name"].endswith("-valkey")
+
+
+def test_pods_fit_the_restricted_profile(case: Rendered) -> None:
+    for document in case.documents:
+        spec = (
+            document["spec"]
+            if document["kind"] == "Pod"
+            else document.get("spec", {}).get("template", {}).get("spec")
+        )
+        if not spec:
+            continue
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["requests"]
+
+
+def test_selectors_never_change_with_the_version(case: Rendered) -> None:
+    for document in [*case.all("Deployment"), *case.all("StatefulSet")]:
+        labels = document["spec"]["selector"]["matchLabels"]
+        assert set(labels) == {f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")}
+        assert labels.items() <= document["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_volumes_and_mounts_match(case: Rendered) -> None:
+    mounted = {mount["name"] for mount in case.container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in case.pod["volumes"]}
+
+
+def test_replicas_are_left_to_the_autoscaler() -> None:
+    rendered = Rendered(load(ROOT / "examples" / "production.yaml"))
+    assert "replicas" not in rendered.one("Deployment")["spec"]
+    assert Rendered({**MINIMAL, "replicaCount": 0}).one("Deployment")["spec"]["replicas"] == 0
+
+
+def test_rights_are_no_more_than_needed() -> None:
+    rendered = Rendered(EVERYTHING)
+    assert [d["metadata"]["namespace"] for d in rendered.all("Role")] == ["blue", "green"]
+    rules = [rule for role in rendered.all("Role") for rule in role["rules"]]
+    assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "list", "watch"}
+    assert {resource for rule in rules for resource in rule["resources"]} == {"pods", "endpointslices"}
+    assert not rendered.all("ClusterRole")
+    assert not Rendered(STATIC_ONLY).all("Role")
+    assert Rendered(STATIC_ONLY).pod["automountServiceAccountToken"] is False
+    assert Rendered(CLUSTER_WIDE).one("ClusterRole")
+    assert not Rendered(CLUSTER_WIDE).all("Role")
+
+
+def test_a_changed_configuration_starts_new_pods() -> None:
+    def checksum(values: dict[str, Any]) -> str:
+        template = Rendered(values).one("Deployment")["spec"]["template"]
+        return str(template["metadata"]["annotations"]["checksum/config"])
+
+    assert checksum(MINIMAL) == checksum({**MINIMAL, "podLabels": {"a": "b"}})
+    assert checksum(MINIMAL) != checksum({**MINIMAL, "policy": "exact"})
+
+
+def test_a_stopping_router_has_time_for_its_streams() -> None:
+    rendered = Rendered({**MINIMAL, "drainSeconds": 120, "drainDelaySeconds": 7})
+    assert rendered.config["listen"]["drain_s_max"] == 120
+    assert rendered.pod["terminationGracePeriodSeconds"] > 127
+    assert rendered.config["listen"]["drain_delay_s"] == 7
+
+
+def test_no_secret_is_in_the_configuration() -> None:
+    rendered = Rendered(EVERYTHING)
+    secret = rendered.one("Secret")["stringData"]
+    assert secret["password"] in secret["url"]
+    for document in rendered.documents:
+        if document["kind"] != "Secret":
+            assert secret["password"] not in str(document)
+
+
+def test_service_variables_cannot_be_mistaken_for_settings(case: Rendered) -> None:
+    assert case.pod["enableServiceLinks"] is False
+
+
+def test_the_notes_name_the_release() -> None:
+    notes = Rendered(MINIMAL, name="blue", namespace="inference").notes
+    assert "service/blue-kvatlas" in notes
+    assert "-n inference" in notes
+    assert "No tokenizer was given" in notes
+
+
+NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({**MINIMAL, "engins": {}}, "engins"),
+    "unknown nested key": ({**MINIMAL, "service": {"prot": 1}}, "prot"),
+    "wrong type": ({**MINIMAL, "replicaCount": "two"}, "/replicaCount"),
+    "not in the list": ({**MINIMAL, "logLevel": "loud"}, "/logLevel"),
+    "password in an open value": ({**MINIMAL, "redis": {"url": "redis://:secret@host"}}, "/redis/url"),
+    "bad digest": ({**MINIMAL, "image": {"digest": "sha256:12"}}, "/image/digest"),
+    "no engines": ({}, "engines.selector"),
+    "replicas without an index": ({**MINIMAL, "replicaCount": 2}, "redis.url"),
+    "two indexes": (
+        {**MINIMAL, "valkey": {"enabled": True}, "redis": {"url": "redis://a"}},
+        "valkey.enabled",
+    ),
+    "admin without a token": ({**MINIMAL, "admin": {"enabled": True}}, "admin.existingSecret"),
+    "ingress without a host": ({**MINIMAL, "ingress": {"enabled": True}}, "ingress.hosts"),
+    "route without a gateway": ({**MINIMAL, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+    "scraped twice": (
+        {**MINIMAL, "serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}},
+        "podMonitor.enabled",
+    ),
+    "fewest above most": (
+        {**MINIMAL, "valkey": {"enabled": True}, "autoscaling": {"enabled": True, "minReplicas": 9}},
+        "autoscaling.minReplicas",
+    ),
+    "scaling without a request": (
+        {
+            **MINIMAL,
+            "valkey": {"enabled": True},
+            "autoscaling": {"enabled": True},
+            "resources": {"requests": {"cpu": None}},
+        },
+        "resources.requests.cpu",
+    ),
+    "namespaces twice": (
+        {"engines": {"selector": {"a": "b"}, "clusterWide": True, "namespaces": ["x"]}},
+        "engines.namespaces",
+    ),
+    "empty setting": ({**MINIMAL, "config": {"proxy": {"attempts_max": None}}}, "config.proxy.attempts_max"),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_values_that_cannot_work_are_refused_by_name(name: str) -> None:
+    values, key = NEGATIVE[name]
+    with pytest.raises(Exception, match=re.escape(key)):
+        Rendered(values)
+
+
+def test_examples_are_all_there() -> None:
+    assert {path.stem for path in examples()} == {"minimal", "production", "multi-model", "hybrid-offload"}
+
+
+def test_metrics_named_by_rules_and_dashboard_exist() -> None:
+    known = set(re.findall(r"^\| `(kvatlas_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    rendered = Rendered({**EVERYTHING, "serviceMonitor": {"enabled": False}})
+    rules = str(rendered.one("PrometheusRule"))
+    dashboard = Path(ROOT / "charts/kvatlas/files/dashboard.json").read_text()
+    for text in (rules, dashboard):
+        used = set(re.findall(r"kvatlas_\w+", text))
+        assert len(used) > 5
+        assert used <= known, used - known
