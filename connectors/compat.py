@@ -7,6 +7,7 @@ constructor does, so that another version is refused with words, not with wrong 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import vllm
@@ -67,6 +68,7 @@ __all__ = [
     "maybe_convert_block_hash",
     "require_tested_vllm",
     "resolve_kv_cache_block_sizes",
+    "share_vllm_log",
     "to_event_extra_keys",
 ]
 
@@ -103,3 +105,12 @@ def require_tested_vllm(connector: str, version: str | None = None) -> None:
             raise RuntimeError(
                 f"{connector}: {owner.__name__} of this vLLM ({found}) lacks {', '.join(missing)}: {_REMEDY}"
             )
+
+
+def share_vllm_log() -> None:
+    """Send what the connectors log where vLLM's own log goes; the server gives no other logger a handler."""
+    ours, theirs = logging.getLogger("connectors"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+    ours.setLevel(theirs.level)

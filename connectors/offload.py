@@ -29,6 +29,7 @@ class HybridOffloadConnector(TieredConnector):
     """Host memory as the second tier of one engine."""
 
     _cache_hit_source = CacheHitSource.HOST
+    _tier: HostTier | None = None
 
     def make_scheduler(self) -> OffloadScheduler:
         settings = self.settings()
@@ -42,8 +43,9 @@ class HybridOffloadConnector(TieredConnector):
             boundary_tokens=resolver.scheduler_block_tokens,
         )
         place = EventPlace(medium="CPU", locality="LOCAL", ownership=HOST_OWNERSHIP)
+        self._tier = HostTier(slots, policy)
         return OffloadScheduler(
-            HostTier(slots, policy),
+            self._tier,
             resolver,
             settings,
             world_size=self.world_size,
@@ -51,6 +53,12 @@ class HybridOffloadConnector(TieredConnector):
             if self.events_enabled
             else None,
         )
+
+    def totals(self) -> dict[str, int]:
+        if self._tier is None:
+            return {}
+        counters = self._tier.counters
+        return {"tier/evictions": counters.evictions, "tier/dropped_for_room": counters.dropped_for_room}
 
     def make_worker(self) -> OffloadWorker:
         return OffloadWorker(self._kv_cache_config, self.engine_factory())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from connectors.job_book import Job, JobBook
 from connectors.jobs import StepJobs, StepResults
 from connectors.pins import SourcePins
-from connectors.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
+from connectors.plans import PlannedBlock, find_hit, make_job, plan_load, plan_states, plan_store
 from connectors.requests import EngineRequest, RequestState
 from connectors.settings import OffloadSettings
 from connectors.tally import Tally
@@ -90,7 +90,7 @@ class OffloadScheduler:
         if state is None or state.must_compute or request.skip_reading_prefix_cache:
             return 0, False
         state.num_local_tokens = num_computed_tokens
-        hit = self._find_hit(state)
+        hit = find_hit(self._resolver, self._tier, request, num_computed_tokens)
         if hit is None:
             if state.asked_at is None:
                 state.asked_at = self._clock()
@@ -191,24 +191,6 @@ class OffloadScheduler:
 
     # -- loads -------------------------------------------------------------------------------------------
 
-    def _find_hit(self, state: RequestState) -> int | None:
-        """Tokens of the longest loadable prefix, local ones included; None while the tier does not know."""
-        request, local = state.request, state.num_local_tokens
-        hashes = request.block_hashes
-        known: dict[bytes, bool] = {}
-        while keys := self._resolver.lookup_keys(
-            hashes, request.num_tokens, num_local_tokens=local, known=known
-        ):
-            held = self._tier.held(request.request_id, keys)
-            if held is None:
-                return None
-            known.update((key, key in held) for key in keys)
-
-        def usable(key: bytes) -> bool:
-            return known.get(key, False)
-
-        return self._resolver.find_hit(hashes, request.num_tokens, usable, num_local_tokens=local)
-
     def _begin_load(self, state: RequestState, table: Sequence[Sequence[int]], num_external: int) -> None:
         request, local = state.request, state.num_local_tokens
         blocks = plan_load(self._resolver, request, table, local, local + num_external)
@@ -300,10 +282,13 @@ class OffloadScheduler:
             if not good and self._event_log is not None:
                 self._event_log.dropped(block.key)
             self._tier.end_store(block.key, ok=good)
+            self.tally.add("blocks_bad/store", not good)
         self._pins.unpin([block.block_id for block in job.blocks])
 
     def _end_load(self, job: Job) -> None:
         for block in job.blocks:
-            self._tier.end_load(block.key, ok=job.good(block))
+            good = job.good(block)
+            self._tier.end_load(block.key, ok=good)
+            self.tally.add("blocks_bad/load", not good)
         if job.failed and (state := self._requests.get(job.request_id)) is not None:
             state.must_compute = True

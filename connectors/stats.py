@@ -20,11 +20,12 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("result",),
         "Requests admitted with a load (loaded) or without (computed); answers too late",
     ),
-    "hit_tokens": ((), "Tokens that requests were admitted with instead of computing them"),
+    "hit_tokens": ((), "Tokens that requests were admitted with, to be loaded instead of computed"),
     "blocks_stored": ((), "Blocks that became loadable"),
     "blocks_removed": ((), "Blocks that ceased to be loadable"),
     "blocks_refused": ((), "Blocks never stored, because too many sources were pinned at once"),
-    "bad_blocks": (("direction",), "Blocks of failed transfers"),
+    "blocks_bad": (("direction",), "Blocks of transfers that failed"),
+    "tier": (("what",), "Host tier: evictions, and blocks dropped_for_room"),
     "store": (("reason",), "What happened at a shared store: faults, misses, time-outs, evictions"),
 }
 """Metric -> its labels beside the engine's, and what it counts."""

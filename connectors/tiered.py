@@ -19,6 +19,7 @@ from connectors.compat import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
     require_tested_vllm,
+    share_vllm_log,
 )
 from connectors.errors import ConfigError
 from connectors.jobs import StepJobs, StepResults
@@ -52,8 +53,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """``ConfigError``: a setting that cannot work; ``RuntimeError``: a vLLM it was not tested with."""
         require_tested_vllm(type(self).__name__)
+        share_vllm_log()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_engine(vllm_config, kv_cache_config)
+        self._reported: dict[str, int] = {}
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -124,9 +127,17 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> OffloadPromMetrics:
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    def totals(self) -> dict[str, int]:
+        """More counters of this half, since its start, by the name that ``connectors.stats`` knows."""
+        return {}
+
     def get_kv_connector_stats(self) -> OffloadStats | None:
         half = self._scheduler if self._scheduler is not None else self._worker
         counts = half.tally.take() if half is not None else {}
+        totals = self.totals()
+        counts |= {name: total - self._reported.get(name, 0) for name, total in totals.items()}
+        self._reported = totals
+        counts = {name: count for name, count in counts.items() if count}
         return OffloadStats(data=counts) if counts else None
 
     def shutdown(self) -> None:

@@ -45,6 +45,9 @@ LAYOUTS = {
     )
 }
 
+LONGEST_PROMPT = 330
+LONGEST_ANSWER = 40
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -55,6 +58,7 @@ def run_load(core: SimEngineCore, seed: int, *, requests: int = 40) -> None:
     """Random prompts that share beginnings, aborts (also of requests that wait for a load) and resets."""
     rng = random.Random(seed)
     trunks = [[rng.randrange(3, 900) for _ in range(rng.randint(80, 260))] for _ in range(5)]
+    asked: list[list[int]] = []
     live: list[Any] = []
     added = 0
     while added < requests or core.busy:
@@ -62,7 +66,11 @@ def run_load(core: SimEngineCore, seed: int, *, requests: int = 40) -> None:
             trunk = rng.choice(trunks)
             kept = len(trunk) if rng.random() < 0.6 else rng.randint(20, len(trunk))
             own = [rng.randrange(3, 900) for _ in range(rng.randint(1, 70))]
-            live.append(core.add(Prompt(trunk[:kept] + own), rng.randint(1, 40)))
+            tokens = trunk[:kept] + own
+            if asked and rng.random() < 0.4:  # the same again, or the next turn
+                tokens = [*rng.choice(asked), *own[: rng.choice((0, 0, 30))]][:LONGEST_PROMPT]
+            asked.append(tokens)
+            live.append(core.add(Prompt(tokens), rng.randint(1, LONGEST_ANSWER)))
             added += 1
         live = [request for request in live if not request.is_finished()]
         loading = [request for request in live if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
@@ -78,13 +86,15 @@ def run_load(core: SimEngineCore, seed: int, *, requests: int = 40) -> None:
 
 def small_setup(layout: str) -> Setup:
     """A pool in which the longest request of ``run_load`` fits, and hardly a second one."""
-    groups = LAYOUTS[layout]
-    longest = 260 + 70 + 40
-    need = sum(
-        min(longest, (group.get("sliding_window") or longest) + 96) // group["block_size"] + 3
-        for group in groups
+    chunk = 96
+    need = 0
+    for group in LAYOUTS[layout]:
+        kept = group.get("sliding_window") or group.get("attention_chunk_size") or LONGEST_PROMPT
+        blocks = min(LONGEST_PROMPT + LONGEST_ANSWER, kept + chunk) // group["block_size"] + 3
+        need += 6 if group["kind"] == "mamba" else blocks
+    return Setup(
+        groups=LAYOUTS[layout], num_blocks=need * 3 // 2 + 4, max_num_batched_tokens=chunk, max_num_seqs=6
     )
-    return Setup(groups=groups, num_blocks=need * 3 // 2 + 4, max_num_batched_tokens=96, max_num_seqs=6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
