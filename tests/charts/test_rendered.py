@@ -162,7 +162,9 @@ def test_rights_are_no_more_than_needed() -> None:
     assert [d["metadata"]["namespace"] for d in rendered.all("Role")] == ["blue", "green"]
     rules = [rule for role in rendered.all("Role") for rule in role["rules"]]
     assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "list", "watch"}
-    assert {resource for rule in rules for resource in rule["resources"]} == {"pods", "endpointslices"}
+    assert {resource for rule in rules for resource in rule["resources"]} == {"pods"}
+    by_service = Rendered({"engines": {"selector": {"app": "vllm"}, "readyBy": "vllm"}}).one("Role")
+    assert [rule["resources"] for rule in by_service["rules"]] == [["pods"], ["endpointslices"]]
     assert not rendered.all("ClusterRole")
     assert not Rendered(STATIC_ONLY).all("Role")
     assert Rendered(STATIC_ONLY).pod["automountServiceAccountToken"] is False
