@@ -55,6 +55,8 @@ class SimEngine:
         self.rows: dict[int, tuple[bytes, Content]] = {}
         self.ended: list[int] = []
         self.failure_rate = failure_rate
+        self.lazy = False
+        """Nothing moves while this is set."""
         self._memory = memory
         self._rng = rng
         self._name_keys = name_keys
@@ -81,6 +83,8 @@ class SimEngine:
 
     def tick(self, *, all_of_it: bool = False) -> None:
         """Let time pass."""
+        if self.lazy and not all_of_it:
+            return
         self._rng.shuffle(self._running)
         for running in list(self._running):
             steps = len(running.todo) if all_of_it else self._rng.randint(0, 4)
