@@ -1,0 +1,223 @@
+"""A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
+
+The format is Mooncake's (FAST'25 traces): one JSON line per request with ``timestamp`` (ms), ``input_length``,
+``output_length`` and ``hash_ids``, one id per ``UNIT_TOKENS`` tokens of the prompt, the last one for what is
+left. Equal ids at the start of two prompts mean equal tokens.
+
+What an engine generates is the start of what the next turn sends, so a request whose prompt a later one goes
+on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true: arrivals
+do not decrease, and two streams share a block hash exactly where everything up to it is the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+UNIT_TOKENS = 512
+REQUESTS_MAX = 2_000_000
+LINE_BYTES_MAX = 4 << 20
+TICK_S = 3.0
+"""Mooncake's timestamps are rounded to this; requests of one tick are spread over it."""
+_MASK = (1 << 64) - 1
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be used; says where, what and why."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. ``ids`` cover prompt and answer, ``UNIT_TOKENS`` tokens each but for the last."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    ids: tuple[int, ...]
+    session: int = 0
+    """Requests of one conversation have the same, where the workload tells."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the format, checked."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    ids: tuple[int, ...]
+
+
+def read(path: Path) -> list[Asked]:
+    """The lines of a file (``.gz`` or plain). Raises ``WorkloadError``, naming the line."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    found: list[Asked] = []
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if len(line) > LINE_BYTES_MAX:
+                    raise WorkloadError(f"{path}:{number}: a line of more than {LINE_BYTES_MAX} bytes")
+                if len(found) >= REQUESTS_MAX:
+                    raise WorkloadError(f"{path}: more than {REQUESTS_MAX} requests; cut it into pieces")
+                if line.strip():
+                    found.append(_line(line, f"{path}:{number}"))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path}: {error}") from None
+    if not found:
+        raise WorkloadError(f"{path}: no requests in it")
+    found.sort(key=lambda asked: asked.at_s)
+    return found
+
+
+def _line(line: str, where: str) -> Asked:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise WorkloadError(f"{where}: not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise WorkloadError(f"{where}: a JSON object is wanted, not {type(fields).__name__}")
+    length = _count(fields, "input_length", where, least=1)
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise WorkloadError(f"{where}: hash_ids: a list of whole numbers is wanted")
+    wanted = -(-length // UNIT_TOKENS)
+    if len(ids) != wanted:
+        raise WorkloadError(
+            f"{where}: hash_ids: {len(ids)} ids for input_length = {length}; one per {UNIT_TOKENS} tokens, "
+            f"so {wanted}, are wanted"
+        )
+    timestamp = fields.get("timestamp")
+    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < 1e15:
+        raise WorkloadError(f"{where}: timestamp: {timestamp!r}; milliseconds from the start are wanted")
+    output = _count(fields, "output_length", where, least=0)
+    return Asked(at_s=timestamp / 1000, input_tokens=length, output_tokens=output, ids=tuple(ids))
+
+
+def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
+    value = fields.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise WorkloadError(f"{where}: {key}: {value!r}; a whole number of at least {least} is wanted")
+    return value
+
+
+def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
+    """Arrivals of one tick drawn evenly over it, in their old order; a trace of finer times is left as it is."""
+    times = sorted({a.at_s for a in asked})
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    if not gaps or min(gaps) < 0.9 * tick_s:
+        return list(asked)
+    draws = np.random.default_rng(seed).uniform(0, tick_s, len(asked))
+    spread_out: list[Asked] = []
+    start = 0
+    while start < len(asked):
+        end = start
+        while end < len(asked) and asked[end].at_s == asked[start].at_s:
+            end += 1
+        for one, offset in zip(asked[start:end], np.sort(draws[start:end]).tolist(), strict=True):
+            spread_out.append(msgspec.structs.replace(one, at_s=one.at_s + offset))
+        start = end
+    return spread_out
+
+
+def continued(asked: Sequence[Asked]) -> list[Request]:
+    """Prompts with answers: of the next turn where there is one, else of their own.
+
+    A prompt goes on from an earlier one if it starts with all its whole units and is at least as long as that
+    prompt with its answer. Of several, the longest and then the latest counts; a prompt is gone on from once.
+    """
+    waiting: dict[tuple[int, ...] | int, list[int]] = {}
+    following: dict[int, int] = {}
+    sessions: list[int] = []
+    chains = [_chain(a.ids[: a.input_tokens // UNIT_TOKENS]) for a in asked]
+    for index, one in enumerate(asked):
+        session = index
+        for depth in range(len(chains[index]), 0, -1):
+            earlier = waiting.get(chains[index][depth - 1])
+            fitting = [
+                i for i in earlier or () if asked[i].input_tokens + asked[i].output_tokens <= one.input_tokens
+            ]
+            if fitting:
+                turn = fitting[-1]
+                waiting[chains[index][depth - 1]].remove(turn)
+                following[turn] = index
+                session = sessions[turn]
+                break
+        sessions.append(session)
+        if chains[index]:
+            waiting.setdefault(chains[index][-1], []).append(index)
+    own = max((i for a in asked for i in a.ids), default=0) + 1
+    made: list[Request] = []
+    for index, one in enumerate(asked):
+        units = -(-(one.input_tokens + one.output_tokens) // UNIT_TOKENS)
+        next_turn = following.get(index)
+        if next_turn is not None:
+            ids = asked[next_turn].ids[:units]
+        else:
+            ids = one.ids + tuple(range(own, own + units - len(one.ids)))
+            own += units - len(one.ids)
+        made.append(
+            Request(
+                at_s=one.at_s,
+                input_tokens=one.input_tokens,
+                output_tokens=one.output_tokens,
+                ids=ids,
+                session=sessions[index],
+            )
+        )
+    return made
+
+
+def _chain(ids: Iterable[int]) -> list[int]:
+    """One number per id that stands for it and all before it."""
+    state, chain = 0x9E3779B97F4A7C15, []
+    for identifier in ids:
+        state = _mix(state ^ _mix(identifier & _MASK))
+        chain.append(state)
+    return chain
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): a bijection without visible structure."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def block_hashes(request: Request, block_tokens: int) -> list[int]:
+    """A hash per whole block of prompt and answer; it stands for everything before it too.
+
+    ``block_tokens`` must divide ``UNIT_TOKENS`` or be a multiple of it: ids tell no more. Raises ``ValueError``.
+    """
+    count = request.num_tokens // block_tokens
+    if not count:
+        return []
+    chain = np.array(_chain(request.ids), dtype=np.uint64)
+    if block_tokens % UNIT_TOKENS == 0:
+        step = block_tokens // UNIT_TOKENS
+        ends: list[int] = chain[step - 1 :: step][:count].tolist()
+        return ends
+    if UNIT_TOKENS % block_tokens:
+        raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {UNIT_TOKENS}")
+    parts = np.arange(UNIT_TOKENS // block_tokens, dtype=np.uint64)
+    hashes: list[int] = (
+        _mixed(chain[:, None] + parts[None, :] * np.uint64(0xD1342543DE82EF95)).ravel()[:count].tolist()
+    )
+    return hashes
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
