@@ -43,6 +43,9 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     """Arrivals come so many times as fast as the workload says."""
     seed: int = 0
+    learn_rates: bool = False
+    """Learn each engine's prefill rate as the router does; else every arm is told the true one. Learning from
+    wrong predictions misleads an arm about load as well, so with it on arms differ in two things at once."""
     policy: PolicySettings = PolicySettings()
 
 
@@ -255,7 +258,7 @@ class FleetSim:
     def _first_token(self, visit: Visit, now: float) -> None:
         opened = self._open[visit.index]
         sample = self._load.first_token(opened.ticket, now)
-        if sample is not None:
+        if sample is not None and self._setup.learn_rates:
             self._rates.observe(self._names[opened.engine], sample, now)
         if opened.prefix is not None:
             self._inflight.prefilled(opened.prefix)
