@@ -1,8 +1,8 @@
 """The arms of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
 
-The policies are those that serve (``router.policy.arms``), unchanged; an arm only says what they are told. The
-honest versions of what other routers do are here: full attention only, own history uncapped and capped, hash of
-the session with bounded load, power of two.
+The policies are those that serve (``router.policy.arms``), unchanged; an arm only says what they are told.
+The honest versions of what other routers do are here: full attention only, own history uncapped and capped,
+hash of the session with bounded load, power of two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One simulated engine: an exact block pool, a queue of prompts, sequences that generate; a virtual clock.
 
-What the pool is asked is what vLLM 0.32's scheduler asks its cache manager: the hit and the first chunk when a
-prompt's turn comes, further chunks, generated tokens as they fill blocks, release at the end; the request that
-came last is preempted when generation finds no block, and computed again later. Between ``arrive`` and
-``advance`` nothing happens. Always true: time does not go back; every request ends once, or is refused at once
-where it can never fit.
+What the pool is asked is what vLLM 0.32's scheduler asks its cache manager: the hit and the first chunk when
+a prompt's turn comes, further chunks, generated tokens as they fill blocks, release at the end; the request
+that came last is preempted when generation finds no block, and computed again later. Between ``arrive`` and
+``advance`` nothing happens. Always true: time does not go back; every request ends once, or is refused at
+once where it can never fit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Told = Callable[[Visit, float], None]
 
 
 class SimEngine:
-    """Tells ``first_token`` and ``ended`` of each visit at their time; ``busy_s`` is time spent on prompts."""
+    """Tells ``first_token`` and ``ended`` of each visit, or ``refused``. ``busy_s`` is spent on prompts."""
 
     def __init__(
         self, pool: HybridBlockPool, timing: Timing, *, first_token: Told, ended: Told, refused: Told
@@ -70,9 +70,7 @@ class SimEngine:
         self._waiting: deque[Visit] = deque()
         self._prefilling: Visit | None = None
         self._chunk_ends_s = 0.0
-        self._generating: dict[
-            Visit, int
-        ] = {}  # in the order of their start; the number is of its next event
+        self._generating: dict[Visit, int] = {}  # in the order of their start -> number of its next event
         self._events: list[tuple[float, int, Visit]] = []
         self._order = 0
         self._block = pool.scheme.hash_block_size

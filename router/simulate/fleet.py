@@ -1,13 +1,15 @@
 """A fleet behind one arm: arrivals, placements and engines in one order of virtual time.
 
-The placement is the router's own code: candidates are made as the planner makes them (``router.planner``), the
-policy chooses, the load account and the prompts in flight are kept as for real requests. What is simulated is
-the engines (``engine``) and that events arrive at once. A run depends on its inputs and the seed alone.
+The placement is the router's own code: candidates are made as the planner makes them (``router.planner``),
+the policy chooses, the load account and the prompts in flight are kept as for real requests. What is
+simulated is the engines (``engine``) and that events arrive at once. A run depends on its inputs and the seed
+alone.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -15,7 +17,8 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.groups import Family, GroupSpec, scheduler_block_size
+from publisher.events import BlockHash
+from publisher.groups import Family, GroupSpec
 from router.policy.arms import ArmState, policy
 from router.policy.base import Ask, Candidate, PolicySettings, ask
 from router.policy.inflight import InflightPrefixes, InflightPrompt, keeps
@@ -81,7 +84,7 @@ class _Open(msgspec.Struct, eq=False):
     ticket: Ticket
     prefix: InflightPrompt | None
     prompt_tokens: int
-    hashes: Sequence[int]
+    hashes: Sequence[BlockHash]
     predicted: int
 
 
@@ -97,11 +100,11 @@ class FleetSim:
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
         self._scheme = HashScheme(
-            algo="xxhash_cbor", hash_block_size=min(group.block_size for group in setup.groups)
+            algo="xxhash_cbor", hash_block_size=math.gcd(*(group.block_size for group in setup.groups))
         )
-        self._alignment = scheduler_block_size(setup.groups)
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
+        self._alignment = pools[0].layout.alignment
         self._engines = [
             SimEngine(
                 pool, setup.timing, first_token=self._first_token, ended=self._ended, refused=self._refused
@@ -120,15 +123,19 @@ class FleetSim:
         self._now = 0.0
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
-        """All requests to their end. ``progress`` is told how many have been placed, now and then."""
+        """All requests to their end. ``progress`` is told how many more have been placed, now and then."""
+        told = 0
         for index, request in enumerate(requests):
             at_s = request.at_s / self._setup.speed
             self._advance(at_s)
             self._now = at_s
             self._place(index, request)
-            if progress is not None and index % PROGRESS_EVERY == 0:
-                progress(index)
+            if progress is not None and index - told >= PROGRESS_EVERY:
+                progress(index - told)
+                told = index
         self._advance(float("inf"))
+        if progress is not None:
+            progress(len(requests) - told)
         return FleetRun(
             [self._rows[index] for index in range(len(requests))],
             [engine.busy_s for engine in self._engines],
@@ -196,11 +203,11 @@ class FleetSim:
         predicted = max(0, tokens - choice.uncached_tokens)
         self._open[index] = _Open(choice.index, ticket, prefix, tokens, hashes, predicted)
         engine = self._engines[choice.index]
-        pool_request = engine.pool.request(range(tokens), hashes=whole)
+        pool_request = engine.pool.request([0] * tokens, hashes=whole)  # only hashes count
         engine.arrive(Visit(index, pool_request, tokens, request.output_tokens, now), now)
         self._note(choice.index)
 
-    def _ask(self, request: Request, hashes: Sequence[int]) -> Ask:
+    def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> Ask:
         question = ask(
             request.input_tokens, hashes, prefix_blocks=self._knobs.prefix_blocks, fallback_key=request.ids[0]
         )
@@ -208,7 +215,7 @@ class FleetSim:
             question = msgspec.structs.replace(question, prefix_key=request.session)
         return question
 
-    def _candidates(self, tokens: int, hashes: Sequence[int], now: float) -> list[Candidate]:
+    def _candidates(self, tokens: int, hashes: Sequence[BlockHash], now: float) -> list[Candidate]:
         seen = self._sight.look(tokens, hashes)
         unit, last = self._scheme.hash_block_size, tokens - 1
         common = self._inflight.common(hashes, now) if self._arm.in_flight else None

@@ -1,7 +1,7 @@
 """Workloads that are made, not recorded: chats, tenants behind shared system prompts, agents that fan out.
 
-Each is a seeded draw; the same arguments give the same requests. Lengths are log-normal around what chat services
-publish; every number is a default here and nowhere else. Times run from 0 to about ``seconds``.
+Each is a seeded draw; the same arguments give the same requests. Lengths are log-normal around what chat
+services publish; every number is a default here and nowhere else. Times run from 0 to about ``seconds``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class _Draw:
     rng: random.Random
     asked: list[Asked] = field(default_factory=list)
     ids: int = 0
+    sessions: int = 0
 
     def new_ids(self, count: int) -> list[int]:
         first, self.ids = self.ids, self.ids + count
@@ -41,12 +42,19 @@ class _Draw:
         grown = chain[:whole] + self.new_ids(max(0, whole - len(chain)))
         tail = self.new_ids(1) if left else []
         self.asked.append(
-            Asked(at_s=at_s, input_tokens=tokens, output_tokens=answer, ids=tuple(grown + tail))
+            Asked(
+                at_s=at_s,
+                input_tokens=tokens,
+                output_tokens=answer,
+                ids=tuple(grown + tail),
+                session=self.sessions,
+            )
         )
         return grown
 
     def session(self, at_s: float, system_tokens: int, chain: list[int], *, fan_out: float) -> None:
-        """Turns of one conversation; with probability ``fan_out`` a turn has 3 to 6 siblings within seconds."""
+        """Turns of one conversation; with probability ``fan_out`` a turn has 3 to 6 siblings in seconds."""
+        self.sessions += 1
         tokens = system_tokens
         for _ in range(min(6, 1 + int(self.rng.expovariate(0.6)))):
             tokens += self.turn_tokens()
@@ -76,7 +84,7 @@ def chat(count: int, seconds: float, seed: int) -> list[Asked]:
 def tenants(
     count: int, seconds: float, seed: int, *, fan_out: float = 0.0, tenants_num: int = 150
 ) -> list[Asked]:
-    """Sessions behind the 2k to 16k token system prompts of tenants, some of whom come far more often (Zipf)."""
+    """Sessions behind system prompts of 2k to 16k tokens; some tenants come far more often (Zipf)."""
     draw = _Draw(random.Random(seed))
     low, high = math.log(2048), math.log(16_384)
     systems = [int(math.exp(draw.rng.uniform(low, high))) // UNIT_TOKENS for _ in range(tenants_num)]

@@ -1,4 +1,4 @@
-"""The cache layouts a simulation knows by name, and those a file describes. Block sizes and windows in tokens.
+"""The cache layouts a simulation knows by name, and those a file describes. Sizes in tokens.
 
 Pages are counted as vLLM counts them: a block of any group takes one page of the pool, whatever the group.
 """
@@ -45,7 +45,7 @@ MODELS = {"full": _full, "gpt-oss-like": _gpt_oss, "gemma3-like": _gemma3, "mamb
 
 
 class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON file with a layout: ``{"groups": [{"group_idx": 0, "kind": "full_attention", "block_size": 16}]}``."""
+    """A JSON file: ``{"groups": [{"group_idx": 0, "kind": "full_attention", "block_size": 16}, ..]}``."""
 
     groups: list[GroupSpec]
 
@@ -53,14 +53,15 @@ class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def groups_of(model: str, block_tokens: int = BLOCK_TOKENS) -> tuple[GroupSpec, ...]:
     """The groups of a named layout, or of a file's. Raises ``ModelError``."""
     make = MODELS.get(model)
-    if make is not None:
-        groups = make(block_tokens)
-    else:
-        groups = _of_file(Path(model))
+    groups = _of_file(Path(model)) if make is None else make(block_tokens)
     for group in groups:
+        if group.block_size < 1:
+            raise ModelError(
+                f"group {group.group_idx}: block_size = {group.block_size}: at least 1 is wanted"
+            )
         if UNIT_TOKENS % group.block_size and group.block_size % UNIT_TOKENS:
             raise ModelError(
-                f"group {group.group_idx}: blocks of {group.block_size} tokens; a workload tells tokens apart in "
+                f"group {group.group_idx}: block_size = {group.block_size}; a workload tells tokens apart in "
                 f"units of {UNIT_TOKENS}, so a block must divide that or be a multiple of it"
             )
     return groups

@@ -1,19 +1,20 @@
 """What a run is worth: hit share, time to first token, balance, prediction error, regret. Tokens and seconds.
 
-The first ``WARM_SHARE`` of the requests fills the caches and is left out of every number. Arms that ran over
-the same requests are compared request by request: an arm's *regret* is how much later than at the best arm each
-first token came, on average.
+The first ``WARM_SHARE`` of the requests fills the caches: hits, times and predictions count from there on;
+what engines did (busy, imbalance, preemptions) is of the whole run. Arms that ran over the same requests are
+compared request by request: an arm's *regret* is how much later than at the best arm each first token came,
+on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from router.simulate.fleet import FleetRun
+from router.simulate.fleet import FleetRun, Row
 
 WARM_SHARE = 0.2
 WINDOWS = 20
@@ -25,6 +26,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     refused: int
+    """Requests that fit into no engine's cache; they are in no other number."""
     hit_share: float
     ttft_mean_s: float
     ttft_p50_s: float
@@ -42,71 +44,80 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """For plots: times to first token in order, hit share over the run in ``WINDOWS`` steps, load per engine."""
+    """Of the whole run, warm-up included: hit share in ``WINDOWS`` steps, prompt seconds per engine."""
 
-    ttft_s: list[float]
     hit_shares: list[float]
-    busy_shares: list[float]
+    busy_s: list[float]
+    lasted_s: float
+
+    @property
+    def busy_shares(self) -> list[float]:
+        return [busy_s / self.lasted_s for busy_s in self.busy_s] if self.lasted_s else []
 
 
-def measured(run: FleetRun) -> slice:
-    """The rows that count."""
-    return slice(int(WARM_SHARE * len(run.rows)), None)
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a run. ``ttft_s``: per measured request, -1 for one that was refused."""
+
+    outcome: Outcome
+    ttft_s: Floats
+    curves: Curves
 
 
-def outcome(run: FleetRun, best_ttft_s: Floats | None = None) -> Outcome:
-    """Sum up one run. ``best_ttft_s``: per measured row the best arm's time, where others ran too."""
-    rows = run.rows[measured(run)]
-    ttft = np.array([row.ttft_s for row in rows])
-    served = ttft >= 0
-    kept = [row for row in rows if row.ttft_s >= 0]
-    if not kept:
+def result_of(run: FleetRun) -> Result:
+    """Sum up one run; ``regret_s`` is 0 until it is compared. Raises ``ValueError`` if nothing was served."""
+    rows = run.rows[int(WARM_SHARE * len(run.rows)) :]
+    served = [row for row in rows if row.ttft_s >= 0]
+    if not served:
         raise ValueError("no request fits into the engines' caches: give them more blocks")
-    errors = np.array([abs(row.predicted - row.hit) for row in kept])
-    waits = ttft[served]
+    waits = np.array([row.ttft_s for row in served])
+    errors = np.array([abs(row.predicted - row.hit) for row in served])
     p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))
     busy = np.array(run.busy_s)
-    both = served if best_ttft_s is None else served & (best_ttft_s >= 0)
-    regret = 0.0 if best_ttft_s is None or not both.any() else float((ttft - best_ttft_s)[both].mean())
-    return Outcome(
-        requests=len(kept),
-        refused=len(rows) - len(kept),
-        hit_share=sum(row.hit for row in kept) / sum(row.prompt_tokens for row in kept),
+    lasted_s = run.ended_s - run.rows[0].arrived_s
+    outcome = Outcome(
+        requests=len(served),
+        refused=len(rows) - len(served),
+        hit_share=_hit_share(served),
         ttft_mean_s=float(waits.mean()),
         ttft_p50_s=p50,
         ttft_p90_s=p90,
         ttft_p99_s=p99,
-        busy_share=float(busy.mean() / run.ended_s) if run.ended_s else 0.0,
+        busy_share=float(busy.mean() / lasted_s) if lasted_s else 0.0,
         imbalance=float(busy.max() / busy.mean()) if busy.mean() else 1.0,
         error_mean_tokens=float(errors.mean()),
         exact_share=float((errors == 0).mean()),
-        regret_s=regret,
+        regret_s=0.0,
         preemptions=run.preemptions,
     )
+    curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)
+    return Result(outcome=outcome, ttft_s=np.array([row.ttft_s for row in rows]), curves=curves)
 
 
-def best_ttft(runs: Sequence[FleetRun]) -> Floats:
-    """Per measured row the shortest time over all runs of the same requests; -1 where nobody served it."""
-    times = np.array([[row.ttft_s for row in run.rows[measured(run)]] for run in runs])
+def best_ttft(results: Mapping[str, Result]) -> Floats:
+    """Per measured request the shortest time over all arms; -1 where nobody served it."""
+    times = np.array([result.ttft_s for result in results.values()])
     times[times < 0] = np.inf
     best: Floats = times.min(axis=0)
     best[np.isinf(best)] = -1.0
     return best
 
 
-def compare(runs: Mapping[str, FleetRun]) -> dict[str, Outcome]:
-    """Outcomes of arms that ran over the same requests, by name."""
-    best = best_ttft(list(runs.values())) if len(runs) > 1 else None
-    return {name: outcome(run, best) for name, run in runs.items()}
+def compare(results: Mapping[str, Result]) -> dict[str, Outcome]:
+    """Outcomes of arms that ran over the same requests, by name, with their regret."""
+    best = best_ttft(results)
+    compared = {}
+    for name, result in results.items():
+        served = result.ttft_s >= 0
+        regret_s = float((result.ttft_s - best)[served].mean())
+        compared[name] = msgspec.structs.replace(result.outcome, regret_s=regret_s)
+    return compared
 
 
-def curves(run: FleetRun) -> Curves:
-    """What a plot of the run shows; the hit share over the whole run, warm-up included."""
+def _hit_share(rows: list[Row]) -> float:
+    return sum(row.hit for row in rows) / sum(row.prompt_tokens for row in rows)
+
+
+def _over_time(run: FleetRun) -> list[float]:
     rows = [row for row in run.rows if row.ttft_s >= 0]
-    waits = sorted(row.ttft_s for row in run.rows[measured(run)] if row.ttft_s >= 0)
-    shares = []
-    for part in np.array_split(np.arange(len(rows)), min(WINDOWS, len(rows))):
-        piece = [rows[i] for i in part]
-        shares.append(sum(row.hit for row in piece) / sum(row.prompt_tokens for row in piece))
-    ended = run.ended_s or 1.0
-    return Curves(ttft_s=waits, hit_shares=shares, busy_shares=[busy / ended for busy in run.busy_s])
+    parts = np.array_split(np.arange(len(rows)), min(WINDOWS, len(rows)))
+    return [_hit_share(rows[part[0] : part[-1] + 1]) for part in parts]

@@ -1,8 +1,8 @@
 """What a router believes each engine holds: the truth, a history of its own, a shadow, or nothing.
 
-Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the trunk
-(``router.policy.base``) in tokens; the other calls tell a sight what a router sees anyway. Nothing but ``Truth``
-ever asks an engine.
+Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
+trunk (``router.policy.base``) in tokens; the other calls tell a sight what a router sees anyway. Nothing but
+``Truth`` ever asks an engine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
+from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
 from router.policy.shadow import ShadowFleet, ShadowSpec
 
@@ -30,11 +31,11 @@ NOTHING = Seen(0, 0)
 class Sight(Protocol):
     """``hashes`` are those of the prompt's whole hash blocks."""
 
-    def look(self, prompt_tokens: int, hashes: Sequence[int]) -> list[Seen]: ...
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]: ...
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None: ...
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None: ...
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
 
 
 class Blind:
@@ -43,13 +44,13 @@ class Blind:
     def __init__(self, engines: int) -> None:
         self._nothing = [NOTHING] * engines
 
-    def look(self, prompt_tokens: int, hashes: Sequence[int]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
         return self._nothing
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
 
@@ -59,14 +60,14 @@ class Truth:
     def __init__(self, pools: Sequence[HybridBlockPool]) -> None:
         self._pools = pools
 
-    def look(self, prompt_tokens: int, hashes: Sequence[int]) -> list[Seen]:
-        probe = self._pools[0].request(range(prompt_tokens), hashes=hashes)
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+        probe = self._pools[0].request([0] * prompt_tokens, hashes=hashes)
         return [Seen(*pool.find_prefix(probe)) for pool in self._pools]
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
 
@@ -78,11 +79,11 @@ class History:
     """
 
     def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
-        self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
+        self._held: list[OrderedDict[BlockHash, None]] = [OrderedDict() for _ in range(engines)]
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
 
-    def look(self, prompt_tokens: int, hashes: Sequence[int]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
         most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
         found = []
         for held in self._held:
@@ -95,7 +96,7 @@ class History:
             found.append(Seen(tokens, tokens))
         return found
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         held = self._held[engine]
         for block_hash in reversed(hashes):  # the start of a prefix is the last to be forgotten
             held[block_hash] = None
@@ -104,7 +105,7 @@ class History:
             while len(held) > self._blocks_max:
                 held.popitem(last=False)
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
 
@@ -117,20 +118,20 @@ class Rules:
         for name in self._names:
             self._fleet.add(name, spec)
 
-    def look(self, prompt_tokens: int, hashes: Sequence[int]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
         known = list(hashes)
 
-        def hashes_of(_: HashScheme) -> list[int]:
+        def hashes_of(_: HashScheme) -> list[BlockHash]:
             return known
 
-        found = self._fleet.lookup(range(prompt_tokens), hashes_of)
+        found = self._fleet.lookup([0] * prompt_tokens, hashes_of)
         return [Seen(found[name].hit_tokens, found[name].trunk_tokens) for name in self._names]
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[int]) -> None:
-        self._fleet.served(self._names[engine], range(prompt_tokens), lambda _: list(hashes))
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        self._fleet.served(self._names[engine], [0] * prompt_tokens, lambda _: list(hashes))
 
 
 def history_blocks(

@@ -1,35 +1,41 @@
-"""A study: one workload, one model, a set of arms and retentions, each a run of its own; then compared.
+"""Many runs at once: jobs over workloads, on as many processes as asked for, with progress.
 
-``--load`` is relative: arrivals are sped up until round robin, which needs no knowledge, would keep the
-engines' prompts that share of the time. So every arm of a study meets the same arrivals, and arms that hit more
-have more time to spare. Always true: the same study gives the same numbers, however many processes run it.
+``speed_for`` makes loads comparable: arrivals are sped up until round robin, which needs no knowledge, would
+keep the engines' prompts busy for that share of the time. So every arm of a study meets the same arrivals,
+and arms that hit more have more time to spare. Always true: the same jobs give the same numbers, however many
+processes run them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any, ClassVar
 
 import msgspec
 
 from publisher.groups import Family, GroupSpec
 from router.simulate.arms import ARMS, Arm
 from router.simulate.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.outcome import Result, result_of
 from router.simulate.workload import UNIT_TOKENS, Request
 
 POOL_BLOCKS_MIN = 64
+PROGRESS_S = 0.2
+Placed = Callable[[int], None]
+"""Told how many requests have been placed, over all jobs."""
+Workloads = Mapping[int, Sequence[Request]]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. ``name`` is the arm's; ``setup`` says the rest."""
+    """One run. ``name`` is the arm's, ``workload`` the key of its requests; ``setup`` says the rest."""
 
     name: str
     arm: Arm
     setup: FleetSetup
-
-
-Done = Callable[[Job, FleetRun], None]
+    workload: int = 0
 
 
 def pool_blocks(
@@ -46,54 +52,88 @@ def mean_prompt_tokens(requests: Sequence[Request]) -> float:
     return sum(request.input_tokens for request in requests) / len(requests)
 
 
-def speed_for(load: float, requests: Sequence[Request], setup: FleetSetup) -> float:
-    """How many times as fast as recorded the requests must come for round robin to be busy for ``load``."""
-    run = run_one(Job(name="round-robin", arm=ARMS["round-robin"], setup=setup), requests)
+def round_robin(setup: FleetSetup, workload: int = 0) -> Job:
+    """The run that ``speed_for`` wants: arrivals as recorded."""
+    asked = msgspec.structs.replace(setup, speed=1.0)
+    return Job(name="round-robin", arm=ARMS["round-robin"], setup=asked, workload=workload)
+
+
+def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
+    """How many times as fast as recorded requests must come for round robin to be busy for ``load``.
+
+    ``even`` is its run of these requests at their own speed. Raises ``ValueError`` for a workload without
+    duration.
+    """
     recorded_s = requests[-1].at_s - requests[0].at_s
-    needed_s = sum(run.busy_s) / setup.engines
+    needed_s = sum(even.curves.busy_s) / len(even.curves.busy_s)
     if recorded_s <= 0 or needed_s <= 0:
         raise ValueError("the workload is too short to give it a load: all its requests come at once")
     return load * recorded_s / needed_s
 
 
-def run_one(job: Job, requests: Sequence[Request], progress: Callable[[int], None] | None = None) -> FleetRun:
+def run_one(job: Job, requests: Sequence[Request], progress: Placed | None = None) -> FleetRun:
+    """One job, row by row."""
     sim = FleetSim(job.setup, job.arm, mean_prompt_tokens=mean_prompt_tokens(requests))
     return sim.run(requests, progress)
 
 
-_shared: Sequence[Request] = ()
-
-
-def _adopt(requests: Sequence[Request]) -> None:
-    global _shared  # noqa: PLW0603  # a worker's copy of the workload: sent once, not with every job
-    _shared = requests
-
-
-def _work(job: Job) -> FleetRun:
-    return run_one(job, _shared)
-
-
 def run_all(
-    jobs: Sequence[Job], requests: Sequence[Request], *, processes: int, done: Done | None = None
-) -> dict[Job, FleetRun]:
-    """Every job's run. ``done`` is told of each as it ends; with one process all happens in this one."""
-    found: dict[Job, FleetRun] = {}
-    for job, run in _each(jobs, requests, processes):
-        found[job] = run
-        if done is not None:
-            done(job, run)
+    jobs: Sequence[Job], workloads: Workloads, *, processes: int, placed: Placed | None = None
+) -> dict[Job, Result]:
+    """Every job's result, in the order of ``jobs``. With one process all happens in this one.
+
+    Raises what a run raises; runs that have not begun then do not begin.
+    """
+    ends = _here(jobs, workloads, placed)
+    if processes > 1 and len(jobs) > 1:
+        ends = _elsewhere(jobs, workloads, min(processes, len(jobs)), placed)
+    found = dict(ends)
     return {job: found[job] for job in jobs}
 
 
-def _each(jobs: Sequence[Job], requests: Sequence[Request], processes: int) -> Iterable[tuple[Job, FleetRun]]:
-    if processes <= 1 or len(jobs) <= 1:
-        for job in jobs:
-            yield job, run_one(job, requests)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(processes, len(jobs)), mp_context=context, initializer=_adopt, initargs=(requests,)
-    ) as workers:
-        futures = {workers.submit(_work, job): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+def _here(jobs: Sequence[Job], workloads: Workloads, placed: Placed | None) -> Iterator[tuple[Job, Result]]:
+    for job in jobs:
+        yield job, result_of(run_one(job, workloads[job.workload], placed))
+
+
+def _elsewhere(
+    jobs: Sequence[Job], workloads: Workloads, processes: int, placed: Placed | None
+) -> Iterator[tuple[Job, Result]]:
+    context = multiprocessing.get_context("spawn")  # a fork of a program with threads may hang
+    count = context.Value(ctypes.c_int64, 0)
+    workers = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_adopt, initargs=(dict(workloads), count)
+    )
+    told = 0
+    try:
+        futures: dict[Future[Result], Job] = {workers.submit(_work, job): job for job in jobs}
+        waiting: Iterable[Future[Result]] = futures
+        while waiting:
+            done, waiting = wait(waiting, PROGRESS_S, return_when=FIRST_COMPLETED)
+            now = count.value
+            if placed is not None and now > told:
+                placed(now - told)
+                told = now
+            for future in done:
+                yield futures[future], future.result()
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+class _Worker:
+    """What a worker process is given once, not with every job."""
+
+    workloads: ClassVar[Workloads] = {}
+    count: ClassVar[Any] = None
+
+
+def _adopt(workloads: Workloads, count: Any) -> None:
+    _Worker.workloads, _Worker.count = workloads, count
+
+
+def _work(job: Job) -> Result:
+    def placed(more: int) -> None:
+        with _Worker.count.get_lock():
+            _Worker.count.value += more
+
+    return result_of(run_one(job, _Worker.workloads[job.workload], placed))

@@ -1,18 +1,21 @@
 """A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
 
-The format is Mooncake's (FAST'25 traces): one JSON line per request with ``timestamp`` (ms), ``input_length``,
-``output_length`` and ``hash_ids``, one id per ``UNIT_TOKENS`` tokens of the prompt, the last one for what is
-left. Equal ids at the start of two prompts mean equal tokens.
+The format is Mooncake's (FAST'25 traces): one JSON line per request with ``timestamp`` (ms),
+``input_length``, ``output_length`` and ``hash_ids``, one id per ``UNIT_TOKENS`` tokens of the prompt, the
+last one for what is left. Equal ids at the start of two prompts mean equal tokens.
 
 What an engine generates is the start of what the next turn sends, so a request whose prompt a later one goes
-on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true: arrivals
-do not decrease, and two streams share a block hash exactly where everything up to it is the same.
+on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true:
+arrivals do not decrease, and two streams share a block hash exactly where everything up to it is the same.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import zlib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from publisher.events import BlockHash
+
 UNIT_TOKENS = 512
 REQUESTS_MAX = 2_000_000
-LINE_BYTES_MAX = 4 << 20
+LINE_CHARS_MAX = 4 << 20
+TOKENS_MAX = 16 << 20
+"""Of one prompt, and of one answer."""
+TURNS_OPEN_MAX = 64
+"""Prompts with the same whole units that a later one is looked for to go on from: the latest ones."""
 TICK_S = 3.0
 """Mooncake's timestamps are rounded to this; requests of one tick are spread over it."""
 _MASK = (1 << 64) - 1
@@ -49,33 +58,40 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the format, checked."""
+    """One line of the format, checked. ``session`` where who made it knows: then only its own turns go on."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
+    session: int | None = None
 
 
 def read(path: Path) -> list[Asked]:
-    """The lines of a file (``.gz`` or plain). Raises ``WorkloadError``, naming the line."""
+    """The lines of a file (``.gz`` or plain), in order of time, which starts with the first of them.
+
+    Raises ``WorkloadError``, naming the line.
+    """
     opened = gzip.open if path.suffix == ".gz" else open
     found: list[Asked] = []
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if len(line) > LINE_BYTES_MAX:
-                    raise WorkloadError(f"{path}:{number}: a line of more than {LINE_BYTES_MAX} bytes")
+            for number, line in enumerate(iter(lambda: lines.readline(LINE_CHARS_MAX + 1), ""), 1):
+                if len(line) > LINE_CHARS_MAX:
+                    raise WorkloadError(f"{path}:{number}: a line of more than {LINE_CHARS_MAX} characters")
                 if len(found) >= REQUESTS_MAX:
                     raise WorkloadError(f"{path}: more than {REQUESTS_MAX} requests; cut it into pieces")
                 if line.strip():
                     found.append(_line(line, f"{path}:{number}"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        raise WorkloadError(f"{path}: there is no such file") from None
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise WorkloadError(f"{path}: {error}") from None
     if not found:
         raise WorkloadError(f"{path}: no requests in it")
     found.sort(key=lambda asked: asked.at_s)
-    return found
+    first_s = found[0].at_s
+    return [msgspec.structs.replace(asked, at_s=asked.at_s - first_s) for asked in found]
 
 
 def _line(line: str, where: str) -> Asked:
@@ -104,15 +120,17 @@ def _line(line: str, where: str) -> Asked:
 
 def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
     value = fields.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise WorkloadError(f"{where}: {key}: {value!r}; a whole number of at least {least} is wanted")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= TOKENS_MAX:
+        raise WorkloadError(
+            f"{where}: {key}: {value!r}; a whole number from {least} to {TOKENS_MAX} is wanted"
+        )
     return value
 
 
 def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
-    """Arrivals of one tick drawn evenly over it, in their old order; a trace of finer times is left as it is."""
+    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are."""
     times = sorted({a.at_s for a in asked})
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     if not gaps or min(gaps) < 0.9 * tick_s:
         return list(asked)
     draws = np.random.default_rng(seed).uniform(0, tick_s, len(asked))
@@ -134,26 +152,23 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     A prompt goes on from an earlier one if it starts with all its whole units and is at least as long as that
     prompt with its answer. Of several, the longest and then the latest counts; a prompt is gone on from once.
     """
-    waiting: dict[tuple[int, ...] | int, list[int]] = {}
+    waiting: dict[int, deque[int]] = {}
     following: dict[int, int] = {}
     sessions: list[int] = []
     chains = [_chain(a.ids[: a.input_tokens // UNIT_TOKENS]) for a in asked]
     for index, one in enumerate(asked):
-        session = index
+        session = index if one.session is None else one.session
         for depth in range(len(chains[index]), 0, -1):
             earlier = waiting.get(chains[index][depth - 1])
-            fitting = [
-                i for i in earlier or () if asked[i].input_tokens + asked[i].output_tokens <= one.input_tokens
-            ]
-            if fitting:
-                turn = fitting[-1]
-                waiting[chains[index][depth - 1]].remove(turn)
+            turn = None if earlier is None else _goes_on_from(one, earlier, asked)
+            if earlier is not None and turn is not None:
+                earlier.remove(turn)
                 following[turn] = index
                 session = sessions[turn]
                 break
         sessions.append(session)
         if chains[index]:
-            waiting.setdefault(chains[index][-1], []).append(index)
+            waiting.setdefault(chains[index][-1], deque(maxlen=TURNS_OPEN_MAX)).append(index)
     own = max((i for a in asked for i in a.ids), default=0) + 1
     made: list[Request] = []
     for index, one in enumerate(asked):
@@ -176,6 +191,15 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     return made
 
 
+def _goes_on_from(one: Asked, earlier: deque[int], asked: Sequence[Asked]) -> int | None:
+    """The latest of ``earlier`` that can be the turn before ``one``."""
+    for index in reversed(earlier):
+        before = asked[index]
+        if before.session == one.session and before.input_tokens + before.output_tokens <= one.input_tokens:
+            return index
+    return None
+
+
 def _chain(ids: Iterable[int]) -> list[int]:
     """One number per id that stands for it and all before it."""
     state, chain = 0x9E3779B97F4A7C15, []
@@ -193,10 +217,11 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def block_hashes(request: Request, block_tokens: int) -> list[int]:
+def block_hashes(request: Request, block_tokens: int) -> list[BlockHash]:
     """A hash per whole block of prompt and answer; it stands for everything before it too.
 
-    ``block_tokens`` must divide ``UNIT_TOKENS`` or be a multiple of it: ids tell no more. Raises ``ValueError``.
+    ``block_tokens`` must divide ``UNIT_TOKENS`` or be a multiple of it: ids tell no more. Raises
+    ``ValueError``.
     """
     count = request.num_tokens // block_tokens
     if not count:
@@ -204,12 +229,12 @@ def block_hashes(request: Request, block_tokens: int) -> list[int]:
     chain = np.array(_chain(request.ids), dtype=np.uint64)
     if block_tokens % UNIT_TOKENS == 0:
         step = block_tokens // UNIT_TOKENS
-        ends: list[int] = chain[step - 1 :: step][:count].tolist()
+        ends: list[BlockHash] = chain[step - 1 :: step][:count].tolist()
         return ends
     if UNIT_TOKENS % block_tokens:
         raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {UNIT_TOKENS}")
     parts = np.arange(UNIT_TOKENS // block_tokens, dtype=np.uint64)
-    hashes: list[int] = (
+    hashes: list[BlockHash] = (
         _mixed(chain[:, None] + parts[None, :] * np.uint64(0xD1342543DE82EF95)).ravel()[:count].tolist()
     )
     return hashes
