@@ -24,6 +24,7 @@ from router.fleet.engine import Engine
 from router.fleet.settings import FleetSettings
 from router.index.layout import ModelFacts
 from router.index.shared.settings import has_password
+from router.observe.access_log import AccessLogSettings
 from router.policy.base import PolicySettings
 from router.policy.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -157,6 +158,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     feeds: FeedSettings = FeedSettings()
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()
+    access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
@@ -172,6 +174,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "feeds": FeedSettings,
     "prompts": PromptSettings,
     "index": IndexSettings,
+    "access_log": AccessLogSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""
 

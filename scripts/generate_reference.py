@@ -31,6 +31,7 @@ from router.fleet.engine import Engine
 from router.index.detect import Detection
 from router.index.layout import ModelFacts
 from router.index.shared.pending import MirrorStats
+from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.metrics import RouterCollector, Sources
 from router.observe.receipts import Outcome
 from router.policy import arms
@@ -237,7 +238,9 @@ def _labels(family: Metric) -> tuple[str, ...]:
 def _sources() -> Sources:
     """The sources of a router with one engine, in no use."""
     index = IndexSettings(url="redis://localhost")
-    router = Router(Config(engines=(Engine("http://engine:8000"),), index=index))
+    router = Router(
+        Config(engines=(Engine("http://engine:8000"),), index=index, access_log=AccessLogSettings(path="log"))
+    )
     if router.shared is not None:
         router.shared.scope("model")
     sources = Sources(
@@ -271,6 +274,7 @@ def _stats_texts(sources: Sources) -> dict[str, str]:
         "look": SightStats(),
         "flight": FlightStats(),
         "mirror": MirrorStats(),
+        "access_log": AccessLogStats(),
     }
     texts: dict[str, str] = {}
     for part, stats in structs.items():

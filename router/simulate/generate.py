@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.simulate.workload import UNIT_TOKENS, Asked
+from router.observe.prefix_ids import UNIT_TOKENS
+from router.simulate.workload import Asked
 
 TURN_TOKENS_MAX = 6000
 ANSWER_TOKENS_MAX = 1500

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from publisher.groups import GroupSpec
-from router.simulate.workload import UNIT_TOKENS
+from router.observe.prefix_ids import UNIT_TOKENS
 
 BLOCK_TOKENS = 64
 """Fine enough for vLLM's own boundaries (16 to 64 on GPUs), and an eighth of a workload's unit."""

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family, GroupSpec
+from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.arms import ARMS, Arm
 from router.simulate.fleet import FleetRun, FleetSetup, FleetSim
 from router.simulate.outcome import Result, result_of
-from router.simulate.workload import UNIT_TOKENS, Request
+from router.simulate.workload import Request
 
 POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2

@@ -16,7 +16,7 @@ import itertools
 import json
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from publisher.events import BlockHash
+from router.observe.prefix_ids import UNIT_TOKENS
 
-UNIT_TOKENS = 512
 REQUESTS_MAX = 2_000_000
 LINE_CHARS_MAX = 4 << 20
 TOKENS_MAX = 16 << 20
@@ -72,35 +72,50 @@ def read(path: Path) -> list[Asked]:
 
     Raises ``WorkloadError``, naming the line.
     """
+    found = [asked_of(fields, where) for where, fields in lines_of(path)]
+    return in_order(found)
+
+
+def in_order(found: list[Asked]) -> list[Asked]:
+    """By time, which starts with the first of them."""
+    found = sorted(found, key=lambda asked: asked.at_s)
+    return [msgspec.structs.replace(asked, at_s=asked.at_s - found[0].at_s) for asked in found]
+
+
+def lines_of(path: Path) -> Generator[tuple[str, dict[str, Any]]]:
+    """Where each line of a file stands, and its fields. Raises ``WorkloadError``."""
     opened = gzip.open if path.suffix == ".gz" else open
-    found: list[Asked] = []
+    count = 0
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(iter(lambda: lines.readline(LINE_CHARS_MAX + 1), ""), 1):
                 if len(line) > LINE_CHARS_MAX:
                     raise WorkloadError(f"{path}:{number}: a line of more than {LINE_CHARS_MAX} characters")
-                if len(found) >= REQUESTS_MAX:
+                if count >= REQUESTS_MAX:
                     raise WorkloadError(f"{path}: more than {REQUESTS_MAX} requests; cut it into pieces")
                 if line.strip():
-                    found.append(_line(line, f"{path}:{number}"))
+                    count += 1
+                    yield f"{path}:{number}", _fields(line, f"{path}:{number}")
     except FileNotFoundError:
         raise WorkloadError(f"{path}: there is no such file") from None
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise WorkloadError(f"{path}: {error}") from None
-    if not found:
+    if not count:
         raise WorkloadError(f"{path}: no requests in it")
-    found.sort(key=lambda asked: asked.at_s)
-    first_s = found[0].at_s
-    return [msgspec.structs.replace(asked, at_s=asked.at_s - first_s) for asked in found]
 
 
-def _line(line: str, where: str) -> Asked:
+def _fields(line: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:
         raise WorkloadError(f"{where}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise WorkloadError(f"{where}: a JSON object is wanted, not {type(fields).__name__}")
+    return fields
+
+
+def asked_of(fields: dict[str, Any], where: str) -> Asked:
+    """One line of the format, checked. Raises ``WorkloadError`` that names ``where`` and the field."""
     length = _count(fields, "input_length", where, least=1)
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
