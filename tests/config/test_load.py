@@ -126,7 +126,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("[policy]\nbetta = 1", "unknown key policy.betta; known: beta,"),
-        ("[polcy]\nbeta = 1", "unknown key polcy; known: engines,"),
+        ("[polcy]\nbeta = 1", "unknown key polcy; known: access_log, engines,"),
         ("policy = 3", "policy: expected a table of settings, got 3"),
         ('[policy]\nbeta = "high"', "policy.beta = 'high': Expected `float`"),
         ("[policy]\nbeta = 2", "policy.beta must lie in 0..1, got 2"),
