@@ -21,6 +21,10 @@ WINDOWS = 20
 Floats = npt.NDArray[np.float64]
 
 
+class NothingServedError(ValueError):
+    """No request of a run fitted into an engine."""
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One arm's numbers. ``exact_share`` is the share of predictions that were right to the token."""
 
@@ -64,11 +68,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def result_of(run: FleetRun) -> Result:
-    """Sum up one run; ``regret_s`` is 0 until it is compared. Raises ``ValueError`` if nothing was served."""
+    """Sum up one run; ``regret_s`` is 0 until it is compared. Raises ``NothingServedError``."""
     rows = run.rows[int(WARM_SHARE * len(run.rows)) :]
     served = [row for row in rows if row.ttft_s >= 0]
     if not served:
-        raise ValueError("no request fits into the engines' caches: give them more blocks")
+        raise NothingServedError("no request fits into the engines' caches: give them more blocks")
     waits = np.array([row.ttft_s for row in served])
     errors = np.array([abs(row.predicted - row.hit) for row in served])
     p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))

@@ -21,7 +21,7 @@ from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.arms import ARMS, Arm
 from router.simulate.fleet import FleetRun, FleetSetup, FleetSim
 from router.simulate.outcome import Result, result_of
-from router.simulate.workload import Request
+from router.simulate.workload import Request, WorkloadError
 
 POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2
@@ -62,13 +62,13 @@ def round_robin(setup: FleetSetup, workload: int = 0) -> Job:
 def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
     """How many times as fast as recorded requests must come for round robin to be busy for ``load``.
 
-    ``even`` is its run of these requests at their own speed. Raises ``ValueError`` for a workload without
+    ``even`` is its run of these requests at their own speed. Raises ``WorkloadError`` for a workload without
     duration.
     """
     recorded_s = requests[-1].at_s - requests[0].at_s
     needed_s = sum(even.curves.busy_s) / len(even.curves.busy_s)
     if recorded_s <= 0 or needed_s <= 0:
-        raise ValueError("the workload is too short to give it a load: all its requests come at once")
+        raise WorkloadError("all requests come at once: no load can be set for them, only --speed")
     return load * recorded_s / needed_s
 
 
