@@ -47,7 +47,7 @@ def simulate(
         int | None, Parameter(help="Only the first so many; of a generator that many (4000).")
     ] = None,
     seconds: Annotated[
-        float | None, Parameter(help="How long a generator's requests arrive (0.3 per request).")
+        float | None, Parameter(help="Over how long a generator's sessions begin (0.3 per request).")
     ] = None,
     served_model: Annotated[
         str | None, Parameter(help="Only requests of this model, where an access log has several.")

@@ -1,7 +1,8 @@
 """Workloads that are made, not recorded: chats, tenants behind shared system prompts, agents that fan out.
 
 Each is a seeded draw; the same arguments give the same requests. Lengths are log-normal around what chat
-services publish; every number is a default here and nowhere else. Times run from 0 to about ``seconds``.
+services publish; every number is a default here and nowhere else. Sessions begin over ``seconds``; their
+later turns may come after.
 """
 
 from __future__ import annotations
