@@ -126,6 +126,11 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("[policy]\nbetta = 1", "unknown key policy.betta; known: beta,"),
+        (
+            "[access_log]\npath = '/nowhere/a.jsonl'",
+            "access_log.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
+        ),
+        ("[access_log]\nqueue_len_max = 0", "access_log.queue_len_max = 0: expected a finite number"),
         ("[polcy]\nbeta = 1", "unknown key polcy; known: access_log, engines,"),
         ("policy = 3", "policy: expected a table of settings, got 3"),
         ('[policy]\nbeta = "high"', "policy.beta = 'high': Expected `float`"),

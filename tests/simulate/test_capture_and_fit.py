@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from publisher.simulator.stats import EngineStats, Gauges, render
 from router.simulate.capture import asked_in, is_capture, read_capture
 from router.simulate.fit import FitError, fit_capture, fit_metrics
 from router.simulate.timing import Timing
@@ -158,3 +159,11 @@ def test_metrics_that_tell_nothing_are_refused() -> None:
     for page in ("", "vllm:x{ 1", COMPUTED):
         with pytest.raises(FitError):
             fit_metrics(page, Timing())
+
+
+def test_rates_come_out_of_a_simulated_engines_page() -> None:
+    stats = EngineStats(prompt_tokens=9000, prompt_tokens_cached=1000)
+    for _ in range(40):
+        stats.observe_first_token(0.02)
+    page = render(stats, Gauges(0, 0, 0.0), model="m", dp_rank=0).decode()
+    assert fit_metrics(page, Timing()).timing.prefill_s_per_token == pytest.approx(0.8 / 8000)
