@@ -69,6 +69,9 @@ class Bench:
             self.engine.advance()
         return visits
 
+    def time_of(self, what: str, index: int) -> float:
+        return next(now for name, one, now in self.told if (name, one) == (what, index))
+
     def of(self, what: str) -> list[int]:
         return [index for name, index, _ in self.told if name == what]
 

@@ -109,6 +109,16 @@ def test_rates_come_out_of_a_capture_as_they_went_in(tmp_path: Path, wild: float
     assert fit.timing.seqs_max == Timing().seqs_max, "what cannot be seen stays"
 
 
+def test_queues_are_taken_off(tmp_path: Path) -> None:
+    lines = [
+        one | {"queue_s": one["queue_s"] + 2.0, "ttft_s": one["ttft_s"] + 2.0}
+        for one in drawn(100, rate_s=2e-4, fixed_s=0.03, pace_s=0.015)
+    ]
+    fit = fit_capture(read_capture(write_lines(tmp_path / "a.jsonl", *lines)), Timing())
+    assert fit.timing.chunk_s == pytest.approx(0.03, abs=0.02)
+    assert not any("no queue" in note for note in fit.notes), "no request was alone"
+
+
 def test_a_capture_that_tells_too_little_says_what_is_missing(tmp_path: Path) -> None:
     few = read_capture(write_lines(tmp_path / "a.jsonl", captured(cached_tokens=None)))
     with pytest.raises(FitError, match=r"0 requests .* stream_options.include_usage"):

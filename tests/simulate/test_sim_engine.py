@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,13 @@ def test_generation_that_finds_no_block_preempts_the_latest_which_is_computed_ag
     assert visits[1].preempted > 0
     assert bench.of("ended") == [0, 1]
     assert bench.of("first") == [0, 1], "the first token is told once"
+
+
+def test_the_preempted_come_before_those_that_wait() -> None:
+    bench = Bench(num_blocks=21, timing=msgspec.structs.replace(FAST, seqs_max=2))
+    visits = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100), request(0, 200, 1, 200)])
+    assert bench.engine.preemptions > 0
+    assert visits[2].started_s > bench.time_of("ended", 0), "the room was for the preempted one first"
 
 
 def test_what_can_never_fit_is_refused_and_holds_up_nobody() -> None:

@@ -49,6 +49,14 @@ def test_reports_come_per_retention_and_arm_with_a_number_per_seed() -> None:
     assert study.speeds == [1.0, 1.0]
 
 
+def test_all_arms_meet_the_load_asked_for() -> None:
+    arms = arms_of(["round-robin"])
+    requests = {0: [request(float(index), 500, 1, 10 * index) for index in range(100)]}
+    plan = msgspec.structs.replace(PLAN, arms=arms, retentions=(0,), load=0.6)
+    report = run_plan(plan, requests, processes=1).reports[0]
+    assert report.outcomes[0].busy_share == pytest.approx(0.6, rel=0.05)
+
+
 def test_slower_engines_meet_the_same_arrivals() -> None:
     plan = msgspec.structs.replace(PLAN, retentions=(0,), rate_factors=(0.5, 1.0), load=None)
     slow, _, fast, _ = run_plan(plan, {0: WORKLOADS[0]}, processes=1).reports
