@@ -49,7 +49,7 @@ class Router:
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.fleet = Fleet(config.engines)
-        self.books = Books.empty(clock)
+        self.books = Books.empty(clock, config.access_log)
         self.shared = (
             SharedIndex(config.index, self.books.load, clock=clock) if config.index.is_shared else None
         )
@@ -164,6 +164,8 @@ class Router:
             if self.shared is not None:
                 works.append(self.shared.run())
             background = [tasks.create_task(work) for work in works]
+            if self.books.access is not None:
+                self.books.access.start()
             try:
                 yield
             finally:
@@ -172,6 +174,8 @@ class Router:
                 if self.shared is not None:
                     await self.shared.close()
                 self._following.stop_all()
+                if self.books.access is not None:
+                    await asyncio.to_thread(self.books.access.close)
                 self.proxy.close()
                 self.reader.close()
                 self._session = self._tasks = self._poller = None

@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 import msgspec
 
+from router.observe.access_log import AccessLog, AccessLogSettings
 from router.observe.receipts import ReceiptBook
 from router.policy.affinity import AffinityMap
 from router.policy.inflight import InflightPrefixes
 from router.policy.load import LoadAccount
 from router.policy.rates import RateBook
 from router.policy.shadow import ShadowFleet
+
+_NO_ACCESS_LOG = AccessLogSettings()
 
 
 class Books(msgspec.Struct):
@@ -27,11 +30,19 @@ class Books(msgspec.Struct):
     receipts: ReceiptBook
     now: Callable[[], float]
     """The router's clock, in seconds."""
+    access: AccessLog | None = None
+    """Where answered requests are written down; None: nowhere."""
 
     @classmethod
-    def empty(cls, clock: Callable[[], float]) -> Books:
+    def empty(cls, clock: Callable[[], float], access: AccessLogSettings = _NO_ACCESS_LOG) -> Books:
         return cls(
-            LoadAccount(RateBook()), InflightPrefixes(), ShadowFleet(), AffinityMap(), ReceiptBook(), clock
+            LoadAccount(RateBook()),
+            InflightPrefixes(),
+            ShadowFleet(),
+            AffinityMap(),
+            ReceiptBook(),
+            clock,
+            AccessLog(access) if access.path else None,
         )
 
     def forget(self, engine_id: str) -> None:

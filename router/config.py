@@ -25,6 +25,7 @@ from router.fleet.engine import Engine
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.index.layout import ModelFacts
 from router.index.shared.settings import has_password
+from router.observe.access_log import AccessLogSettings
 from router.policy.base import PolicySettings
 from router.policy.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -171,6 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
+    access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
@@ -190,6 +192,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "prompts": PromptSettings,
     "index": IndexSettings,
     "admin": AdminSettings,
+    "access_log": AccessLogSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""
 

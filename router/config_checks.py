@@ -6,6 +6,7 @@ Each rule names the key, the value and what would be right; nothing is contacted
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from router.policy.shadow import ShadowFleet
 
 if TYPE_CHECKING:
     from router.config import Config, ModelConfig, ServerConfig
+    from router.observe.access_log import AccessLogSettings
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -51,6 +53,16 @@ def _check_server(server: ServerConfig) -> None:
         raise ConfigError(f"server.port: {server.port} is not a port number")
 
 
+def _check_access_log(settings: AccessLogSettings) -> None:
+    for name in ("path", "key_file"):
+        text = getattr(settings, name)
+        folder = Path(text).parent
+        if text and (Path(text).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+            raise ConfigError(
+                f"access_log.{name} = {text!r}: expected a file in a folder that can be written"
+            )
+
+
 def check_config(config: Config) -> None:
     """Every rule that no single field can check. Raises ``ConfigError``."""
     ids = [engine.engine_id for engine in config.engines]
@@ -59,7 +71,8 @@ def check_config(config: Config) -> None:
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
     _check_server(config.server)
-    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin"):
+    _check_access_log(config.access_log)
+    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):
         _check_numbers(f"fleet.{source}", getattr(config.fleet, source))

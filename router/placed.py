@@ -7,17 +7,19 @@ nobody would take it out of the books again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from router.books import Books
 from router.decision import Decision
 from router.fleet.registry import Fleet
+from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
 from router.policy.inflight import InflightPrompt
 from router.policy.load import Ticket
 from router.prompts.prompt import Prompt
 from router.proxy.base import InboundRequest, Usage
-from router.proxy.paths import CACHE_RESETS
+from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
 
 
 class Bookkeeper:
@@ -54,6 +56,8 @@ class Bookkeeper:
             if not placed.prefilled:
                 books.shadows.served(engine_id, read.token_ids, read.hashes)
             books.receipts.add(self._receipt(placed, usage))
+        if books.access is not None and placed.answered and placed.request.path in COMPLETION_PATHS:
+            self._log_access(books.access, placed, usage, now)
 
     def cache_reset(self, engine_id: str) -> None:
         """A reset was passed on and answered. The engine tells of it only with its next batch, so what is
@@ -73,6 +77,28 @@ class Bookkeeper:
         read = placed.decision.read
         if isinstance(read, Prompt):
             self._books.shadows.served(placed.engine_id, read.token_ids, read.hashes)
+
+    def _log_access(self, log: AccessLog, placed: Placed, usage: Usage | None, now: float) -> None:
+        read, view = placed.decision.read, placed.decision.view
+        if not isinstance(read, Prompt) or read.num_prompts > 1:
+            log.skip()
+            return
+        log.add(
+            Access(
+                arrived_s=time.time() - (now - placed.placed_s),
+                model=placed.request.model or "",
+                engine_id=placed.engine_id,
+                tokens=read.token_ids,
+                extras=read.extras,
+                streams=placed.request.stream,
+                output_tokens=usage.completion_tokens if usage is not None else None,
+                predicted_tokens=view.expected_tokens if view.candidate.confidence != "none" else None,
+                cached_tokens=usage.cached_tokens if usage is not None else None,
+                ttft_s=placed.ttft_s,
+                duration_s=now - placed.placed_s,
+                queue_s=view.candidate.queue_s,
+            )
+        )
 
     def _receipt(self, placed: Placed, usage: Usage | None) -> Receipt:
         view, decision = placed.decision.view, placed.decision
@@ -129,7 +155,7 @@ class Placed:
         self.prefilled = False
         self.ttft_s: float | None = None
         self._keeper = keeper
-        self._placed_s = now
+        self.placed_s = now
         self._open = True
 
     def first_byte(self) -> None:
@@ -139,7 +165,7 @@ class Placed:
             self._keeper.cache_reset(self.engine_id)
         if self._open and not self.prefilled and self.request.stream:
             self.prefilled = True
-            self.ttft_s = self._keeper.now() - self._placed_s
+            self.ttft_s = self._keeper.now() - self.placed_s
             self._keeper.prefilled(self)
 
     def finished(self, usage: Usage | None) -> None:

@@ -33,6 +33,7 @@ from router.fleet.source import SourceStats
 from router.index.detect import Detection
 from router.index.layout import ModelFacts
 from router.index.shared.pending import MirrorStats
+from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.metrics import RouterCollector, Sources
 from router.observe.receipts import Outcome
 from router.policy import arms
@@ -249,7 +250,9 @@ def _labels(family: Metric) -> tuple[str, ...]:
 def _sources() -> Sources:
     """The sources of a router with one engine, in no use."""
     index = IndexSettings(url="redis://localhost")
-    router = Router(Config(engines=(Engine("http://engine:8000"),), index=index))
+    router = Router(
+        Config(engines=(Engine("http://engine:8000"),), index=index, access_log=AccessLogSettings(path="log"))
+    )
     if router.shared is not None:
         router.shared.scope("model")
     sources = Sources(
@@ -287,6 +290,7 @@ def _stats_texts(sources: Sources) -> dict[str, str]:
         "mirror": MirrorStats(),
         "source": SourceStats(),
         "admin": AdminStats(),
+        "access_log": AccessLogStats(),
     }
     texts: dict[str, str] = {}
     for part, stats in structs.items():

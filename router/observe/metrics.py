@@ -93,6 +93,8 @@ class RouterCollector:
         yield from _numbers("inflight", s.books.inflight.stats)
         yield from _numbers("affinity", s.books.affinity.stats)
         yield from _numbers("shadow", s.books.shadows.stats)
+        if s.books.access is not None:
+            yield from _numbers("access_log", s.books.access.stats)
         if s.shared is not None:
             yield from _numbers("lease", s.shared.keeper.stats)
             yield from _numbers("look", s.shared.sight.stats)

@@ -45,7 +45,7 @@ def exact(candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings
         msgspec.structs.replace(c, trunk_tokens=c.hit_tokens + c.offloaded_tokens, coming_tokens=0)
         for c in candidates
     ]
-    return choose(blind, prompt.prompt_tokens, settings, prompt_key=prompt.prompt_key)
+    return choose(blind, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
 
 
 def full_attention(
@@ -56,7 +56,7 @@ def full_attention(
         msgspec.structs.replace(c, hit_tokens=max(c.hit_tokens, c.trunk_tokens - c.offloaded_tokens))
         for c in candidates
     ]
-    return choose(trusting, prompt.prompt_tokens, settings, prompt_key=prompt.prompt_key)
+    return choose(trusting, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
 
 
 def least_load(
@@ -122,6 +122,11 @@ def policy(name: str) -> Policy:
         return POLICIES[name]
     except KeyError:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}") from None
+
+
+def _for_itself(settings: PolicySettings) -> PolicySettings:
+    """The cost of the prompt alone, as routers without a premium for pages have it."""
+    return msgspec.structs.replace(settings, eviction_premium=0.0)
 
 
 def _need(candidates: Sequence[Candidate]) -> None:

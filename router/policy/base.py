@@ -19,6 +19,9 @@ Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "policy"]
 beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was cold; or by the
 rule of an arm that does not look at costs."""
 
+EVICTION_PREMIUM_MAX = 4.0
+"""Queues may differ by (1 + premium) times the longest prompt's prefill; beyond this that is no bound."""
+
 
 class Candidate(msgspec.Struct, gc=False):
     """One engine for one prompt.
@@ -63,6 +66,7 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     load_s: float
     decode_s: float
     credit_s: float
+    eviction_s: float
     total_s: float
     uncached_tokens: int
     trunk_tokens: int
@@ -113,8 +117,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Knobs of the choice. Raises ``ValueError`` where a value would make the bound meaningless."""
 
     policy: str = "kvatlas"
-    beta: float = 1.0
+    beta: float = 0.25
     """Share of prefill(trunk - hit) credited to the engine that holds the trunk; 0 is the exact arm."""
+    eviction_premium: float = 0.75
+    """What the pages a prompt takes cost others later, as a share of its own prefill; 0 looks at it alone."""
     load_s_per_token: float = 2e-6
     """Copying a token back from host memory: 100 KB of KV at 50 GB/s, a PCIe 5 link."""
     storage_load_s_per_token: float = 5e-5
@@ -127,7 +133,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     tie_s: float = 0.001
     """Costs this close are equal: below the jitter of one scheduler step."""
     tie_fraction: float = 0.02
-    """Also equal: within this share of the whole prompt's prefill, the error of a learned rate."""
+    """Also equal: within this share of the prompt's prefill and its premium, the error of a learned rate."""
     cold_fraction: float = 0.1
     """A prompt is cold when no engine holds more than this share of it as trunk."""
     probe_interval_s: float = 30.0
@@ -141,6 +147,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta must lie in 0..1, got {self.beta}")
+        if not 0 <= self.eviction_premium <= EVICTION_PREMIUM_MAX:
+            raise ValueError(
+                f"eviction_premium must lie in 0..{EVICTION_PREMIUM_MAX:g}, got {self.eviction_premium}"
+            )
         if not 0 < self.saving_factor <= 1:
             raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")
         if self.bounded_load_factor <= 1:

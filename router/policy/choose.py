@@ -5,6 +5,7 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
     cost = queue                         seconds of prefill still to do at e for prompts already placed there
          + a * (N - hit - offloaded)     what e computes for this prompt
          - beta * a * (trunk - hit - offloaded)
+         + premium * (the two above)     what others will pay for the pages that this visit takes
          + load * cpu + fetch * storage  blocks e copies back instead of computing them
          + decode * running              what running sequences cost the prefill
 
@@ -19,11 +20,16 @@ argmin (beta = 0) spreads siblings by load and no engine is visited twice. Sourc
 simulations with vLLM's own cache manager, docs/decisions/002-cost-model.md; the form is that of Mooncake's
 conductor and Dynamo's KV scheduler (both: prefill left + load), plus the credit.
 
+The premium (``eviction_premium``) is a second price of a computed token: besides the time now it takes a
+page, and a page that is wanted again has to go for it, to be computed once more later. A cost without it
+looks at this prompt alone, and copies what another engine holds as soon as a short queue makes the copy
+cheaper; every copy makes all caches smaller. Found by simulation: docs/decisions/005-eviction-premium.md.
+
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
-``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves this prompt in all
-parts of the cost but the queue, at most the prefill of the whole prompt plus the difference of the load and
-decode parts. Hence no engine is flooded for its cache; and a cold prompt goes first to engines that were
-without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` dearer), so none starves.
+``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
+cost but the queue, at most (1 + premium) times the prefill of the whole prompt plus the difference of the
+load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes first to engines that
+were without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` dearer), so none starves.
 
 Always true: the result depends on the arguments alone, not on the order of the candidates.
 """
@@ -57,6 +63,7 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
     prefill_s = rate * (prompt_tokens - cached)
     decode_s = candidate.decode_interference_s * candidate.running
     credit_s = settings.beta * rate * (trunk - cached)
+    eviction_s = settings.eviction_premium * (prefill_s - credit_s)
     queue_s = candidate.queue_s
     return Cost(
         candidate.engine_id,
@@ -65,7 +72,8 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
         load_s,
         decode_s,
         credit_s,
-        queue_s + prefill_s + load_s + decode_s - credit_s,
+        eviction_s,
+        queue_s + prefill_s + eviction_s + load_s + decode_s - credit_s,
         prompt_tokens - cached,
         trunk,
     )
@@ -118,7 +126,8 @@ def _pick(
         reason = "probe"
     else:
         fastest = min([c.prefill_s_per_token for c in candidates])
-        band = max(settings.tie_s, settings.tie_fraction * prompt_tokens * fastest)
+        whole_s = (1 + settings.eviction_premium) * prompt_tokens * fastest
+        band = max(settings.tie_s, settings.tie_fraction * whole_s)
         limit = best.total_s + band
         equals = [c for c in allowed if c.total_s <= limit]
         if reason == "cheapest" and len(equals) > 1:

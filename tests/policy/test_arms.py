@@ -46,7 +46,7 @@ def test_where_the_arms_differ() -> None:
     """One engine holds a trunk, one an exact hit, one nothing but the shortest queue."""
     engines = [
         Candidate("trunk", trunk_tokens=7000, queue_s=0.2),
-        Candidate("hit", hit_tokens=3000, trunk_tokens=3000, queue_s=0.2),
+        Candidate("hit", hit_tokens=1500, trunk_tokens=1500, queue_s=0.2),
         Candidate("free", queue_s=0.1),
     ]
     ask = Ask(8000)

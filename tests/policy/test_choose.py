@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policy.base import Candidate, PolicySettings, ask
+from router.policy.base import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
 from router.policy.choose import choose, cost, within_bound
 
 DEFAULTS = PolicySettings()
@@ -35,13 +35,15 @@ def test_cost_is_the_stated_formula() -> None:
         prefill_s_per_token=0.001,
         decode_interference_s=0.002,
     )
-    parts = cost(candidate, 8000, PolicySettings(beta=0.5, load_s_per_token=0.0001))
+    knobs = PolicySettings(beta=0.5, eviction_premium=0.25, load_s_per_token=0.0001)
+    parts = cost(candidate, 8000, knobs)
     assert parts.queue_s == 0.7
     assert parts.prefill_s == pytest.approx(5.0)  # 8000 - 1000 - 2000 tokens
     assert parts.load_s == pytest.approx(0.2)
     assert parts.decode_s == pytest.approx(0.02)
     assert parts.credit_s == pytest.approx(1.0)  # half of 2000 tokens
-    assert parts.total_s == pytest.approx(0.7 + 5.0 + 0.2 + 0.02 - 1.0)
+    assert parts.eviction_s == pytest.approx(1.0)  # a quarter of 5.0 - 1.0
+    assert parts.total_s == pytest.approx(0.7 + 5.0 + 0.2 + 0.02 - 1.0 + 1.0)
     assert parts.uncached_tokens == 5000
 
 
@@ -74,12 +76,24 @@ def test_trunk_draws_siblings_together_and_beta_zero_does_not() -> None:
     assert choose([trunk, other], 8000, DEFAULTS).uncached_tokens == 8000
 
 
-def test_a_cached_prefix_is_not_worth_more_than_its_prefill() -> None:
-    cached = Candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.6)
+@pytest.mark.parametrize("premium", [0.0, 0.5, 1.0])
+def test_a_cached_prefix_is_worth_its_prefill_and_the_premium_and_no_more(premium: float) -> None:
+    knobs = PolicySettings(eviction_premium=premium)
+    worth_s = (1 + premium) * 4000 * RATE
+    cached = Candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=worth_s + 0.1)
     idle = Candidate("idle")
-    assert choose([cached, idle], 8000, DEFAULTS).engine_id == "idle"  # saves 0.5 s, waits 0.6 s
-    shorter = msgspec.structs.replace(cached, queue_s=0.4)
-    assert choose([shorter, idle], 8000, DEFAULTS).engine_id == "cached"
+    assert choose([cached, idle], 8000, knobs).engine_id == "idle"
+    shorter = msgspec.structs.replace(cached, queue_s=worth_s - 0.1)
+    assert choose([shorter, idle], 8000, knobs).engine_id == "cached"
+
+
+def test_the_account_is_charged_without_the_premium() -> None:
+    """The premium is paid by others and later; the queue gets what this prompt computes."""
+    engines = fleet(2)
+    dear = choose(engines, 8000, PolicySettings(eviction_premium=2.0))
+    plain = choose(engines, 8000, PolicySettings(eviction_premium=0.0))
+    assert dear.uncached_tokens == plain.uncached_tokens
+    assert dear.cost.prefill_s == pytest.approx(8000 * RATE)
 
 
 def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
@@ -124,10 +138,12 @@ def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> No
 
 def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
     cached = Candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.4)  # saves 0.5 s
-    choice = choose([cached, Candidate("idle")], 8000, PolicySettings(saving_factor=0.5))
+    half = PolicySettings(saving_factor=0.5, eviction_premium=0.0)
+    choice = choose([cached, Candidate("idle")], 8000, half)
     assert (choice.engine_id, choice.reason) == ("idle", "bounded")
-    assert choose([cached, Candidate("idle")], 8000, PolicySettings(saving_factor=0.9)).index == 0
-    wide = PolicySettings(saving_factor=0.5, queue_gap_s=0.5)
+    most = PolicySettings(saving_factor=0.9, eviction_premium=0.0)
+    assert choose([cached, Candidate("idle")], 8000, most).index == 0
+    wide = PolicySettings(saving_factor=0.5, eviction_premium=0.0, queue_gap_s=0.5)
     assert choose([cached, Candidate("idle")], 8000, wide).index == 0
 
 
@@ -169,7 +185,8 @@ def test_noise_of_learned_rates_does_not_draw_every_cold_prompt_to_one_engine() 
 
 
 def test_equal_costs_go_to_the_longer_trunk() -> None:
-    with_trunk = Candidate("with", trunk_tokens=4000, queue_s=0.5)
+    credit_s = DEFAULTS.beta * (1 + DEFAULTS.eviction_premium) * 4000 * RATE
+    with_trunk = Candidate("with", trunk_tokens=4000, queue_s=credit_s)
     without = Candidate("without")
     for key in range(20):
         choice = choose([without, with_trunk], 8000, DEFAULTS, prompt_key=key)
@@ -212,7 +229,16 @@ def test_no_candidates_is_an_error_and_one_needs_no_cost() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"beta": 1.5}, {"beta": -0.1}, {"saving_factor": 0}, {"tie_s": -1}, {"bounded_load_factor": 1.0}],
+    [
+        {"eviction_premium": -0.1},
+        {"eviction_premium": 5.0},
+        {"eviction_premium": float("nan")},
+        {"beta": 1.5},
+        {"beta": -0.1},
+        {"saving_factor": 0},
+        {"tie_s": -1},
+        {"bounded_load_factor": 1.0},
+    ],
 )
 def test_settings_that_void_the_bound_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -247,19 +273,21 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
     engines=candidates_of(8),
     prompt_tokens=st.integers(1, 20_000),
     factor=st.floats(0.01, 1),
+    premium=st.floats(0, EVICTION_PREMIUM_MAX),
     gap=st.floats(0, 5),
     key=st.integers(0, 2**64 - 1),
 )
 def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
-    engines: list[Candidate], prompt_tokens: int, factor: float, gap: float, key: int
+    engines: list[Candidate], prompt_tokens: int, factor: float, premium: float, gap: float, key: int
 ) -> None:
-    knobs = PolicySettings(saving_factor=factor, queue_gap_s=gap)
+    knobs = PolicySettings(saving_factor=factor, eviction_premium=premium, queue_gap_s=gap)
     choice = choose(engines, prompt_tokens, knobs, prompt_key=key)
     least = min(choice.costs, key=lambda c: (c.queue_s, c.total_s))
     assert within_bound(choice.cost, least, knobs)
     inside = [c for c in choice.costs if within_bound(c, least, knobs)]
     cheapest = min(c.total_s for c in inside)
-    band = max(knobs.tie_s, knobs.tie_fraction * prompt_tokens * min(e.prefill_s_per_token for e in engines))
+    whole_s = (1 + premium) * prompt_tokens * min(e.prefill_s_per_token for e in engines)
+    band = max(knobs.tie_s, knobs.tie_fraction * whole_s)
     slack = knobs.probe_cost_max_s if choice.reason == "probe" else band
     assert choice.cost.total_s <= cheapest + slack + 1e-9
     assert all(1 <= c.uncached_tokens <= prompt_tokens for c in choice.costs)
@@ -279,18 +307,20 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
         max_size=120,
     ),
     factor=st.floats(0.1, 1),
+    premium=st.floats(0, EVICTION_PREMIUM_MAX),
 )
 def test_queues_never_drift_apart_by_more_than_the_bound(
-    requests: list[tuple[int, int, float, float, float]], factor: float
+    requests: list[tuple[int, int, float, float, float]], factor: float, premium: float
 ) -> None:
     """Engines of one rate, whatever the prompts and whoever claims to hold them.
 
     A queue is lengthened only while it is within max(gap, factor * saving) of the shortest, the saving is at
-    most the prefill of the prompt, and the prompt adds at most its prefill; draining brings queues together.
+    most (1 + premium) times the prefill of the prompt, and the prompt adds at most its prefill; draining
+    brings queues together.
     """
-    knobs = PolicySettings(saving_factor=factor)
+    knobs = PolicySettings(saving_factor=factor, eviction_premium=premium)
     longest = 20_000 * RATE
-    bound = max(knobs.queue_gap_s, factor * longest) + longest
+    bound = max(knobs.queue_gap_s, factor * (1 + premium) * longest) + longest
     queues = [0.0] * 8
     for prompt_tokens, holder, share, exact_share, wait_s in requests:
         queues = [max(0.0, queue - wait_s) for queue in queues]

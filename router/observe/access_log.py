@@ -1,0 +1,235 @@
+"""The access log: one JSON line per answered request, for what-if runs (``kvatlas simulate``). No text.
+
+A line is a request in the workload format (``timestamp`` in ms, ``input_length``, ``output_length``,
+``hash_ids``) with what the router expected and what came of it. The event loop only puts a record into a
+queue; a thread of its own hashes, writes and turns the file over.
+
+Always true: a request is never delayed or failed by its log; what is queued and what lies on the disk is
+bounded; every request that is not written is counted, by reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from publisher.block_hash import PromptExtras
+from router.observe.prefix_ids import prefix_ids, read_key
+
+_log = structlog.get_logger()
+WRITE_EVERY_S = 0.2
+COMPLAIN_EVERY_S = 60.0
+CLOSE_S_MAX = 5.0
+_TAIL_BYTES = 1 << 16
+
+
+class AccessLogSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written of every request for ``kvatlas simulate``: lengths and prefix hashes, no text.
+
+    Two files at most: ``path``, and ``path`` with ``.1`` behind it, which is older. Every router needs its
+    own ``path``; with the same ``key_file`` their files can be read as one.
+    """
+
+    path: str = ""
+    """File to append to; "" writes nothing."""
+    bytes_max: int = 256 << 20
+    """Of both files together; a line takes 200 bytes and 17 more per 512 tokens of its prompt."""
+    key_file: str = ""
+    """Secret of the prefix hashes, made if it is not there; "" is ``path`` with ``.key`` behind it."""
+    queue_len_max: int = 8192
+    """Requests that wait to be written; more are dropped and counted."""
+    queue_tokens_max: int = 8 << 20
+    """Tokens of prompts that wait to be written; more are dropped and counted."""
+
+
+class AccessLogStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    written: int = 0
+    dropped: dict[str, int] = msgspec.field(
+        default_factory=lambda: {"queue_full": 0, "tokens_unknown": 0, "not_writable": 0}
+    )
+    """Requests without a line: too many waited; the router did not see their tokens; the disk refused."""
+    rotations: int = 0
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """One answered request. Seconds on the wall clock and tokens; None where nobody told."""
+
+    arrived_s: float
+    model: str
+    engine_id: str
+    tokens: array[int]
+    extras: PromptExtras
+    streams: bool
+    output_tokens: int | None
+    predicted_tokens: int | None
+    cached_tokens: int | None
+    ttft_s: float | None
+    duration_s: float
+    queue_s: float
+
+
+class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line as it is written. ``output_reported`` False: ``output_length`` is 0 because nobody told."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    model: str
+    engine: str
+    stream: bool
+    output_reported: bool
+    predicted_tokens: int | None
+    cached_tokens: int | None
+    ttft_s: float | None
+    duration_s: float
+    queue_s: float
+
+
+class AccessLog:
+    """Writes from ``start`` to ``close``; ``add`` may be called at any time, from one thread."""
+
+    def __init__(self, settings: AccessLogSettings) -> None:
+        self.stats = AccessLogStats()
+        self._settings = settings
+        self._path = Path(settings.path)
+        self._key_path = Path(settings.key_file or f"{settings.path}.key")
+        self._key = b""
+        self._queue: deque[Access] = deque()
+        self._tokens_in = 0  # put into the queue so far: written by the event loop's thread alone
+        self._tokens_out = 0  # taken out so far: by the writer's thread alone
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._file: FileIO | None = None
+        self._complain_after_s = 0.0
+        self._encoder = msgspec.json.Encoder()
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._closing.clear()
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what waits, and end; a disk that hangs is not waited for longer than ``CLOSE_S_MAX``."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
+            self._thread = None
+
+    def add(self, access: Access) -> None:
+        """Have a line written, soon. Never waits."""
+        waiting = self._tokens_in - self._tokens_out
+        if (
+            len(self._queue) >= self._settings.queue_len_max
+            or waiting + len(access.tokens) > self._settings.queue_tokens_max
+        ):
+            self.stats.dropped["queue_full"] += 1
+            return
+        self._tokens_in += len(access.tokens)
+        self._queue.append(access)
+
+    def skip(self) -> None:
+        """A request whose tokens the router did not see, or which had several prompts."""
+        self.stats.dropped["tokens_unknown"] += 1
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            closing = self._closing.wait(WRITE_EVERY_S)  # looked at first: what came before it is written
+            try:
+                self._write_all()
+            except OSError as error:
+                self._shut()
+                self._complain(error)
+        self._shut()
+        while self._queue:
+            self._tokens_out += len(self._queue.popleft().tokens)
+            self.stats.dropped["not_writable"] += 1
+
+    def _write_all(self) -> None:
+        """Write what waits. Raises ``OSError``, and the lines it had taken out are counted as dropped."""
+        while self._queue:
+            access = self._queue.popleft()
+            self._tokens_out += len(access.tokens)
+            try:
+                self._write(access)
+            except OSError:
+                self.stats.dropped["not_writable"] += 1
+                raise
+            self.stats.written += 1
+
+    def _write(self, access: Access) -> None:
+        if not self._key:
+            self._key = read_key(self._key_path)
+        line = self._encoder.encode(self._line(access)) + b"\n"
+        if self._file is None:
+            self._file = _open_whole(self._path)
+        size = self._file.tell()
+        if size and size + len(line) > self._settings.bytes_max // 2:
+            self._shut()
+            self._path.replace(f"{self._path}.1")
+            self.stats.rotations += 1
+            self._file, size = _open_whole(self._path), 0
+        if self._file.write(line) != len(line):
+            self._file.truncate(size)  # half a line would spoil the next one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def _line(self, access: Access) -> AccessLine:
+        return AccessLine(
+            timestamp=round(1000 * access.arrived_s, 3),
+            input_length=len(access.tokens),
+            output_length=access.output_tokens or 0,
+            hash_ids=prefix_ids(access.tokens, access.model, access.extras, self._key),
+            model=access.model,
+            engine=access.engine_id,
+            stream=access.streams,
+            output_reported=access.output_tokens is not None,
+            predicted_tokens=access.predicted_tokens,
+            cached_tokens=access.cached_tokens,
+            ttft_s=None if access.ttft_s is None else round(access.ttft_s, 6),
+            duration_s=round(access.duration_s, 6),
+            queue_s=round(access.queue_s, 6),
+        )
+
+    def _shut(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if time.monotonic() >= self._complain_after_s:
+            self._complain_after_s = time.monotonic() + COMPLAIN_EVERY_S
+            _log.warning("access log not written", path=str(self._path), problem=str(error))
+
+
+def _open_whole(path: Path) -> FileIO:
+    """Open to append, without the half line that a crash may have left."""
+    file = FileIO(path, "a+")
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+    file.seek(end)
+    return file

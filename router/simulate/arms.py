@@ -1,0 +1,81 @@
+"""The arms of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
+
+The policies are those that serve (``router.policy.arms``), unchanged; an arm only says what they are told.
+The honest versions of what other routers do are here: full attention only, own history uncapped and capped,
+hash of the session with bounded load, power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+SightName = Literal["truth", "history", "capped-history", "rules", "blind"]
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    """``policy`` is a name of ``router.policy.arms``; ``beta`` None leaves the setting as it is."""
+
+    policy: str
+    sight: SightName
+    in_flight: bool = True
+    by_session: bool = False
+    beta: float | None = None
+    what: str
+
+
+ARMS: dict[str, Arm] = {
+    "kvatlas": Arm(policy="kvatlas", sight="truth", what="place by trunk, account by the exact hit"),
+    "exact": Arm(policy="exact", sight="truth", in_flight=False, what="cheapest by the exact hit alone"),
+    "full-attention": Arm(
+        policy="full-attention",
+        sight="truth",
+        in_flight=False,
+        what="the full-attention prefix taken for the hit",
+    ),
+    "full-attention-in-flight": Arm(
+        policy="full-attention", sight="truth", what="the same, and prompts in flight count"
+    ),
+    "rules": Arm(policy="kvatlas", sight="rules", what="no events: shadow pools with the engine's rules"),
+    "approx-tree": Arm(
+        policy="exact", sight="history", in_flight=False, what="own prefix history that never forgets"
+    ),
+    "approx-tree-capped": Arm(
+        policy="exact",
+        sight="capped-history",
+        in_flight=False,
+        what="own prefix history with the engine's size",
+    ),
+    "session-hash": Arm(
+        policy="hash", sight="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
+    ),
+    "hash": Arm(policy="hash", sight="blind", in_flight=False, what="first blocks hashed, bounded load"),
+    "power-of-two": Arm(
+        policy="power-of-two", sight="blind", in_flight=False, what="less loaded of two at random"
+    ),
+    "least-load": Arm(policy="least-load", sight="blind", in_flight=False, what="shortest queue"),
+    "round-robin": Arm(policy="round-robin", sight="blind", in_flight=False, what="in turn"),
+}
+
+
+def arms_of(names: Iterable[str]) -> dict[str, Arm]:
+    """Arms by name, in the given order; ``kvatlas:beta=0.5`` sets that knob. Raises ``ValueError``."""
+    found: dict[str, Arm] = {}
+    for name in names:
+        base, _, knob = name.partition(":")
+        arm = ARMS.get(base)
+        if arm is None:
+            raise ValueError(f"no policy is called {base!r}; there are {', '.join(ARMS)}")
+        if knob:
+            key, _, text = knob.partition("=")
+            try:
+                beta = float(text)
+            except ValueError:
+                beta = -1.0
+            if key != "beta" or not 0 <= beta <= 1:
+                raise ValueError(f"{name}: after the colon only beta=0 to beta=1 can be said")
+            arm = msgspec.structs.replace(arm, beta=beta)
+        found[name] = arm
+    return found

@@ -1,0 +1,102 @@
+"""The ``simulate`` subcommand's arguments. Light to import: the work is loaded when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def simulate(
+    workload: Annotated[
+        str,
+        Parameter(
+            help="A trace in Mooncake's format or an access log of a router (.jsonl, .jsonl.gz), or `chat`, "
+            "`tenants`, `agents`."
+        ),
+    ],
+    *,
+    engines: Annotated[int, Parameter(help="How many engines.")] = 8,
+    model: Annotated[
+        str, Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups.")
+    ] = "gpt-oss-like",
+    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64,
+    pool: Annotated[
+        str, Parameter(help="KV cache: blocks per engine, or the fleet's share of what the workload fills.")
+    ] = "25%",
+    policy: Annotated[
+        str,
+        Parameter(
+            help="Arms, with commas: kvatlas, exact, full-attention, full-attention-in-flight, rules, "
+            "approx-tree, approx-tree-capped, session-hash, hash, power-of-two, least-load, round-robin; "
+            "kvatlas:beta=0.5 sets the knob."
+        ),
+    ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
+    load: Annotated[
+        float, Parameter(help="Arrivals so fast that round robin is busy with prompts for this share.")
+    ] = 0.85,
+    speed: Annotated[
+        float | None, Parameter(help="Instead of --load: arrivals so many times as fast as recorded.")
+    ] = None,
+    retention: Annotated[
+        str, Parameter(help="prefix_cache_retention_interval: tokens or dense; several with commas.")
+    ] = "0",
+    seeds: Annotated[int, Parameter(help="Runs per arm; with several, 95 % intervals are shown.")] = 1,
+    requests: Annotated[
+        int | None, Parameter(help="Only the first so many; of a generator that many (4000).")
+    ] = None,
+    seconds: Annotated[
+        float | None, Parameter(help="Over how long a generator's sessions begin (0.3 per request).")
+    ] = None,
+    served_model: Annotated[
+        str | None, Parameter(help="Only requests of this model, where an access log has several.")
+    ] = None,
+    fit: Annotated[
+        str | None,
+        Parameter(help="Take the rates from an engine (URL), a saved metrics page, or an access log."),
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None, Parameter(help="Prompt tokens an engine computes per second (8000).")
+    ] = None,
+    decode_tokens_per_s: Annotated[
+        float | None, Parameter(help="Tokens per second of one answer (50).")
+    ] = None,
+    chunk_tokens: Annotated[int | None, Parameter(help="The engines' max_num_batched_tokens (8192).")] = None,
+    seqs_max: Annotated[int | None, Parameter(help="The engines' max_num_seqs (64).")] = None,
+    sensitivity: Annotated[
+        bool, Parameter(help="Also at 0.8 and 1.25 times the prefill rate.", negative="")
+    ] = False,
+    processes: Annotated[int | None, Parameter(help="Default: one per core.")] = None,
+    plot: Annotated[
+        Path | None, Parameter(help="Draw into a .png, .svg or .html file (needs kvatlas[plot]).")
+    ] = None,
+    json: Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")] = False,
+) -> int:
+    """What policies, memory and engine flags would do with a workload: engines on a virtual clock, no GPU."""
+    from router.simulate.command import SimulateOptions, run_simulate  # noqa: PLC0415  # loaded when run
+
+    options = SimulateOptions(
+        workload=workload,
+        engines=engines,
+        model=model,
+        block_tokens=block_tokens,
+        pool=pool,
+        policy=policy,
+        load=load,
+        speed=speed,
+        retention=retention,
+        seeds=seeds,
+        requests=requests,
+        seconds=seconds,
+        served_model=served_model,
+        fit=fit,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        decode_tokens_per_s=decode_tokens_per_s,
+        chunk_tokens=chunk_tokens,
+        seqs_max=seqs_max,
+        sensitivity=sensitivity,
+        processes=processes,
+        plot=plot,
+    )
+    return run_simulate(options, as_json=json)

@@ -1,0 +1,237 @@
+"""``kvatlas simulate``: flags to a plan, the plan run on all cores, and a table, JSON or picture of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from publisher.groups import GroupSpec
+from router.config_checks import ConfigError
+from router.simulate.arms import Arm, arms_of
+from router.simulate.capture import is_capture, read_capture
+from router.simulate.fetch import fetch
+from router.simulate.fit import Fit, FitError, fit_capture, fit_metrics
+from router.simulate.fleet import FleetSetup
+from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of
+from router.simulate.outcome import NothingServedError
+from router.simulate.plan import Plan, check_layout, run_plan
+from router.simulate.plot import PlotError, check_plot, draw
+from router.simulate.report import WIDTH_PIPED, facts_of, report_json, show
+from router.simulate.sources import Source
+from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
+from router.simulate.timing import Timing
+from router.simulate.workload import WorkloadError
+
+ENGINES_MAX = 1024
+SEEDS_MAX = 100
+SENSITIVITY = (0.8, 1.0, 1.25)
+
+
+class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says, unread."""
+
+    workload: str
+    engines: int = 8
+    model: str = "gpt-oss-like"
+    block_tokens: int = BLOCK_TOKENS
+    pool: str = "25%"
+    policy: str = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin"
+    load: float = 0.85
+    speed: float | None = None
+    retention: str = "0"
+    seeds: int = 1
+    requests: int | None = None
+    seconds: float | None = None
+    served_model: str | None = None
+    fit: str | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    chunk_tokens: int | None = None
+    seqs_max: int | None = None
+    sensitivity: bool = False
+    processes: int | None = None
+    plot: Path | None = None
+
+
+def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
+    """0 when it is done. Raises ``ConfigError`` for what cannot be run."""
+    _check_numbers(options)
+    groups = read_model(options.model, options.block_tokens)
+    arms = _arms(options.policy)
+    retentions = read_retentions(options.retention, groups)
+    with _refused("--plot", PlotError):
+        if options.plot is not None:
+            check_plot(options.plot)
+    fit = None if options.fit is None else read_fit(options.fit, options.served_model)
+    timing = _timing(options, fit)
+    with _refused("workload", WorkloadError):
+        workloads = _source(options).draws(range(options.seeds))
+    blocks = read_pool(options.pool, groups, options.engines, workloads)
+    plan = Plan(
+        setup=FleetSetup(
+            groups=groups,
+            num_blocks=blocks,
+            engines=options.engines,
+            timing=timing,
+            speed=options.speed or 1.0,
+        ),
+        arms=arms,
+        retentions=retentions,
+        rate_factors=SENSITIVITY if options.sensitivity else (1.0,),
+        load=None if options.speed is not None else options.load,
+    )
+    processes = options.processes or len(os.sched_getaffinity(0))
+    total = plan.num_runs(len(workloads)) * len(workloads[0])
+    with (
+        _refused("workload", WorkloadError),
+        _refused(f"--pool {options.pool}", NothingServedError),
+        _progress(total, quiet=as_json) as placed,
+    ):
+        study = run_plan(plan, workloads, processes=processes, placed=placed)
+    facts = facts_of(plan, study, workloads, workload=options.workload, model=options.model)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(report_json(plan, study, facts, fit)).decode() + "\n")
+    else:
+        console = Console()
+        show(plan, study, facts, fit, console if console.is_terminal else Console(width=WIDTH_PIPED))
+    if options.plot is not None:
+        with _refused("--plot", PlotError):
+            draw(study, facts, options.plot)
+    return 0
+
+
+def read_model(model: str, block_tokens: int) -> tuple[GroupSpec, ...]:
+    """The groups of ``--model``. Raises ``ConfigError``."""
+    with _refused("--model", ModelError):
+        groups = groups_of(model, block_tokens)
+    with _refused(f"--model {model}", ValueError):
+        check_layout(groups, None if len(groups) > 1 else 0)
+    return groups
+
+
+def read_retentions(text: str, groups: tuple[GroupSpec, ...]) -> tuple[int | None, ...]:
+    """``0,4096,dense``. Raises ``ConfigError``, also for what the model does not allow."""
+    found: list[int | None] = []
+    for word in [part.strip() for part in text.split(",")]:
+        if word != "dense" and not word.isdecimal():
+            raise ConfigError(f"--retention {word!r}: expected tokens, or dense; several with commas")
+        retention = None if word == "dense" else int(word)
+        with _refused(f"--retention {word}", ValueError):
+            check_layout(groups, retention)
+        if retention not in found:
+            found.append(retention)
+    return tuple(found)
+
+
+def read_pool(text: str, groups: tuple[GroupSpec, ...], engines: int, workloads: Workloads) -> int:
+    """Blocks of each engine, from ``25%`` or a count. Raises ``ConfigError``."""
+    number = text.removesuffix("%").strip()
+    try:
+        value = float(number) if text.endswith("%") else int(number)
+    except ValueError:
+        value = -1
+    if not 0 < value < math.inf:
+        raise ConfigError(
+            f"--pool {text!r}: expected blocks per engine, or a share of the workload such as 25%"
+        )
+    if text.endswith("%"):
+        return pool_blocks(workloads[0], groups, engines, value / 100)
+    if value < POOL_BLOCKS_MIN:
+        raise ConfigError(f"--pool {text}: at least {POOL_BLOCKS_MIN} blocks are wanted")
+    return int(value)
+
+
+def read_fit(where: str, served_model: str | None) -> Fit:
+    """Rates from ``--fit``: an engine's URL, its saved metrics page, or a capture. Raises ``ConfigError``."""
+    timing = Timing()
+    with _refused(f"--fit {where}", FitError, WorkloadError, OSError, UnicodeDecodeError):
+        if where.startswith(("http://", "https://")):
+            return fit_metrics(fetch(where), timing)
+        path = Path(where)
+        if path.suffix != ".gz" and path.read_text(encoding="utf-8").startswith("#"):
+            return fit_metrics(path.read_text(encoding="utf-8"), timing)
+        if not is_capture(path):
+            raise FitError("a trace tells no times of answers; an access log, an engine's URL or metrics do")
+        return fit_capture(read_capture(path, served_model), timing)
+
+
+def _arms(text: str) -> dict[str, Arm]:
+    with _refused("--policy", ValueError):
+        return arms_of(word.strip() for word in text.split(","))
+
+
+def _source(options: SimulateOptions) -> Source:
+    return Source(
+        name=options.workload,
+        requests_max=options.requests,
+        seconds=options.seconds,
+        model=options.served_model,
+    )
+
+
+def _timing(options: SimulateOptions, fit: Fit | None) -> Timing:
+    """Flags go before the fit, the fit before the defaults."""
+    given: dict[str, float | int] = {}
+    if options.prefill_tokens_per_s is not None:
+        given["prefill_s_per_token"] = 1 / options.prefill_tokens_per_s
+    if options.decode_tokens_per_s is not None:
+        given["decode_s"] = 1 / options.decode_tokens_per_s
+    if options.chunk_tokens is not None:
+        given["chunk_tokens"] = options.chunk_tokens
+    if options.seqs_max is not None:
+        given["seqs_max"] = options.seqs_max
+    with _refused("timing", ValueError):
+        return msgspec.structs.replace(Timing() if fit is None else fit.timing, **given)
+
+
+def _check_numbers(options: SimulateOptions) -> None:
+    bounds: dict[str, tuple[float, float]] = {
+        "engines": (1, ENGINES_MAX),
+        "seeds": (1, SEEDS_MAX),
+        "requests": (1, math.inf),
+        "processes": (1, 1024),
+        "block_tokens": (1, 1 << 20),
+        "chunk_tokens": (1, 1 << 24),
+        "seqs_max": (1, 1 << 20),
+    }
+    for name, (least, most) in bounds.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {least:g} to {most:g}")
+    for name in ("load", "speed", "seconds", "prefill_tokens_per_s", "decode_tokens_per_s"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+
+
+@contextmanager
+def _refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
+    """What a part refuses, as a configuration error that names the flag."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+@contextmanager
+def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal that standard error is, if it is one and not ``quiet``."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    disable = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        task = progress.add_task("requests placed", total=total)
+        yield lambda more: progress.advance(task, more)

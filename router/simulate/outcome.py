@@ -1,0 +1,127 @@
+"""What a run is worth: hit share, time to first token, balance, prediction error, regret. Tokens and seconds.
+
+The first ``WARM_SHARE`` of the requests fills the caches: hits, times and predictions count from there on;
+what engines did (busy, imbalance, preemptions) is of the whole run. Arms that ran over the same requests are
+compared request by request: an arm's *regret* is how much later than at the best arm each first token came,
+on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from router.simulate.fleet import FleetRun, Row
+
+WARM_SHARE = 0.2
+WINDOWS = 20
+Floats = npt.NDArray[np.float64]
+
+
+class NothingServedError(ValueError):
+    """No request of a run fitted into an engine."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm's numbers. ``exact_share`` is the share of predictions that were right to the token."""
+
+    requests: int
+    refused: int
+    """Requests that fit into no engine's cache; they are in no other number."""
+    hit_share: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    busy_share: float
+    """Of the engines' time, spent on prompts."""
+    imbalance: float
+    """Prompt seconds of the busiest engine over the mean."""
+    error_mean_tokens: float
+    """Mean of |predicted - hit|."""
+    exact_share: float
+    regret_s: float
+    preemptions: int
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the whole run, warm-up included: hit share in ``WINDOWS`` steps, prompt seconds per engine."""
+
+    hit_shares: list[float]
+    busy_s: list[float]
+    lasted_s: float
+
+    @property
+    def busy_shares(self) -> list[float]:
+        return [busy_s / self.lasted_s for busy_s in self.busy_s] if self.lasted_s else []
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a run. ``ttft_s``: per measured request, -1 for one that was refused."""
+
+    outcome: Outcome
+    ttft_s: Floats
+    curves: Curves
+
+
+def result_of(run: FleetRun) -> Result:
+    """Sum up one run; ``regret_s`` is 0 until it is compared. Raises ``NothingServedError``."""
+    rows = run.rows[int(WARM_SHARE * len(run.rows)) :]
+    served = [row for row in rows if row.ttft_s >= 0]
+    if not served:
+        raise NothingServedError("no request fits into the engines' caches: give them more blocks")
+    waits = np.array([row.ttft_s for row in served])
+    errors = np.array([abs(row.predicted - row.hit) for row in served])
+    p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))
+    busy = np.array(run.busy_s)
+    lasted_s = run.ended_s - run.rows[0].arrived_s
+    outcome = Outcome(
+        requests=len(served),
+        refused=len(rows) - len(served),
+        hit_share=_hit_share(served),
+        ttft_mean_s=float(waits.mean()),
+        ttft_p50_s=p50,
+        ttft_p90_s=p90,
+        ttft_p99_s=p99,
+        busy_share=float(busy.mean() / lasted_s) if lasted_s else 0.0,
+        imbalance=float(busy.max() / busy.mean()) if busy.mean() else 1.0,
+        error_mean_tokens=float(errors.mean()),
+        exact_share=float((errors == 0).mean()),
+        regret_s=0.0,
+        preemptions=run.preemptions,
+    )
+    curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)
+    return Result(outcome=outcome, ttft_s=np.array([row.ttft_s for row in rows]), curves=curves)
+
+
+def best_ttft(results: Mapping[str, Result]) -> Floats:
+    """Per measured request the shortest time over all arms; -1 where nobody served it."""
+    times = np.array([result.ttft_s for result in results.values()])
+    times[times < 0] = np.inf
+    best: Floats = times.min(axis=0)
+    best[np.isinf(best)] = -1.0
+    return best
+
+
+def compare(results: Mapping[str, Result]) -> dict[str, Outcome]:
+    """Outcomes of arms that ran over the same requests, by name, with their regret."""
+    best = best_ttft(results)
+    compared = {}
+    for name, result in results.items():
+        served = result.ttft_s >= 0
+        regret_s = float((result.ttft_s - best)[served].mean())
+        compared[name] = msgspec.structs.replace(result.outcome, regret_s=regret_s)
+    return compared
+
+
+def _hit_share(rows: list[Row]) -> float:
+    return sum(row.hit for row in rows) / sum(row.prompt_tokens for row in rows)
+
+
+def _over_time(run: FleetRun) -> list[float]:
+    rows = [row for row in run.rows if row.ttft_s >= 0]
+    parts = np.array_split(np.arange(len(rows)), min(WINDOWS, len(rows)))
+    return [_hit_share(rows[part[0] : part[-1] + 1]) for part in parts]

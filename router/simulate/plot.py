@@ -1,0 +1,148 @@
+"""Pictures of a study: times to first token, hit share over the run, load per engine. First seed of each arm.
+
+Needs matplotlib (the extra ``plot``), which is loaded only here, without its window code. A page (``.html``)
+is whole in itself: the picture is inside it as SVG, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from router.simulate.plan import ArmReport, Study, over_seeds
+from router.simulate.report import Facts, retention_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+ENDINGS = (".png", ".svg", ".html")
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }}
+svg {{ width: 100%; height: auto; }}
+table {{ border-collapse: collapse; }}
+th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
+th:first-child, td:first-child {{ text-align: left; }}
+</style></head>
+<body><h1>{title}</h1><p>{text}</p>
+{svg}
+<table><thead><tr>{head}</tr></thead><tbody>
+{rows}
+</tbody></table></body></html>
+"""
+_COLUMNS = {
+    "hit %": ("hit_share", 100.0, 1),
+    "mean s": ("ttft_mean_s", 1.0, 3),
+    "p50 s": ("ttft_p50_s", 1.0, 3),
+    "p90 s": ("ttft_p90_s", 1.0, 2),
+    "p99 s": ("ttft_p99_s", 1.0, 2),
+    "imbalance": ("imbalance", 1.0, 2),
+    "regret s": ("regret_s", 1.0, 3),
+}
+
+
+class PlotError(ValueError):
+    """A picture that cannot be drawn."""
+
+
+def check_plot(path: Path) -> None:
+    """Before anything runs: raises ``PlotError`` for an unknown ending, or where matplotlib is missing."""
+    if path.suffix not in ENDINGS:
+        raise PlotError(f"{path}: the name must end in one of {', '.join(ENDINGS)}")
+    if not path.absolute().parent.is_dir():
+        raise PlotError(f"{path}: there is no such folder")
+    _library()
+
+
+def draw(study: Study, facts: Facts, path: Path) -> None:
+    """Write the picture or page. Raises ``PlotError``."""
+    figure = _figure(study)
+    try:
+        if path.suffix == ".html":
+            path.write_text(_page(study, facts, figure), encoding="utf-8")
+        else:
+            figure.savefig(path, format=path.suffix[1:], metadata=_undated(path.suffix))
+    except OSError as error:
+        raise PlotError(f"{path}: {error}") from None
+
+
+def label(report: ArmReport, study: Study) -> str:
+    """The arm, and of its cell what differs within the study."""
+    parts = [report.arm]
+    if len({other.retention for other in study.reports}) > 1:
+        parts.append(f"retention {retention_text(report.retention)}")
+    if len({other.rate_factor for other in study.reports}) > 1:
+        parts.append(f"rate x {report.rate_factor:g}")
+    return ", ".join(parts)
+
+
+def _library() -> Any:
+    try:
+        import matplotlib as mpl  # noqa: PLC0415  # an extra, and slow to load
+        from matplotlib import figure  # noqa: PLC0415
+    except ImportError:
+        raise PlotError("--plot needs matplotlib: pip install 'kvatlas[plot]'") from None
+    mpl.rcParams["svg.hashsalt"] = "kvatlas"  # else ids in an SVG differ from run to run
+    return figure
+
+
+def _figure(study: Study) -> Figure:
+    figure: Figure = _library().Figure(figsize=(15, 5), layout="constrained")
+    waits, hits, loads = figure.subplots(1, 3)
+    for report in study.reports:
+        _draw_arm(report, label(report, study), waits, hits, loads)
+    waits.set(xscale="log", xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1))
+    hits.set(xlabel="share of the run", ylabel="hit share of prompt tokens", xlim=(0, 1))
+    hits.set_ylim(bottom=0)
+    loads.set(xlabel="engine, busiest first", ylabel="share of time busy with prompts")
+    loads.set_ylim(bottom=0)
+    for axes in (waits, hits, loads):
+        axes.grid(visible=True, alpha=0.3)
+    waits.legend(fontsize="small", loc="upper left")
+    return figure
+
+
+def _draw_arm(report: ArmReport, name: str, waits: Axes, hits: Axes, loads: Axes) -> None:
+    result = report.results[0]
+    times = np.sort(result.ttft_s[result.ttft_s >= 0])
+    waits.plot(np.maximum(times, 1e-4), np.arange(1, len(times) + 1) / len(times), label=name)
+    shares = result.curves.hit_shares
+    hits.plot((np.arange(len(shares)) + 0.5) / len(shares), shares)
+    busy = sorted(result.curves.busy_shares, reverse=True)
+    loads.plot(range(1, len(busy) + 1), busy, marker="o", markersize=3)
+
+
+def _undated(suffix: str) -> dict[str, str | None]:
+    return {"Date": None} if suffix == ".svg" else {"Software": None}
+
+
+def _page(study: Study, facts: Facts, figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=_undated(".svg"))
+    text = _METADATA.sub("", buffer.getvalue())
+    rows = []
+    for report in study.reports:
+        cells = [html.escape(label(report, study))]
+        for name, scale, digits in _COLUMNS.values():
+            cells.append(f"{scale * over_seeds(report.outcomes, name).mean:.{digits}f}")
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return _PAGE.format(
+        title=html.escape(f"{facts.workload} on {facts.engines} engines of {facts.model}"),
+        text=html.escape(
+            f"{facts.requests} requests, {facts.mean_prompt_tokens:.0f} prompt tokens on average; "
+            f"{facts.blocks_per_engine} blocks per engine; numbers are means over {facts.seeds} seed(s), "
+            "the picture is of the first."
+        ),
+        svg=text[text.index("<svg") :],
+        head="".join(f"<th>{html.escape(name)}</th>" for name in ("policy", *_COLUMNS)),
+        rows="\n".join(rows),
+    )

@@ -1,0 +1,177 @@
+"""A study as a table for people and as JSON for machines. Times in seconds, hits of prompt tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from router.simulate.fit import Fit
+from router.simulate.outcome import Outcome
+from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
+from router.simulate.study import Workloads, mean_prompt_tokens
+
+WIDTH_PIPED = 132
+_COLUMNS = ("hit %", "mean s", "p50 s", "p90 s", "p99 s", "imbal.", "error", "exact %", "regret s")
+_LEGEND = (
+    "Seconds to the first token. imbal.: busiest engine over the mean; error: tokens between predicted and "
+    "true hit; regret: later than at the best policy, request by request."
+)
+_LEGEND_SEEDS = " ± is half a 95 % interval over the seeds."
+_NUMBERS = tuple(field for field in Outcome.__struct_fields__ if field != "requests")
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked and on what it ran, for the head of a report."""
+
+    workload: str
+    model: str
+    requests: int
+    sessions: int
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    seeds: int
+    engines: int
+    blocks_per_engine: int
+    tokens_per_engine: int
+    """What the pool would hold of full attention, if it held nothing else."""
+    load: float | None
+    speeds: list[float]
+
+
+def facts_of(plan: Plan, study: Study, workloads: Workloads, *, workload: str, model: str) -> Facts:
+    """From the first seed's requests."""
+    requests = next(iter(workloads.values()))
+    setup = plan.setup
+    return Facts(
+        workload=workload,
+        model=model,
+        requests=len(requests),
+        sessions=len({request.session for request in requests}),
+        mean_prompt_tokens=mean_prompt_tokens(requests),
+        mean_output_tokens=sum(request.output_tokens for request in requests) / len(requests),
+        seeds=len(workloads),
+        engines=setup.engines,
+        blocks_per_engine=setup.num_blocks,
+        tokens_per_engine=setup.num_blocks * min(group.block_size for group in setup.groups),
+        load=plan.load,
+        speeds=study.speeds,
+    )
+
+
+def retention_text(retention: int | None) -> str:
+    """As ``--retention`` takes it."""
+    return "dense" if retention is None else str(retention)
+
+
+def report_json(plan: Plan, study: Study, facts: Facts, fit: Fit | None) -> dict[str, Any]:
+    """Every number, per arm and per seed."""
+    return {
+        "facts": msgspec.to_builtins(facts),
+        "timing": msgspec.to_builtins(plan.setup.timing),
+        "fit": None if fit is None else msgspec.to_builtins(fit),
+        "arms": [_arm(report) for report in study.reports],
+    }
+
+
+def _arm(report: ArmReport) -> dict[str, Any]:
+    means = {name: over_seeds(report.outcomes, name) for name in _NUMBERS}
+    return {
+        "policy": report.arm,
+        "retention": retention_text(report.retention),
+        "prefill_rate_factor": report.rate_factor,
+        "mean": {name: interval.mean for name, interval in means.items()},
+        "ci95": {name: interval.half for name, interval in means.items()},
+        "seeds": msgspec.to_builtins(report.outcomes),
+        "curves": msgspec.to_builtins(report.results[0].curves),
+    }
+
+
+def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Console) -> None:
+    """Head, table and what to know about them."""
+    console.print(_head(plan, facts), highlight=False)
+    if fit is not None:
+        _show_fit(fit, console)
+    for table in _tables(plan, study):
+        console.print(table)
+    refused = max(outcome.refused for report in study.reports for outcome in report.outcomes)
+    if refused:
+        console.print(
+            f"[yellow]{refused} requests fit into no engine's cache and are left out; --pool is too small "
+            "for them.[/]"
+        )
+    console.print(_LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else ""), style="dim", highlight=False)
+
+
+def _head(plan: Plan, facts: Facts) -> str:
+    timing = plan.setup.timing
+    load = "as recorded" if facts.load is None else f"round robin {100 * facts.load:.0f} % busy with prompts"
+    speed = f"{sum(facts.speeds) / len(facts.speeds):.2f} x the workload's times"
+    return (
+        f"[bold]{facts.workload}[/]: {facts.requests} requests of {facts.sessions} sessions, on average "
+        f"{facts.mean_prompt_tokens:.0f} prompt and {facts.mean_output_tokens:.0f} generated tokens\n"
+        f"[bold]{facts.model}[/]: {facts.engines} engines of {facts.blocks_per_engine} blocks "
+        f"({facts.tokens_per_engine} tokens), prefill {1 / timing.prefill_s_per_token:.0f} tokens/s, "
+        f"{1 / timing.decode_s:.0f} tokens/s per answer\n"
+        f"Load: {load}, {speed}; {facts.seeds} seed{'s' if facts.seeds > 1 else ''}"
+    )
+
+
+def _show_fit(fit: Fit, console: Console) -> None:
+    for one in fit.estimates:
+        console.print(
+            f"fitted {one.name} = {one.value:.3g} s ({one.low:.3g} to {one.high:.3g}, {one.spread}, "
+            f"{one.samples} samples)",
+            highlight=False,
+        )
+    for note in fit.notes:
+        console.print(note, style="dim", highlight=False)
+
+
+def _tables(plan: Plan, study: Study) -> Iterator[Table]:
+    """One per cell, the best arm's mean in bold."""
+    for retention in plan.retentions:
+        for factor in plan.rate_factors:
+            cell = [r for r in study.reports if (r.retention, r.rate_factor) == (retention, factor)]
+            best_s = min(over_seeds(report.outcomes, "ttft_mean_s").mean for report in cell)
+            table = Table(box=box.SIMPLE_HEAD, header_style="bold", title=_title(plan, retention, factor))
+            table.title_justify, table.title_style = "left", "bold"
+            table.add_column("policy", no_wrap=True)
+            for name in _COLUMNS:
+                table.add_column(name, justify="right", no_wrap=True)
+            for report in cell:
+                mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
+                table.add_row(report.arm, *_numbers(report), style="bold" if mean_s <= best_s else None)
+            yield table
+
+
+def _title(plan: Plan, retention: int | None, factor: float) -> str | None:
+    parts = [f"retention {retention_text(retention)}"] if len(plan.retentions) > 1 else []
+    parts += [f"prefill rate x {factor:g}"] if len(plan.rate_factors) > 1 else []
+    return ", ".join(parts) or None
+
+
+def _numbers(report: ArmReport) -> list[str]:
+    def mean(name: str) -> float:
+        return over_seeds(report.outcomes, name).mean
+
+    return [
+        _text(over_seeds(report.outcomes, "hit_share"), 1, 100.0),
+        _text(over_seeds(report.outcomes, "ttft_mean_s"), 3),
+        f"{mean('ttft_p50_s'):.3f}",
+        f"{mean('ttft_p90_s'):.2f}",
+        f"{mean('ttft_p99_s'):.2f}",
+        f"{mean('imbalance'):.2f}",
+        f"{mean('error_mean_tokens'):.0f}",
+        f"{100 * mean('exact_share'):.0f}",
+        f"{mean('regret_s'):.3f}",
+    ]
+
+
+def _text(interval: Interval, digits: int, scale: float = 1.0) -> str:
+    text = f"{scale * interval.mean:.{digits}f}"
+    return text if interval.half is None else f"{text} ±{scale * interval.half:.{digits}f}"

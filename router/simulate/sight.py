@@ -1,0 +1,158 @@
+"""What a router believes each engine holds: the truth, a history of its own, a shadow, or nothing.
+
+Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
+trunk (``router.policy.base``) in tokens; the other calls tell a sight what a router sees anyway. Nothing but
+``Truth`` ever asks an engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from publisher.block_hash import HashScheme
+from publisher.block_pool import HybridBlockPool
+from publisher.events import BlockHash
+from publisher.groups import Family, GroupSpec
+from router.policy.shadow import ShadowFleet, ShadowSpec
+
+
+class Seen(NamedTuple):
+    """Of one prompt at one engine, in tokens."""
+
+    hit: int
+    trunk: int
+
+
+NOTHING = Seen(0, 0)
+
+
+class Sight(Protocol):
+    """``hashes`` are those of the prompt's whole hash blocks."""
+
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]: ...
+
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
+
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
+
+
+class Blind:
+    """Knows no cache at all."""
+
+    def __init__(self, engines: int) -> None:
+        self._nothing = [NOTHING] * engines
+
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+        return self._nothing
+
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+
+class Truth:
+    """An exact index without delay: the engines' own pools."""
+
+    def __init__(self, pools: Sequence[HybridBlockPool]) -> None:
+        self._pools = pools
+
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+        probe = self._pools[0].request([0] * prompt_tokens, hashes=hashes)
+        return [Seen(*pool.find_prefix(probe)) for pool in self._pools]
+
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+
+class History:
+    """A prefix tree of what was sent where, as routers without events keep one: full attention, no groups.
+
+    ``blocks_max`` per engine caps it, least recently used first; None never forgets. A prompt counts from the
+    moment it is placed. The tree needs no nodes: a block hash stands for its whole prefix.
+    """
+
+    def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
+        self._held: list[OrderedDict[BlockHash, None]] = [OrderedDict() for _ in range(engines)]
+        self._block_tokens = block_tokens
+        self._blocks_max = blocks_max
+
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+        most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        found = []
+        for held in self._held:
+            count = 0
+            for block_hash in hashes:
+                if block_hash not in held:
+                    break
+                count += 1
+            tokens = min(count * self._block_tokens, most)
+            found.append(Seen(tokens, tokens))
+        return found
+
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        held = self._held[engine]
+        for block_hash in reversed(hashes):  # the start of a prefix is the last to be forgotten
+            held[block_hash] = None
+            held.move_to_end(block_hash)
+        if self._blocks_max is not None:
+            while len(held) > self._blocks_max:
+                held.popitem(last=False)
+
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+
+class Rules:
+    """The router's own shadow pools (``router.policy.shadow``): the engine's rules without its events."""
+
+    def __init__(self, engines: int, spec: ShadowSpec) -> None:
+        self._fleet = ShadowFleet()
+        self._names = [str(engine) for engine in range(engines)]
+        for name in self._names:
+            self._fleet.add(name, spec)
+
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+        known = list(hashes)
+
+        def hashes_of(_: HashScheme) -> list[BlockHash]:
+            return known
+
+        found = self._fleet.lookup([0] * prompt_tokens, hashes_of)
+        return [Seen(found[name].hit_tokens, found[name].trunk_tokens) for name in self._names]
+
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        self._fleet.served(self._names[engine], [0] * prompt_tokens, lambda _: list(hashes))
+
+
+def history_blocks(
+    groups: tuple[GroupSpec, ...], num_blocks: int, mean_prompt_tokens: float, retention: int | None
+) -> int:
+    """Blocks of full attention that a pool of ``num_blocks`` pages can keep beside the other groups' pages.
+
+    What one prompt of the mean length leaves in the pool, at the given retention, says how many of its pages
+    are full attention; the same share of the pool is what a tree of one group may hold.
+    """
+    pages = full = 0.0
+    align = max(group.block_size for group in groups)
+    kept = 1.0 if retention == 0 else mean_prompt_tokens / (retention or align)
+    for group in groups:
+        dense = mean_prompt_tokens / group.block_size
+        if group.family is Family.FULL:
+            full = max(full, dense)
+            pages += dense
+        elif group.family is Family.MAMBA:
+            pages += min(dense, kept)
+        else:
+            span = group.sliding_window or group.attention_chunk_size or group.block_size
+            pages += min(dense, kept * -(-span // group.block_size))
+    return max(1, int(num_blocks * full / pages)) if full else num_blocks

@@ -1,0 +1,263 @@
+"""A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
+
+The format is Mooncake's (FAST'25 traces): one JSON line per request with ``timestamp`` (ms),
+``input_length``, ``output_length`` and ``hash_ids``, one id per ``UNIT_TOKENS`` tokens of the prompt, the
+last one for what is left. Equal ids at the start of two prompts mean equal tokens.
+
+What an engine generates is the start of what the next turn sends, so a request whose prompt a later one goes
+on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true:
+arrivals do not decrease, and two streams share a block hash exactly where everything up to it is the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import zlib
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from publisher.events import BlockHash
+from router.observe.prefix_ids import UNIT_TOKENS
+
+REQUESTS_MAX = 2_000_000
+LINE_CHARS_MAX = 4 << 20
+TOKENS_MAX = 16 << 20
+"""Of one prompt, and of one answer."""
+TURNS_OPEN_MAX = 64
+"""Prompts with the same whole units that a later one is looked for to go on from: the latest ones."""
+TICK_S = 3.0
+"""Mooncake's timestamps are rounded to this; requests of one tick are spread over it."""
+_MASK = (1 << 64) - 1
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be used; says where, what and why."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. ``ids`` cover prompt and answer, ``UNIT_TOKENS`` tokens each but for the last."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    ids: tuple[int, ...]
+    session: int = 0
+    """Requests of one conversation have the same, where the workload tells."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the format, checked. ``session`` where who made it knows: then only its own turns go on."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    ids: tuple[int, ...]
+    session: int | None = None
+
+
+def read(path: Path) -> list[Asked]:
+    """The lines of a file (``.gz`` or plain), in order of time, which starts with the first of them.
+
+    Raises ``WorkloadError``, naming the line.
+    """
+    found = [asked_of(fields, where) for where, fields in lines_of(path)]
+    return in_order(found)
+
+
+def in_order(found: list[Asked]) -> list[Asked]:
+    """By time, which starts with the first of them."""
+    found = sorted(found, key=lambda asked: asked.at_s)
+    return [msgspec.structs.replace(asked, at_s=asked.at_s - found[0].at_s) for asked in found]
+
+
+def lines_of(path: Path) -> Generator[tuple[str, dict[str, Any]]]:
+    """Where each line of a file stands, and its fields. Raises ``WorkloadError``."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    count = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(LINE_CHARS_MAX + 1), ""), 1):
+                if len(line) > LINE_CHARS_MAX:
+                    raise WorkloadError(f"{path}:{number}: a line of more than {LINE_CHARS_MAX} characters")
+                if count >= REQUESTS_MAX:
+                    raise WorkloadError(f"{path}: more than {REQUESTS_MAX} requests; cut it into pieces")
+                if line.strip():
+                    count += 1
+                    yield f"{path}:{number}", _fields(line, f"{path}:{number}")
+    except FileNotFoundError:
+        raise WorkloadError(f"{path}: there is no such file") from None
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise WorkloadError(f"{path}: {error}") from None
+    if not count:
+        raise WorkloadError(f"{path}: no requests in it")
+
+
+def _fields(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise WorkloadError(f"{where}: not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise WorkloadError(f"{where}: a JSON object is wanted, not {type(fields).__name__}")
+    return fields
+
+
+def asked_of(fields: dict[str, Any], where: str) -> Asked:
+    """One line of the format, checked. Raises ``WorkloadError`` that names ``where`` and the field."""
+    length = _count(fields, "input_length", where, least=1)
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise WorkloadError(f"{where}: hash_ids: a list of whole numbers is wanted")
+    wanted = -(-length // UNIT_TOKENS)
+    if len(ids) != wanted:
+        raise WorkloadError(
+            f"{where}: hash_ids: {len(ids)} ids for input_length = {length}; one per {UNIT_TOKENS} tokens, "
+            f"so {wanted}, are wanted"
+        )
+    timestamp = fields.get("timestamp")
+    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < 1e15:
+        raise WorkloadError(f"{where}: timestamp: {timestamp!r}; milliseconds from the start are wanted")
+    output = _count(fields, "output_length", where, least=0)
+    return Asked(at_s=timestamp / 1000, input_tokens=length, output_tokens=output, ids=tuple(ids))
+
+
+def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
+    value = fields.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= TOKENS_MAX:
+        raise WorkloadError(
+            f"{where}: {key}: {value!r}; a whole number from {least} to {TOKENS_MAX} is wanted"
+        )
+    return value
+
+
+def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
+    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are."""
+    times = sorted({a.at_s for a in asked})
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    if not gaps or min(gaps) < 0.9 * tick_s:
+        return list(asked)
+    draws = np.random.default_rng(seed).uniform(0, tick_s, len(asked))
+    spread_out: list[Asked] = []
+    start = 0
+    while start < len(asked):
+        end = start
+        while end < len(asked) and asked[end].at_s == asked[start].at_s:
+            end += 1
+        for one, offset in zip(asked[start:end], np.sort(draws[start:end]).tolist(), strict=True):
+            spread_out.append(msgspec.structs.replace(one, at_s=one.at_s + offset))
+        start = end
+    return spread_out
+
+
+def continued(asked: Sequence[Asked]) -> list[Request]:
+    """Prompts with answers: of the next turn where there is one, else of their own.
+
+    A prompt goes on from an earlier one if it starts with all its whole units and is at least as long as that
+    prompt with its answer. Of several, the longest and then the latest counts; a prompt is gone on from once.
+    """
+    waiting: dict[int, deque[int]] = {}
+    following: dict[int, int] = {}
+    sessions: list[int] = []
+    chains = [_chain(a.ids[: a.input_tokens // UNIT_TOKENS]) for a in asked]
+    for index, one in enumerate(asked):
+        session = index if one.session is None else one.session
+        for depth in range(len(chains[index]), 0, -1):
+            earlier = waiting.get(chains[index][depth - 1])
+            turn = None if earlier is None else _goes_on_from(one, earlier, asked)
+            if earlier is not None and turn is not None:
+                earlier.remove(turn)
+                following[turn] = index
+                session = sessions[turn]
+                break
+        sessions.append(session)
+        if chains[index]:
+            waiting.setdefault(chains[index][-1], deque(maxlen=TURNS_OPEN_MAX)).append(index)
+    own = max((i for a in asked for i in a.ids), default=0) + 1
+    made: list[Request] = []
+    for index, one in enumerate(asked):
+        units = -(-(one.input_tokens + one.output_tokens) // UNIT_TOKENS)
+        next_turn = following.get(index)
+        if next_turn is not None:
+            ids = asked[next_turn].ids[:units]
+        else:
+            ids = one.ids + tuple(range(own, own + units - len(one.ids)))
+            own += units - len(one.ids)
+        made.append(
+            Request(
+                at_s=one.at_s,
+                input_tokens=one.input_tokens,
+                output_tokens=one.output_tokens,
+                ids=ids,
+                session=sessions[index],
+            )
+        )
+    return made
+
+
+def _goes_on_from(one: Asked, earlier: deque[int], asked: Sequence[Asked]) -> int | None:
+    """The latest of ``earlier`` that can be the turn before ``one``."""
+    for index in reversed(earlier):
+        before = asked[index]
+        if before.session == one.session and before.input_tokens + before.output_tokens <= one.input_tokens:
+            return index
+    return None
+
+
+def _chain(ids: Iterable[int]) -> list[int]:
+    """One number per id that stands for it and all before it."""
+    state, chain = 0x9E3779B97F4A7C15, []
+    for identifier in ids:
+        state = _mix(state ^ _mix(identifier & _MASK))
+        chain.append(state)
+    return chain
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): a bijection without visible structure."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def block_hashes(request: Request, block_tokens: int) -> list[BlockHash]:
+    """A hash per whole block of prompt and answer; it stands for everything before it too.
+
+    ``block_tokens`` must divide ``UNIT_TOKENS`` or be a multiple of it: ids tell no more. Raises
+    ``ValueError``.
+    """
+    count = request.num_tokens // block_tokens
+    if not count:
+        return []
+    chain = np.array(_chain(request.ids), dtype=np.uint64)
+    if block_tokens % UNIT_TOKENS == 0:
+        step = block_tokens // UNIT_TOKENS
+        ends: list[BlockHash] = chain[step - 1 :: step][:count].tolist()
+        return ends
+    if UNIT_TOKENS % block_tokens:
+        raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {UNIT_TOKENS}")
+    parts = np.arange(UNIT_TOKENS // block_tokens, dtype=np.uint64)
+    hashes: list[BlockHash] = (
+        _mixed(chain[:, None] + parts[None, :] * np.uint64(0xD1342543DE82EF95)).ravel()[:count].tolist()
+    )
+    return hashes
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

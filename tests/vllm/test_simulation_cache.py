@@ -1,0 +1,186 @@
+"""The simulated engine's cache against vLLM's KVCacheManager, on samples of every workload and model.
+
+A simulated engine serves a sample; what it asked of its pool is written down, operation by operation, and
+asked of the real manager in the same order (``drive_simulation``), with tokens made from the ids. Hits, chunk
+lengths, waits for room and running out of it must be the same for every request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from publisher.block_hash import HashScheme
+from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.groups import GroupSpec
+from router.observe.prefix_ids import UNIT_TOKENS
+from router.simulate.engine import SimEngine, Visit
+from router.simulate.generate import GENERATORS
+from router.simulate.models import MODELS, groups_of
+from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
+from router.simulate.timing import Timing
+from router.simulate.workload import Request, block_hashes, continued
+
+pytestmark = pytest.mark.vllm
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+DEADLINE_S = 600
+REQUESTS = 150
+CHUNK_TOKENS = 4096
+ENGINE_SPEED = 3.0
+"""Arrivals so much faster than one engine likes, that prompts wait and many generate at once."""
+GROWTH = 1.1
+Operation = list[Any]
+COUNTS = ("starts", "hit_tokens", "chunks", "waits", "preempted")
+
+
+class RecordingPool(HybridBlockPool):
+    """Writes down what it is asked, and what it answered."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.operations: list[Operation] = []
+        self.names: dict[int, int] = {}
+
+    def start(self, request: PoolRequest, budget_tokens: int | None = None) -> int | None:
+        hit = super().start(request, budget_tokens)
+        self.operations.append(["start", self.names[id(request)], hit])
+        return hit
+
+    def compute(self, request: PoolRequest, num_tokens: int) -> bool:
+        done = super().compute(request, num_tokens)
+        self.operations.append(["compute", self.names[id(request)], num_tokens, done])
+        return done
+
+    def extend(self, request: PoolRequest, token_ids: Sequence[int]) -> None:
+        super().extend(request, token_ids)
+        self.operations.append(["extend", self.names[id(request)], len(token_ids)])
+
+    def preempt(self, request: PoolRequest) -> None:
+        super().preempt(request)
+        self.operations.append(["preempt", self.names[id(request)]])
+
+    def finish(self, request: PoolRequest) -> None:
+        super().finish(request)
+        self.operations.append(["finish", self.names[id(request)]])
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self.operations[-1:] != [["end_step"]]:
+            self.operations.append(["end_step"])
+
+
+def record(
+    requests: Sequence[Request], groups: tuple[GroupSpec, ...], num_blocks: int, retention: int | None
+) -> dict[str, Any] | None:
+    """One engine serves all requests; its log, or None where one of them does not fit into the pool."""
+    unit = min(group.block_size for group in groups)
+    pool = RecordingPool(
+        groups,
+        num_blocks=num_blocks,
+        scheme=HashScheme(algo="xxhash_cbor", hash_block_size=unit),
+        retention_interval=retention,
+        chunk_tokens_max=CHUNK_TOKENS,
+        events=False,
+    )
+    timing = Timing(chunk_tokens=CHUNK_TOKENS)
+    ignore = lambda visit, now: None  # noqa: E731  # nobody listens here
+    refused: list[Visit] = []
+    engine = SimEngine(
+        pool, timing, first_token=ignore, ended=ignore, refused=lambda visit, now: refused.append(visit)
+    )
+    kept = []
+    for index, request in enumerate(requests):
+        at_s = request.at_s / ENGINE_SPEED
+        while engine.next_s <= at_s:
+            engine.advance()
+        hashes = block_hashes(request, unit)
+        pool_request = pool.request([0] * request.input_tokens, hashes=hashes)
+        kept.append(pool_request)  # ids of objects name requests: none may be freed
+        pool.names[id(pool_request)] = index
+        engine.arrive(Visit(index, pool_request, request.input_tokens, request.output_tokens, at_s), at_s)
+    while engine.next_s < float("inf"):
+        engine.advance()
+    if refused:
+        return None
+    return {
+        "groups": msgspec.to_builtins(groups),
+        "num_blocks": num_blocks,
+        "retention": retention,
+        "chunk_tokens": CHUNK_TOKENS,
+        "unit_tokens": UNIT_TOKENS,
+        "requests": [[request.input_tokens, request.ids] for request in requests],
+        "operations": pool.operations,
+    }
+
+
+def replay(python: str, model: Path, logs: list[Path]) -> list[dict[str, Any]]:
+    """One line per log, from vLLM's interpreter."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    done = subprocess.run(
+        [python, str(HERE / "drive_simulation.py"), "--model", str(model), *map(str, logs)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def tight(
+    requests: Sequence[Request], groups: tuple[GroupSpec, ...], retention: int | None
+) -> dict[str, Any]:
+    """On about the smallest pool that holds every prompt: blocks are evicted, last comers preempted."""
+    blocks = float(POOL_BLOCKS_MIN)
+    while (log := record(requests, groups, int(blocks), retention)) is None:
+        blocks *= GROWTH
+    return log
+
+
+def roomy(requests: Sequence[Request], groups: tuple[GroupSpec, ...]) -> dict[str, Any]:
+    log = record(requests, groups, pool_blocks(requests, groups, 1, 0.5), 0)
+    assert log is not None
+    return log
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_every_hit_equals_the_real_managers(vllm_python: str, tiny_model: Path, tmp_path: Path) -> None:
+    logs = []
+    for workload, make in GENERATORS.items():
+        requests = continued(make(REQUESTS, 0.3 * REQUESTS, 3))
+        for model in MODELS:
+            groups = groups_of(model)
+            retentions = (0,) if model == "full" else (0, 4096, None)
+            made = {f"tight-{retention}": tight(requests, groups, retention) for retention in retentions}
+            made["roomy-0"] = roomy(requests, groups)
+            for name, log in made.items():
+                logs.append(tmp_path / f"{workload}-{model}-{name}.json")
+                logs[-1].write_text(json.dumps(log))
+    replayed = replay(vllm_python, tiny_model, logs)
+    assert [one for one in replayed if one["difference"] is not None] == []
+    assert len(replayed) == len(logs)
+    for model in MODELS:
+        ones = [one for one in replayed if f"-{model}-" in one["log"]]
+        total = {key: sum(one[key] for one in ones) for key in COUNTS}
+        assert total["hit_tokens"] > 500_000, f"{model}: hits too few to say anything: {total}"
+        assert total["chunks"] > 2 * total["starts"], f"{model}: no prompt was computed in chunks: {total}"
+        assert min(total["preempted"], total["waits"]) > 0, f"{model}: no pool was tight enough: {total}"
