@@ -134,6 +134,8 @@ class SimEngineCore:
         self.received: Counter[str] = Counter()
         self.must_compute: set[str] = set()
         self.counts: Counter[str] = Counter()
+        self.reported: Counter[str] = Counter()
+        """What the workers' statistics said."""
         self._watch_lookups()
 
     def _configs(self, setup: Setup, connector: SimConnector, model: str) -> tuple[Any, Any]:
@@ -263,10 +265,12 @@ class SimEngineCore:
         worker.wait_for_save()
         engine.tick()
         transfers = worker.get_transfer_results(output.finished_req_ids)
+        stats = worker.get_kv_connector_stats()
+        self.reported.update(stats.to_dict() if stats else {})
         result = KVConnectorOutput(
             finished_recving=transfers.finished_recving,
             failed_recving=transfers.failed_recving,
-            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_stats=stats,
             kv_connector_worker_meta=pickle.loads(pickle.dumps(worker.build_connector_worker_meta())),
         )
         worker.clear_connector_metadata()

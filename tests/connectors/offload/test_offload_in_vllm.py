@@ -1,0 +1,187 @@
+"""What vLLM sees of the connector: versions, settings, statistics, the classes it makes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
+pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from sim_engine import Prompt, Setup, SimConnector, SimEngineCore
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
+
+from tiny_model import write_tiny_model
+
+from connectors import compat
+from connectors.errors import ConfigError
+from connectors.jobs import StepResults
+from connectors.offload import HybridOffloadConnector
+from connectors.register import CONNECTORS
+from connectors.stats import COUNTERS, OffloadPromMetrics, OffloadStats
+from connectors.tiered import TieredConnector, WorkerResults, check_engine
+
+GROUPS = ({"kind": "full_attention", "block_size": 16},)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> SimEngineCore:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+    return SimEngineCore(Setup(groups=GROUPS, num_blocks=40), SimConnector(), str(model), seed=1)
+
+
+class TestVersions:
+    @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1"])
+    def test_tested_ones_are_taken(self, version: str) -> None:
+        compat.require_tested_vllm("X", version)
+
+    @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "dev"])
+    def test_others_are_refused_in_words(self, version: str) -> None:
+        with pytest.raises(RuntimeError, match=rf"X was tested with vLLM 0\.32\.x, .*{version}.*install"):
+            compat.require_tested_vllm("X", version)
+
+    def test_a_missing_method_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compat, "_PROBES", ((TieredConnector, ("shutdown", "no_such_method")),))
+        with pytest.raises(RuntimeError, match=r"TieredConnector of this vLLM .* lacks no_such_method"):
+            compat.require_tested_vllm("X")
+
+    def test_the_constructor_asks_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compat, "TESTED_VERSIONS", ("0.20",))
+        with pytest.raises(RuntimeError, match=r"HybridOffloadConnector was tested with vLLM 0\.20\.x"):
+            HybridOffloadConnector(None, compat.KVConnectorRole.SCHEDULER, None)
+
+
+class TestEngineConfig:
+    def config(self, **changes: Any) -> Any:
+        parallel = {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        }
+        role = changes.pop("kv_role", "kv_both")
+        return SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_role=role),
+            parallel_config=SimpleNamespace(**parallel | changes),
+        )
+
+    def cache(self, *specs: Any) -> Any:
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+    def test_a_plain_engine_is_accepted(self) -> None:
+        align = SimpleNamespace(mamba_cache_mode="align")
+        check_engine(self.config(), self.cache(SimpleNamespace(), align))
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("kv_role", "kv_producer"),
+            ("pipeline_parallel_size", 2),
+            ("decode_context_parallel_size", 2),
+            ("prefill_context_parallel_size", 2),
+        ],
+    )
+    def test_what_cannot_work_is_refused(self, key: str, value: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            check_engine(self.config(**{key: value}), self.cache())
+        assert (caught.value.key, caught.value.value) == (key, value)
+
+    def test_states_between_boundaries_are_refused_also_inside_a_mixed_group(self) -> None:
+        spec = SimpleNamespace(kv_cache_specs={"a": SimpleNamespace(mamba_cache_mode="all")})
+        with pytest.raises(ConfigError, match="mamba_cache_mode = 'all'"):
+            check_engine(self.config(), self.cache(spec))
+
+    @pytest.mark.parametrize("extra", [{"host_bytes": 100}, {"host_bytes": "1GiB", "polcy": "lru"}, {}])
+    def test_bad_settings_fail_in_both_constructors(self, core: SimEngineCore, extra: dict[str, Any]) -> None:
+        transfer = core.config.kv_transfer_config
+        good = transfer.kv_connector_extra_config
+        transfer.kv_connector_extra_config = extra
+        try:
+            for role in compat.KVConnectorRole:
+                with pytest.raises(ConfigError, match="kv_connector_extra_config"):
+                    HybridOffloadConnector(core.config, role, core.scheduler.kv_cache_config)
+        finally:
+            transfer.kv_connector_extra_config = good
+
+
+class TestClass:
+    def test_vllm_makes_it_and_keeps_the_hybrid_cache(self, core: SimEngineCore) -> None:
+        connector = core.scheduler.connector
+        assert isinstance(connector, HybridOffloadConnector)
+        assert isinstance(connector, compat.SupportsHMA)
+        assert not connector.requires_kv_delivery
+        assert not connector.requires_piecewise_for_cudagraph({})
+        assert HybridOffloadConnector.get_required_kvcache_layout(core.config) == "BLHNC"
+
+    def test_each_role_refuses_the_others_calls(self, core: SimEngineCore) -> None:
+        with pytest.raises(RuntimeError, match="worker's part"):
+            core.scheduler.connector.wait_for_save()
+        with pytest.raises(RuntimeError, match="scheduler's part"):
+            core.workers[0].has_pending_push_work()
+
+    def test_it_is_registered_under_its_name(self) -> None:
+        assert CONNECTORS["HybridOffloadConnector"] == HybridOffloadConnector.__module__
+
+
+class TestStats:
+    def test_reports_add_up_and_stay_plain(self) -> None:
+        one, other = OffloadStats(data={"a/x": 1}), OffloadStats(data={"a/x": 2, "b": 3})
+        both = one.aggregate(other)
+        assert both.to_dict() == {"a/x": 3, "b": 3}
+        assert one.to_dict() == {"a/x": 1}
+        assert HybridOffloadConnector.build_kv_connector_stats(both.to_dict()).to_dict() == both.to_dict()
+        assert both.reduce() == {"a x": 3, "b": 3}
+        both.reset()
+        assert both.is_empty()
+
+    def test_prometheus_has_every_sum_under_its_labels(self, core: SimEngineCore) -> None:
+        registry = CollectorRegistry()
+
+        def counter(**options: Any) -> Counter:
+            return Counter(**options, registry=registry)
+
+        metrics = OffloadPromMetrics(
+            core.config, {Gauge: Gauge, Counter: counter, Histogram: Histogram}, ["engine"], {0: ["0"]}
+        )
+        metrics.observe({"bytes/load/5": 7, "hit_tokens": 32, "unknown": 1, "bytes/load": 1})
+        metrics.observe({"bytes/load/5": 3}, engine_idx=0)
+        labels = {"engine": "0", "direction": "load", "group": "5"}
+        assert registry.get_sample_value("kvatlas_offload_bytes_total", labels) == 10
+        assert registry.get_sample_value("kvatlas_offload_hit_tokens_total", {"engine": "0"}) == 32
+
+    def test_everything_the_halves_count_has_a_metric(
+        self, core: SimEngineCore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names: set[str] = set()
+        report = core.scheduler.connector.get_kv_connector_stats
+
+        def watched() -> Any:
+            stats = report()
+            names.update(stats.to_dict() if stats else ())
+            return stats
+
+        monkeypatch.setattr(core.scheduler.connector, "get_kv_connector_stats", watched)
+        core.engines[0].failure_rate = 0.3
+        for turn in range(12):
+            core.add(Prompt([turn % 2, *range(120)]), 3)
+            while core.busy:
+                core.step()
+            core.reset()
+        core.engines[0].failure_rate = 0
+        names |= set(core.reported)
+        assert {"hit_tokens", "jobs/store/ok", "blocks_stored"} <= names
+        for name in names:
+            metric, *labels = name.split("/")
+            assert len(labels) == len(COUNTERS[metric][0]), name
+
+
+def test_answers_of_ranks_are_merged_in_any_order() -> None:
+    parts = [WorkerResults(StepResults([rank])) for rank in (1, 2, 3)]  # type: ignore[list-item]
+    one = parts[0].aggregate(parts[1]).aggregate(parts[2])
+    other = parts[2].aggregate(parts[1].aggregate(parts[0]))
+    assert sorted(one.results.results) == sorted(other.results.results) == [1, 2, 3]

@@ -1,0 +1,283 @@
+"""The parts of both halves, each alone; needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy")
+
+from model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
+
+from connectors.engines import make_engine, slots_of
+from connectors.errors import ConfigError
+from connectors.job_book import JobBook
+from connectors.jobs import StepJobs, StepResults
+from connectors.layout import CacheView, LayoutError
+from connectors.pins import SourcePins
+from connectors.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
+from connectors.requests import RequestState
+from connectors.tally import Tally
+from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.worker import OffloadWorker, device_type
+
+RESOLVER: Any = ModelResolver()
+
+
+def request(tokens: int) -> ModelRequest:
+    return ModelRequest("r", list(range(tokens)), tokens, 1)
+
+
+def block(index: int, group: int = 0) -> PlannedBlock:
+    return PlannedBlock((index + 1) * BLOCK, group, index * BLOCK, 10 + index, b"key%d-%d" % (index, group))
+
+
+def answer(job_id: int, *, ok: bool = True, keys: tuple[bytes, ...] = ()) -> TransferResult:
+    return TransferResult(job_id, Direction.STORE, ok, 0.1, {}, "" if ok else "broken", keys)
+
+
+class TestPlans:
+    def test_a_load_fills_what_the_engine_allocated(self) -> None:
+        table = [[1, 2, 3, 4], [0, 0, 5, 6]]
+        blocks = plan_load(RESOLVER, request(17), table, 0, 16)
+        assert blocks is not None
+        assert [(b.group_idx, b.block_id) for b in blocks] == [(0, 1), (0, 2), (0, 3), (1, 5), (0, 4), (1, 6)]
+
+    @pytest.mark.parametrize(
+        "table",
+        [
+            [[1, 2, 3, 4], [0, 9, 5, 6]],  # a block that nothing would fill
+            [[1, 2, 3, 4], [0, 0, 0, 6]],  # no block where one is needed
+            [[1, 2, 3], [0, 0, 5]],  # too short
+        ],
+    )
+    def test_a_table_that_does_not_fit_its_hit_is_not_loaded_into(self, table: list[list[int]]) -> None:
+        assert plan_load(RESOLVER, request(17), table, 0, 16) is None
+
+    def test_a_store_names_no_null_block(self) -> None:
+        state = RequestState(request(17), next_token=4)
+        blocks = plan_store(RESOLVER, state, [[1, 2, 3, 4], [0, 0, 5, 6]], 16)
+        assert [(b.end_token, b.group_idx, b.block_id) for b in blocks] == [
+            (8, 0, 2), (12, 0, 3), (12, 1, 5), (16, 0, 4), (16, 1, 6)
+        ]  # fmt: skip
+
+    def test_states_without_a_hash_or_a_block_are_left_out(self) -> None:
+        offers = [(0, 7, 8), (0, 0, 8), (0, 7, 9), (0, 7, 20), (9, 7, 8), (1, 8, 4)]
+        blocks = plan_states(RESOLVER, request(17), offers, 100)
+        assert [(b.end_token, b.group_idx, b.block_id) for b in blocks] == [(4, 1, 8), (8, 0, 7)]
+        assert plan_states(RESOLVER, request(17), offers, 4) == blocks[:1]
+
+    def test_a_job_keeps_block_slot_and_key_together(self) -> None:
+        job = make_job(3, Direction.LOAD, [block(0), block(0, 1), block(1)], [30, 31, 32])
+        first, second = job.groups
+        assert (first.block_ids.tolist(), first.slots.tolist(), first.keys) == (
+            [10, 11], [30, 32], (b"key0-0", b"key1-0")
+        )  # fmt: skip
+        assert (second.group_idx, second.slots.tolist()) == (1, [31])
+
+
+class TestPins:
+    def test_a_pinned_block_returns_to_the_pool_with_its_last_pin(self) -> None:
+        pool, pins = ModelPool(10), SourcePins(0.5)
+        pins.bind(pool)
+        taken = pool.take(2)
+        assert taken is not None
+        pins.pin(taken)
+        pins.pin(taken[:1])
+        assert (pins.count, pins.room) == (2, 3)
+        assert not pins.frees_on_completion()
+        pool.free_blocks([pool.blocks[b] for b in taken])
+        assert pins.frees_on_completion()
+        pins.unpin(taken)
+        assert len(pool.free) == 8
+        pins.unpin(taken[:1])
+        assert (pins.count, len(pool.free)) == (0, 9)
+
+    def test_giving_back_too_much_is_an_error(self) -> None:
+        pins = SourcePins(0.5)
+        pins.bind(ModelPool(10))
+        with pytest.raises(RuntimeError, match="without being pinned"):
+            pins.unpin([3])
+
+    def test_even_the_smallest_share_lets_one_block_be_pinned(self) -> None:
+        pins = SourcePins(0.001)
+        pins.bind(ModelPool(10))
+        assert pins.blocks_max == 1
+
+
+class TestJobBook:
+    def test_a_job_ends_with_its_last_rank_and_is_good_only_if_all_are(self) -> None:
+        book = JobBook(2)
+        first, second = (book.open(Direction.STORE, "r", [block(0), block(1)]) for _ in range(2))
+        assert book.take(StepResults([answer(first)])) == []
+        [job] = book.take(StepResults([answer(first), answer(second, ok=False, keys=(b"key1-0",))]))
+        assert not job.failed
+        [job] = book.take(StepResults([answer(second)]))
+        assert job.failed
+        assert [job.good(b) for b in job.blocks] == [True, False]
+        assert len(book) == 0
+
+    def test_a_rank_that_names_nothing_blames_everything(self) -> None:
+        book = JobBook(2)
+        job_id = book.open(Direction.LOAD, "r", [block(0)])
+        [job] = book.take(StepResults([answer(job_id, ok=False), answer(job_id)]))
+        assert not job.good(job.blocks[0])
+
+    def test_what_is_spoilt_is_not_kept_however_well_it_ends(self) -> None:
+        book = JobBook(1)
+        job_id = book.open(Direction.STORE, "r", [block(0)])
+        book.spoil_all()
+        later = book.open(Direction.STORE, "r", [block(1)])
+        spoilt, good = book.take(StepResults([answer(job_id), answer(later)]))
+        assert (spoilt.failed, good.failed) == (True, False)
+
+    def test_an_answer_to_no_job_changes_nothing(self) -> None:
+        assert JobBook(1).take(StepResults([answer(5)])) == []
+
+
+class TestWorker:
+    class Engine:
+        def __init__(self) -> None:
+            self.submitted: list[TransferJob] = []
+            self.results: list[TransferResult] = []
+            self.reached = True
+            self.closed = False
+
+        def submit(self, job: TransferJob) -> None:
+            self.submitted.append(job)
+
+        def poll(self) -> list[TransferResult]:
+            results, self.results = self.results, []
+            return results
+
+        def wait(self, job_ids: Any, timeout_s: float) -> bool:
+            return self.reached
+
+        def close(self) -> None:
+            self.closed = True
+
+    @pytest.fixture
+    def engine(self) -> Engine:
+        return self.Engine()
+
+    @pytest.fixture
+    def worker(self, engine: Engine) -> OffloadWorker:
+        worker = OffloadWorker(None, lambda view, device: engine)
+        worker.use_engine(engine)
+        return worker
+
+    def test_a_load_is_reported_once_and_with_its_result(self, worker: OffloadWorker, engine: Engine) -> None:
+        job = make_job(1, Direction.LOAD, [block(0)], [0])
+        worker.start_load_kv(StepJobs(loads=[job], load_requests={1: "a"}))
+        assert worker.poll() == (set(), set())
+        assert worker.take_results() is None
+        engine.results = [TransferResult(1, Direction.LOAD, False, 0.5, {})]
+        assert worker.poll() == ({"a"}, {"a"})
+        results = worker.take_results()
+        assert results is not None
+        assert [result.job_id for result in results.results] == [1]
+        assert worker.poll() == (set(), set())
+
+    def test_a_load_without_blocks_fails_without_reaching_the_engine(
+        self, worker: OffloadWorker, engine: Engine
+    ) -> None:
+        worker.start_load_kv(StepJobs(loads=[TransferJob(1, Direction.LOAD, ())], load_requests={1: "a"}))
+        assert engine.submitted == []
+        assert worker.poll() == ({"a"}, {"a"})
+
+    def test_a_fence_that_is_not_reached_stops_the_step(self, worker: OffloadWorker, engine: Engine) -> None:
+        worker.handle_preemptions(StepJobs(fences=[3]))
+        engine.reached = False
+        worker.handle_preemptions(StepJobs())
+        with pytest.raises(RuntimeError, match="overwrite"):
+            worker.handle_preemptions(StepJobs(fences=[3]))
+
+    def test_before_registration_there_is_no_engine(self) -> None:
+        worker = OffloadWorker(None, lambda view, device: self.Engine())
+        worker.start_load_kv(StepJobs())
+        worker.wait_for_save(StepJobs())
+        assert worker.poll() == (set(), set())
+        worker.shutdown()
+        with pytest.raises(RuntimeError, match="register_kv_caches"):
+            worker.wait_for_save(StepJobs(stores=[make_job(1, Direction.STORE, [block(0)], [0])]))
+
+    def test_the_device_is_that_of_the_first_cache(self) -> None:
+        tensor = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        assert device_type({"a": tensor}) == device_type({"a": [tensor, tensor]}) == "cpu"
+        with pytest.raises(ValueError, match="no KV caches"):
+            device_type({})
+
+
+class TestEngines:
+    CONFIG = SimpleNamespace(
+        num_blocks=10, kv_cache_tensors=[SimpleNamespace(size=10240, host_resident=False)]
+    )
+
+    def test_rows_are_the_ranks_share(self) -> None:
+        assert slots_of(self.CONFIG, 64 * 1024, 2, "host_bytes") == 32
+
+    def test_too_little_memory_is_refused_with_what_it_takes(self) -> None:
+        with pytest.raises(ConfigError, match="give 4096 or more"):
+            slots_of(self.CONFIG, 4095, 2, "host_bytes")
+
+    def test_devices_without_an_engine_and_rows_too_small_are_refused(self) -> None:
+        view = CacheView((), 10, 1024)
+        with pytest.raises(ConfigError, match="device = 'xpu'"):
+            make_engine(view, "xpu", slots=4, row_bytes=1024)
+        with pytest.raises(LayoutError, match="1024 bytes"):
+            make_engine(view, "cpu", slots=4, row_bytes=512)
+
+    def test_the_cpu_engine_gives_its_memory_back(self) -> None:
+        engine = make_engine(CacheView((), 10, 1024), "cpu", slots=4, row_bytes=1024)
+        engine.submit(TransferJob(1, Direction.STORE, ()))
+        assert engine.wait([1], 10)
+        assert [result.job_id for result in engine.poll()] == [1]
+        engine.close()
+        engine.close()
+
+
+def test_a_tally_is_empty_after_it_was_taken() -> None:
+    tally = Tally()
+    tally.transfer(TransferResult(1, Direction.LOAD, True, 0.3, {0: 100, 5: 200}))
+    tally.add("nothing", 0)
+    sums = tally.take()
+    assert sums.pop("seconds/load/0") == pytest.approx(0.1)
+    assert sums.pop("seconds/load/5") == pytest.approx(0.2)
+    assert sums == {"jobs/load/ok": 1, "bytes/load/0": 100, "bytes/load/5": 200}
+    assert tally.take() == {}
+
+
+def test_a_preempted_request_stores_again_what_the_tier_lost_meanwhile() -> None:
+    engine = ModelEngine(1, gpu_blocks=40, host_blocks=60, pinned_share=1.0)
+    engine.add(list(range(3 * BLOCK)), 8)
+    for _ in range(4):
+        engine.step(32)
+    engine.preempt(engine.requests[0])
+    while engine.half.counts()["jobs"]:
+        engine.step(0)
+    assert engine.half.reset_cache()
+    engine.settle()
+    assert engine.tier.held_keys > 4
+
+
+def test_generated_blocks_can_be_left_out() -> None:
+    def held(*, store_generated: bool) -> int:
+        engine = ModelEngine(1, gpu_blocks=40, host_blocks=60, pinned_share=1.0)
+        object.__setattr__(engine.half._settings, "store_generated", store_generated)
+        engine.add(list(range(2 * BLOCK)), 2 * BLOCK + 1)
+        engine.settle()
+        return engine.tier.held_keys
+
+    assert held(store_generated=True) == 8
+    assert held(store_generated=False) == 4
+
+
+def test_small_hits_are_computed() -> None:
+    engine = ModelEngine(1, gpu_blocks=40, host_blocks=60, pinned_share=1.0)
+    object.__setattr__(engine.half._settings, "load_min_tokens", 2 * BLOCK + 1)
+    for tokens in (2 * BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 1, 3 * BLOCK + 1):
+        engine.add(list(range(tokens)), 1)
+        engine.settle()
+    assert engine.counts["loads"] == 1
