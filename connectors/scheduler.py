@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from connectors.event_book import EventBook, EventLog
 from connectors.job_book import Job, JobBook
 from connectors.jobs import StepJobs, StepResults
 from connectors.pins import SourcePins
@@ -22,7 +23,7 @@ from connectors.plans import PlannedBlock, find_hit, make_job, plan_load, plan_s
 from connectors.requests import EngineRequest, RequestState
 from connectors.settings import OffloadSettings
 from connectors.tally import Tally
-from connectors.tier import Tier, TierChanges
+from connectors.tier import Tier
 from connectors.transfer.base import Direction, TransferJob
 
 if TYPE_CHECKING:
@@ -30,18 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-class EventLog(Protocol):
-    """Says in KV events what became loadable; ``connectors.events`` is the one for vLLM."""
-
-    def submitted(self, request: EngineRequest, block: PlannedBlock) -> None:
-        """A store of this block begins: keep what its event will say, for the request may be gone then."""
-
-    def dropped(self, key: bytes) -> None:
-        """That store failed."""
-
-    def events(self, changes: TierChanges) -> list[Any]:
-        """The events of these changes."""
+BLOCK_FREES_WAIT_S = 0.25
+"""How long an engine short of blocks waits for stores of which none ends, before it preempts after all."""
 
 
 class OffloadScheduler:
@@ -62,12 +53,14 @@ class OffloadScheduler:
         self._tier = tier
         self._resolver = resolver
         self._settings = settings
-        self._event_log = event_log
+        self._events = EventBook(event_log)
         self._clock = clock
         self._pins = SourcePins(settings.pinned_source_blocks_max)
         self._requests: dict[str, RequestState] = {}
         self._jobs = JobBook(world_size)
         self._next = StepJobs()
+        self._frees_awaited_since: float | None = None
+        """When the engine was first told to wait for a store; None: one has ended since."""
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -165,15 +158,19 @@ class OffloadScheduler:
         changes = self._tier.take_changes()
         for stored, _ in changes.changes:
             self.tally.add("blocks_stored" if stored else "blocks_removed")
-        return [] if self._event_log is None else self._event_log.events(changes)
+        return self._events.take(changes)
 
     def has_pending_push_work(self) -> bool:
         """The engine must keep stepping: answers arrive only with steps."""
         return bool(self._jobs) or bool(self._next.loads) or self._tier.busy()
 
     def has_pending_block_frees(self) -> bool:
-        """Waiting gives the engine blocks that it would otherwise preempt a request for."""
-        return self._pins.frees_on_completion()
+        """Waiting gives the engine blocks that it would otherwise preempt a request for, and soon."""
+        if not self._pins.frees_on_completion():
+            return False
+        if self._frees_awaited_since is None:
+            self._frees_awaited_since = self._clock()
+        return self._clock() - self._frees_awaited_since < BLOCK_FREES_WAIT_S
 
     def reset_cache(self) -> bool:
         """Drop everything held and what is on its way to be. False: transfers are under way; ask again."""
@@ -250,9 +247,7 @@ class OffloadScheduler:
             state.next_token = min(block.start_token for block in refused)
         if not chosen:
             return None
-        if self._event_log is not None:
-            for block in chosen:
-                self._event_log.submitted(state.request, block)
+        self._events.begun(state.request, chosen)
         self._pins.pin([block.block_id for block in chosen])
         job_id = self._jobs.open(Direction.STORE, state.request.request_id, chosen)
         return make_job(job_id, Direction.STORE, chosen, slots)
@@ -279,11 +274,11 @@ class OffloadScheduler:
     def _end_store(self, job: Job) -> None:
         for block in job.blocks:
             good = job.good(block)
-            if not good and self._event_log is not None:
-                self._event_log.dropped(block.key)
+            self._events.ended(block.key, ok=good)
             self._tier.end_store(block.key, ok=good)
             self.tally.add("blocks_bad/store", not good)
         self._pins.unpin([block.block_id for block in job.blocks])
+        self._frees_awaited_since = None
 
     def _end_load(self, job: Job) -> None:
         for block in job.blocks:

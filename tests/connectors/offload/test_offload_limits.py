@@ -1,0 +1,147 @@
+"""What may not go on for ever: waiting for stores, and what is kept of blocks that were announced before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy")
+
+from model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
+
+from connectors.host_tier import HostTier
+from connectors.jobs import StepResults
+from connectors.plans import PlannedBlock
+from connectors.policies import LruPolicy
+from connectors.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
+from connectors.settings import OffloadSettings
+from connectors.tier import TierChanges
+from connectors.transfer.base import Direction, TransferResult
+
+
+class ForgetfulTier(HostTier):
+    """Takes stores of what it was given before, and does not announce them again, as a shared store may."""
+
+    def end_store(self, key: bytes, *, ok: bool) -> None:
+        super().end_store(key, ok=ok)
+        if ok:
+            self.take_changes()
+            super().begin_load([key])
+            super().end_load(key, ok=False)
+            super().take_changes()
+
+
+class Log:
+    """An event log that shows what it keeps."""
+
+    def __init__(self) -> None:
+        self.kept: set[bytes] = set()
+
+    def submitted(self, request: Any, block: PlannedBlock) -> None:
+        self.kept.add(block.key)
+
+    def dropped(self, key: bytes) -> None:
+        self.kept.discard(key)
+
+    def events(self, changes: TierChanges) -> list[Any]:
+        self.kept -= {key for stored, key in changes.changes if stored}
+        return list(changes.changes)
+
+
+class Half:
+    """The scheduler's half with one request of four blocks."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self.now = 0.0
+        self.log = Log()
+        self.pool = ModelPool(20)
+        self.half = OffloadScheduler(
+            tier,
+            ModelResolver(),  # type: ignore[arg-type]
+            OffloadSettings(host_bytes=1, pinned_source_blocks_max=1.0),
+            world_size=1,
+            event_log=self.log,
+            clock=lambda: self.now,
+        )
+        self.half.bind_gpu_block_pool(self.pool)
+        self.names = 0
+
+    def store(self) -> int:
+        """A new request computes its four blocks of each group and is gone; returns the job."""
+        self.names += 1
+        request = ModelRequest(f"r{self.names}", list(range(4 * BLOCK)), 4 * BLOCK, 1)
+        tables = [self.pool.take(4) or [], self.pool.take(4) or []]
+        self.half.on_new_request(request)
+        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: tables)
+        output = SimpleNamespace(
+            kv_connector_block_state=state, num_scheduled_tokens={request.request_id: 4 * BLOCK}
+        )
+        (job,) = self.half.build_connector_meta(output).stores
+        self.half.request_finished_all_groups(request, tables)
+        self.pool.free_blocks([self.pool.blocks[block] for table in tables for block in table])
+        return job.job_id
+
+    def end(self, job_id: int) -> None:
+        result = TransferResult(job_id, Direction.STORE, True, 0.0, {})
+        self.half.update_connector_output(StepResults([result]))
+
+
+def test_nothing_is_kept_of_a_store_that_ended_without_an_event() -> None:
+    half = Half(ForgetfulTier(20, LruPolicy()))
+    for _ in range(3):
+        job = half.store()
+        assert half.log.kept
+        half.end(job)
+        assert half.half.take_events() == []
+        assert half.log.kept == set()
+
+
+def test_what_is_stored_again_before_events_are_taken_keeps_what_its_event_says() -> None:
+    half = Half(ForgetfulTier(20, LruPolicy()))
+    half.end(half.store())
+    job = half.store()
+    half.half.take_events()
+    assert half.log.kept
+    half.end(job)
+    half.half.take_events()
+    assert half.log.kept == set()
+
+
+def test_an_engine_short_of_blocks_waits_for_a_store_that_hangs_only_briefly() -> None:
+    half = Half(HostTier(20, LruPolicy()))
+    job = half.store()
+    assert half.half.has_pending_block_frees()
+    half.now += BLOCK_FREES_WAIT_S / 2
+    assert half.half.has_pending_block_frees()
+    half.now += BLOCK_FREES_WAIT_S
+    assert not half.half.has_pending_block_frees()
+    half.end(job)
+    assert half.half.counts()["pinned_blocks"] == 0
+
+
+def test_every_store_that_ends_is_worth_waiting_for_the_next() -> None:
+    half = Half(HostTier(20, LruPolicy()))
+    first = half.store()
+    assert half.half.has_pending_block_frees()
+    half.now += 2 * BLOCK_FREES_WAIT_S
+    half.end(first)
+    half.half.reset_cache()
+    half.store()
+    assert half.half.has_pending_block_frees()
+
+
+def test_a_pause_without_shortage_does_not_count_as_waiting() -> None:
+    half = Half(HostTier(20, LruPolicy()))
+    half.store()
+    half.now += 10 * BLOCK_FREES_WAIT_S
+    assert half.half.has_pending_block_frees()
+
+
+def test_the_model_engine_needs_no_more_than_its_blocks() -> None:
+    engine = ModelEngine(5, gpu_blocks=12, host_blocks=60, pinned_share=1.0)
+    for _ in range(4):
+        engine.add(list(range(3 * BLOCK)), 4)
+    engine.settle()
+    assert engine.half.counts() == {"requests": 0, "jobs": 0, "pinned_blocks": 0}
