@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from connectors.errors import ConfigError
@@ -65,4 +66,23 @@ def make_engine(view: CacheView, device: str, *, slots: int, row_bytes: int) -> 
         from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
 
         return EngineWithPool(*open_cuda(view, slots * view.row_bytes))
+    raise ConfigError("device", device, "there are transfer engines for cpu and cuda")
+
+
+def open_rows(
+    view: CacheView, device: str, rows: int, row_bytes: int
+) -> tuple[TransferEngine, PinnedHostPool]:
+    """``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
+
+    Close the engine, then the pool. ConfigError for other devices, HostMemoryError where memory is short.
+    """
+    if device == "cpu":
+        from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
+
+        pool = PinnedHostPool(rows * row_bytes, row_bytes)
+        return HostTransferEngine(view, pool, row_bytes=row_bytes, queued_stores_max=rows), pool
+    if device == "cuda":
+        from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
+
+        return open_cuda(replace(view, row_bytes=row_bytes), rows * row_bytes)
     raise ConfigError("device", device, "there are transfer engines for cpu and cuda")

@@ -17,11 +17,11 @@ from typing import Any
 import vllm
 
 from connectors.compat import require_tested_vllm
+from connectors.engines import open_rows
 from connectors.errors import ConfigError
 from connectors.layout import CacheView, LayoutError, Piece, group_pages, round_up_row
 from connectors.offload_worker import RowOffloadingWorker
 from connectors.settings import size_bytes
-from connectors.shared_store import open_rows
 from connectors.tiered import EXTRA_CONFIG
 
 try:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import replace
 from typing import Any
 
 from connectors.compat import CacheHitSource, KVConnectorRole
+from connectors.engines import open_rows
 from connectors.errors import ConfigError
 from connectors.events import EventPlace, KvEventLog
 from connectors.hits import HitResolver
-from connectors.host_pool import PinnedHostPool
 from connectors.layout import CacheView, LayoutError, row_bytes_from_config
 from connectors.namespace import namespace_of
 from connectors.scheduler import OffloadScheduler
@@ -132,22 +131,3 @@ class SharedStoreConnector(TieredConnector):
             view, copies, pool, store, self._namespace, rank, self._settings.staging(rows)
         )
         return self._staged
-
-
-def open_rows(
-    view: CacheView, device: str, rows: int, row_bytes: int
-) -> tuple[TransferEngine, PinnedHostPool]:
-    """``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
-
-    Close the engine, then the pool. ConfigError for other devices, HostMemoryError where memory is short.
-    """
-    if device == "cpu":
-        from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
-
-        pool = PinnedHostPool(rows * row_bytes, row_bytes)
-        return HostTransferEngine(view, pool, row_bytes=row_bytes, queued_stores_max=rows), pool
-    if device == "cuda":
-        from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
-
-        return open_cuda(replace(view, row_bytes=row_bytes), rows * row_bytes)
-    raise ConfigError("device", device, "there are transfer engines for cpu and cuda")
