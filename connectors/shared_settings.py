@@ -10,7 +10,7 @@ from connectors.errors import ConfigError
 from connectors.settings import OffloadSettings
 from connectors.staged_jobs import StagingSettings
 from connectors.store.options import Options
-from connectors.store_tier import StoreTierSettings
+from connectors.store_tier_settings import StoreTierSettings
 
 _OWN = (
     "store",

@@ -21,29 +21,10 @@ from dataclasses import dataclass
 from connectors.namespace import EPOCHS_MAX, Namespace
 from connectors.store.base import BlockStore
 from connectors.store_lookup import Question, StoreLookup
+from connectors.store_tier_settings import StoreTierSettings
 from connectors.tier import TierChanges
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StoreTierSettings:
-    """Seconds and counts; see the settings of ``connectors.shared_store``."""
-
-    lookup_deadline_s: float = 0.05
-    """How long one question may take; what it does not answer by then counts as absent."""
-    held_for_s: float = 5.0
-    """How long an answer "held" is believed: another engine's eviction is seen after that."""
-    absent_for_s: float = 1.0
-    """How long an answer "absent" is believed: another engine's store is seen after that."""
-    away_for_s: float = 1.0
-    """How long a store that could not be asked is left alone."""
-    quarantine_s: float = 60.0
-    """How long a key whose load failed is left alone, if nobody stores it anew."""
-    answers_max: int = 200_000
-    questions_max: int = 256
-    stores_max: int = 4096
-    """Blocks on their way to the store; beyond it, blocks are not stored."""
 
 
 @dataclass(slots=True)
@@ -118,7 +99,7 @@ class StoreTier:
     # -- storing -----------------------------------------------------------------------------------------
 
     def begin_store(self, chain: Sequence[bytes], lineage: Sequence[bytes] = ()) -> list[tuple[bytes, int]]:
-        """Keys that are not known to be in the store, up to the cap, and nothing while it is away."""
+        """Keys that were not found in the store lately, up to the cap, and nothing while it is away."""
         del lineage
         now = self._clock()
         if now < self._unavailable_until:
@@ -127,7 +108,7 @@ class StoreTier:
         ticket = self._namespace.ticket(self._epoch)
         begun: list[tuple[bytes, int]] = []
         for key in chain:
-            if key in self._storing or self._loading[key] or self._believed(key, now):
+            if key in self._storing or self._loading[key] or self._is_stored(key, now):
                 continue
             if len(self._storing) >= self._settings.stores_max:
                 self.counters["stores_left_out_too_many"] += 1
@@ -222,6 +203,12 @@ class StoreTier:
             return False
         answer = self._answers.get(key)
         return None if answer is None or now >= answer.until else answer.held
+
+    def _is_stored(self, key: bytes, now: float) -> bool:
+        answer = self._answers.get(key)
+        if answer is None or not answer.held or self._in_quarantine(key, now):
+            return False
+        return now - answer.at < max(self._settings.stored_for_s, self._settings.held_for_s)
 
     def _in_quarantine(self, key: bytes, now: float) -> bool:
         until = self._quarantine.get(key)

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from store_kit import MemoryStore
 
 from connectors.namespace import Namespace
-from connectors.store_tier import StoreTier, StoreTierSettings
+from connectors.store_tier import StoreTier
+from connectors.store_tier_settings import StoreTierSettings
 
 WAIT_S = 30.0
 ONE_RANK = Namespace({"model": "m"}, ((0, 0, 0),), "engine-1")
@@ -206,6 +207,20 @@ def test_only_what_is_not_there_is_stored_and_only_once(rigs: Any) -> None:
     assert rig.tier.take_changes().changes == ((True, key(2)),)
     assert rig.tier.take_changes().changes == ()
     assert [at for at, _ in rig.tier.begin_store([key(2), key(3)])] == [key(3)]
+
+
+def test_what_was_found_there_is_not_copied_again_for_every_request(rigs: Any) -> None:
+    rig = rigs()
+    rig.write(key(1))
+    rig.ask(key(1))
+    rig.store_done(key(2))
+    rig.clock.now += SETTINGS.held_for_s
+    assert rig.tier.begin_store([key(1), key(2)]) == []
+    rig.store.values.clear()
+    assert rig.ask(key(1)) == frozenset()
+    assert [at for at, _ in rig.tier.begin_store([key(1), key(2)])] == [key(1)]
+    rig.clock.now += SETTINGS.stored_for_s
+    assert [at for at, _ in rig.tier.begin_store([key(1), key(2)])] == [key(2)]
 
 
 def test_stores_under_way_are_bounded(rigs: Any) -> None:
