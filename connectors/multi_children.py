@@ -54,7 +54,11 @@ class Child:
 
 
 def read_children(
-    extra: Mapping[str, Any], *, kv_role: str | None = None, engine_id: str | None = None
+    extra: Mapping[str, Any],
+    *,
+    kv_role: str | None = None,
+    engine_id: str | None = None,
+    load_failure_policy: str = "recompute",
 ) -> list[Child]:
     """Read ``kv_connector_extra_config``; classes are imported, none is instantiated.
 
@@ -69,7 +73,11 @@ def read_children(
     if not isinstance(entries, list) or not entries:
         remedy = 'list the connectors, each as it would stand alone: [{"kv_connector": ...}, ...]'
         raise ConfigError(WHERE, entries, remedy)
-    outer = {"kv_role": kv_role or "kv_both", "engine_id": engine_id}
+    outer = {
+        "kv_role": kv_role or "kv_both",
+        "engine_id": engine_id,
+        "kv_load_failure_policy": load_failure_policy,
+    }
     found = [_read(entry, f"{WHERE}[{index}]", outer) for index, entry in enumerate(entries)]
     of_class = Counter(connector_class for _, connector_class in found)
     children: list[Child] = []
@@ -94,7 +102,12 @@ def children_of(vllm_config: Any) -> list[Child]:
     """The children that an engine's configuration asks for. ``ConfigError`` as in ``read_children``."""
     outer = vllm_config.kv_transfer_config
     extra = outer.kv_connector_extra_config or {}
-    return read_children(extra, kv_role=outer.kv_role, engine_id=outer.engine_id)
+    return read_children(
+        extra,
+        kv_role=outer.kv_role,
+        engine_id=outer.engine_id,
+        load_failure_policy=outer.kv_load_failure_policy,
+    )
 
 
 def check_hma(children: list[Child], vllm_config: Any) -> None:

@@ -13,7 +13,7 @@ import ctypes
 import logging
 from typing import Any
 
-from connectors.compat import CacheHitSource, KVConnectorRole
+from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
 from connectors.engines import open_rows
 from connectors.errors import ConfigError
 from connectors.events import EventPlace, KvEventLog
@@ -43,6 +43,7 @@ class SharedStoreConnector(TieredConnector):
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        require_tested_vllm(type(self).__name__)
         self._settings = SharedSettings.parse(
             vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG
         )

@@ -8,6 +8,7 @@ transfer engine. Loads are asynchronous only, blocks are freed at once, nothing 
 from __future__ import annotations
 
 import abc
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from connectors.jobs import StepJobs, StepResults
 from connectors.scheduler import OffloadScheduler
 from connectors.stats import OffloadPromMetrics, OffloadStats
 from connectors.worker import OffloadWorker
+
+log = logging.getLogger(__name__)
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 
@@ -55,11 +58,13 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         require_tested_vllm(type(self).__name__)
         share_vllm_log()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_model(vllm_config.model_config)
         check_engine(vllm_config, kv_cache_config)
         self._reported: dict[str, int] = {}
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
+            warn_of_policy(vllm_config.kv_transfer_config.kv_load_failure_policy)
             self._scheduler = self.make_scheduler()
         else:
             self._worker = self.make_worker()
@@ -216,6 +221,23 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _jobs(metadata: KVConnectorMetadata | None) -> StepJobs:
     return metadata.jobs if isinstance(metadata, StepMetadata) else StepJobs()
+
+
+def check_model(model_config: Any) -> None:
+    """Raise ``ConfigError`` for models that vLLM itself keeps from connectors by an assertion only."""
+    if model_config.is_encoder_decoder:
+        remedy = "what the encoder left would not be loaded; serve this model without a connector"
+        raise ConfigError("model_config.is_encoder_decoder", True, remedy)
+
+
+def warn_of_policy(policy: str) -> None:
+    """Say what vLLM's default does: a block that a store lost would cost a request."""
+    if policy != "recompute":
+        log.warning(
+            "kv_load_failure_policy = %r: a request whose load fails (its blocks were evicted from a store "
+            'meanwhile, say) ends with an error; set it to "recompute" beside kv_connector',
+            policy,
+        )
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
