@@ -211,11 +211,13 @@ def _retention(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
     if not others:
         text = f"{setting} has no effect: every group of this model is full attention."
         return Advice(topic="retention", setting=setting, value=None, text=text)
-    best = min(others, key=lambda one: one.mean_s)
+    shortest_s = min(one.mean_s for one in others)
+    near = [one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD)]
+    best = near[0]  # of what does as well, dense is the last choice: it takes the most pages
     listed = ", ".join(f"{one.value}: {one.change:+.0%}, hit {one.hit_share:.0%}" for one in others)
     if -best.change >= GAIN_MIN and best.every_seed:
-        near = [one.value for one in others if one.mean_s <= best.mean_s * (1 + AS_GOOD)]
-        also = f" ({' or '.join(near)}: within {AS_GOOD:.0%} of each other)" if len(near) > 1 else ""
+        names = " or ".join(one.value for one in near)
+        also = f" ({names}: within {AS_GOOD:.0%} of each other)" if len(near) > 1 else ""
         text = (
             f"Set {setting} to {best.value} on the engines (now {now}){also}: mean {base.mean_s:.3f} -> "
             f"{best.mean_s:.3f} s ({best.change:+.0%}), hit {base.hit_share:.0%} -> {best.hit_share:.0%}."
