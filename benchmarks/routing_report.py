@@ -176,7 +176,7 @@ def _bar(what: str, ratios: dict[Place, list[Ratio]], limit: float) -> list[str]
     beyond = {place: ratio for place, ratio in sorted(held.items()) if ratio.mean > limit}
     surely = sum(ratio.half is not None and ratio.mean - ratio.half > limit for ratio in beyond.values())
     verdict = "not measured" if not held else "held" if not beyond else "not held"
-    tail = f", {surely} of the others beyond noise" if beyond else ""
+    tail = f"; {surely} beyond it by more than the noise" if beyond else ""
     lines = [f"- **{verdict}**: {what} ({len(held) - len(beyond)} of {len(held)} cells{tail})"]
     lines += [f"  - {place}: {ratio}" for place, ratio in beyond.items()]
     return lines

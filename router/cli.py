@@ -17,6 +17,7 @@ from router import __version__
 from router.config import ANY_MODEL, load, parse_engine
 from router.config_checks import ConfigError
 from router.doctor.cli import doctor
+from router.simulate.advise_cli import advise
 from router.simulate.cli import simulate
 from router.tools import capture_cli
 from router.tools.index_flags import IndexFileFlag, IndexFlag, index_settings
@@ -233,6 +234,7 @@ app.command(capture_cli.record)
 app.command(capture_cli.replay)
 app.command(capture_cli.explain)
 app.command(doctor)
+app.command(advise)
 app.command(simulate)
 app.command(top)
 

@@ -67,12 +67,12 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
     groups = read_model(options.model, options.block_tokens)
     arms = _arms(options.policy)
     retentions = read_retentions(options.retention, groups)
-    with _refused("--plot", PlotError):
+    with refused("--plot", PlotError):
         if options.plot is not None:
             check_plot(options.plot)
     fit = None if options.fit is None else read_fit(options.fit, options.served_model)
     timing = _timing(options, fit)
-    with _refused("workload", WorkloadError):
+    with refused("workload", WorkloadError):
         workloads = _source(options).draws(range(options.seeds))
     blocks = read_pool(options.pool, groups, options.engines, workloads)
     plan = Plan(
@@ -91,9 +91,9 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
     processes = options.processes or len(os.sched_getaffinity(0))
     total = plan.num_runs(len(workloads)) * len(workloads[0])
     with (
-        _refused("workload", WorkloadError),
-        _refused(f"--pool {options.pool}", NothingServedError),
-        _progress(total, quiet=as_json) as placed,
+        refused("workload", WorkloadError),
+        refused(f"--pool {options.pool}", NothingServedError),
+        progress_bar(total, quiet=as_json) as placed,
     ):
         study = run_plan(plan, workloads, processes=processes, placed=placed)
     facts = facts_of(plan, study, workloads, workload=options.workload, model=options.model)
@@ -103,16 +103,16 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
         console = Console()
         show(plan, study, facts, fit, console if console.is_terminal else Console(width=WIDTH_PIPED))
     if options.plot is not None:
-        with _refused("--plot", PlotError):
+        with refused("--plot", PlotError):
             draw(study, facts, options.plot)
     return 0
 
 
 def read_model(model: str, block_tokens: int) -> tuple[GroupSpec, ...]:
     """The groups of ``--model``. Raises ``ConfigError``."""
-    with _refused("--model", ModelError):
+    with refused("--model", ModelError):
         groups = groups_of(model, block_tokens)
-    with _refused(f"--model {model}", ValueError):
+    with refused(f"--model {model}", ValueError):
         check_layout(groups, None if len(groups) > 1 else 0)
     return groups
 
@@ -124,7 +124,7 @@ def read_retentions(text: str, groups: tuple[GroupSpec, ...]) -> tuple[int | Non
         if word != "dense" and not word.isdecimal():
             raise ConfigError(f"--retention {word!r}: expected tokens, or dense; several with commas")
         retention = None if word == "dense" else int(word)
-        with _refused(f"--retention {word}", ValueError):
+        with refused(f"--retention {word}", ValueError):
             check_layout(groups, retention)
         if retention not in found:
             found.append(retention)
@@ -152,7 +152,7 @@ def read_pool(text: str, groups: tuple[GroupSpec, ...], engines: int, workloads:
 def read_fit(where: str, served_model: str | None) -> Fit:
     """Rates from ``--fit``: an engine's URL, its saved metrics page, or a capture. Raises ``ConfigError``."""
     timing = Timing()
-    with _refused(f"--fit {where}", FitError, WorkloadError, OSError, UnicodeDecodeError):
+    with refused(f"--fit {where}", FitError, WorkloadError, OSError, UnicodeDecodeError):
         if where.startswith(("http://", "https://")):
             return fit_metrics(fetch(where), timing)
         path = Path(where)
@@ -164,7 +164,7 @@ def read_fit(where: str, served_model: str | None) -> Fit:
 
 
 def _arms(text: str) -> dict[str, Arm]:
-    with _refused("--policy", ValueError):
+    with refused("--policy", ValueError):
         return arms_of(word.strip() for word in text.split(","))
 
 
@@ -188,7 +188,7 @@ def _timing(options: SimulateOptions, fit: Fit | None) -> Timing:
         given["chunk_tokens"] = options.chunk_tokens
     if options.seqs_max is not None:
         given["seqs_max"] = options.seqs_max
-    with _refused("timing", ValueError):
+    with refused("timing", ValueError):
         return msgspec.structs.replace(Timing() if fit is None else fit.timing, **given)
 
 
@@ -213,7 +213,7 @@ def _check_numbers(options: SimulateOptions) -> None:
 
 
 @contextmanager
-def _refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
+def refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
     """What a part refuses, as a configuration error that names the flag."""
     try:
         yield
@@ -222,7 +222,7 @@ def _refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A bar on the terminal that standard error is, if it is one and not ``quiet``."""
     console = Console(stderr=True)
     columns = (
