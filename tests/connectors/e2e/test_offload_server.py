@@ -56,7 +56,7 @@ def test_after_the_gpu_forgot(url: str, tokens: int) -> None:
 
 
 def test_the_next_turn_loads_the_one_before(url: str) -> None:
-    """A longer prompt ends its hit inside what another request stored: windows are loaded at that boundary."""
+    """A longer prompt ends its hit inside what another stored: windows are loaded at that boundary."""
     turn = prompt(7, 640)
     following = [*turn, *prompt(8, 200)]
     reference = complete(url, following)
