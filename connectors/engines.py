@@ -57,16 +57,7 @@ def make_engine(view: CacheView, device: str, *, slots: int, row_bytes: int) -> 
     """
     if view.row_bytes > row_bytes:
         raise LayoutError(f"a block takes {view.row_bytes} bytes; its configuration says at most {row_bytes}")
-    if device == "cpu":
-        from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
-
-        pool = PinnedHostPool(slots * view.row_bytes, view.row_bytes)
-        return EngineWithPool(HostTransferEngine(view, pool), pool)
-    if device == "cuda":
-        from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
-
-        return EngineWithPool(*open_cuda(view, slots * view.row_bytes))
-    raise ConfigError("device", device, "there are transfer engines for cpu and cuda")
+    return EngineWithPool(*open_rows(view, device, slots, view.row_bytes))
 
 
 def open_rows(
@@ -74,7 +65,8 @@ def open_rows(
 ) -> tuple[TransferEngine, PinnedHostPool]:
     """``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
 
-    Close the engine, then the pool. ConfigError for other devices, HostMemoryError where memory is short.
+    Close the engine, then the pool. As many stores may wait as there are rows: whoever has rows for them has
+    bounded them already. ConfigError for other devices, HostMemoryError where memory is short.
     """
     if device == "cpu":
         from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
@@ -84,5 +76,5 @@ def open_rows(
     if device == "cuda":
         from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
 
-        return open_cuda(replace(view, row_bytes=row_bytes), rows * row_bytes)
+        return open_cuda(replace(view, row_bytes=row_bytes), rows * row_bytes, queued_stores_max=rows)
     raise ConfigError("device", device, "there are transfer engines for cpu and cuda")

@@ -36,7 +36,11 @@ POLL_INTERVAL_S = 0.0002
 
 
 def open_cuda(
-    view: CacheView, host_bytes: int, device_index: int | None = None
+    view: CacheView,
+    host_bytes: int,
+    device_index: int | None = None,
+    *,
+    queued_stores_max: int = QUEUED_STORES_MAX,
 ) -> tuple[CudaTransferEngine, PinnedHostPool]:
     """The engine and the pinned pool for one GPU (default: torch's current one).
 
@@ -48,7 +52,12 @@ def open_cuda(
     pool = PinnedHostPool(host_bytes, view.row_bytes, driver=driver)
     try:
         engine = CudaTransferEngine(
-            view, pool, device=device, driver=driver, host_chunk_bytes=pool.chunk_bytes
+            view,
+            pool,
+            device=device,
+            driver=driver,
+            host_chunk_bytes=pool.chunk_bytes,
+            queued_stores_max=queued_stores_max,
         )
     except BaseException:
         pool.close()
