@@ -1,4 +1,4 @@
-"""How far a request can be loaded, and which blocks a load fills and a store reads; nothing is held yet.
+"""Which blocks of a request a load fills and a store reads; nothing is held yet.
 
 What always holds: the null block (0) is in no plan, a load fills every block that the engine allocated for
 it, and a store names only blocks that are full, hashed and in the request's table now.
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from connectors.requests import EngineRequest, RequestState
-from connectors.tier import Tier
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 
 if TYPE_CHECKING:
@@ -32,24 +31,6 @@ class PlannedBlock:
     start_token: int
     block_id: int
     key: bytes
-
-
-def find_hit(resolver: HitResolver, tier: Tier, request: EngineRequest, num_local_tokens: int) -> int | None:
-    """Tokens of the longest loadable prefix, local ones included; None while the tier does not know."""
-    hashes = request.block_hashes
-    known: dict[bytes, bool] = {}
-    while keys := resolver.lookup_keys(
-        hashes, request.num_tokens, num_local_tokens=num_local_tokens, known=known
-    ):
-        held = tier.held(request.request_id, keys)
-        if held is None:
-            return None
-        known.update((key, key in held) for key in keys)
-
-    def usable(key: bytes) -> bool:
-        return known.get(key, False)
-
-    return resolver.find_hit(hashes, request.num_tokens, usable, num_local_tokens=num_local_tokens)
 
 
 def plan_load(

@@ -39,7 +39,5 @@ class RequestState:
     """Blocks the pin cap kept from being stored; they are tried again in the request's next step."""
     num_local_tokens: int = 0
     """The local hit named in the last look-up: the load that follows begins there."""
-    asked_at: float | None = None
-    """When the look-up that is still open was made first; None: no look-up is open."""
     must_compute: bool = False
     """A load failed since the request was last admitted: it is not offered another before it has run."""

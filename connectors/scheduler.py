@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from connectors.event_book import EventBook, EventLog
 from connectors.job_book import Job, JobBook
 from connectors.jobs import StepJobs, StepResults
+from connectors.lookups import Lookups
 from connectors.pins import SourcePins
-from connectors.plans import PlannedBlock, find_hit, make_job, plan_load, plan_states, plan_store
+from connectors.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
 from connectors.requests import EngineRequest, RequestState
 from connectors.settings import OffloadSettings
 from connectors.tally import Tally
-from connectors.tier import Tier
+from connectors.tier import Tier, TierChanges
 from connectors.transfer.base import Direction, TransferJob
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class OffloadScheduler:
         self._requests: dict[str, RequestState] = {}
         self._jobs = JobBook(world_size)
         self._next = StepJobs()
+        self._lookups = Lookups(
+            resolver, tier, self.tally, deadline_s=settings.lookup_deadline_s, clock=clock
+        )
+        self._changes: list[tuple[bool, bytes]] = []
+        """The tier's changes since events were taken."""
         self._frees_awaited_since: float | None = None
         """When the engine was first told to wait for a store; None: one has ended since."""
 
@@ -83,15 +89,9 @@ class OffloadScheduler:
         if state is None or state.must_compute or request.skip_reading_prefix_cache:
             return 0, False
         state.num_local_tokens = num_computed_tokens
-        hit = find_hit(self._resolver, self._tier, request, num_computed_tokens)
+        hit = self._lookups.hit(request, num_computed_tokens)
         if hit is None:
-            if state.asked_at is None:
-                state.asked_at = self._clock()
-            if self._clock() - state.asked_at < self._settings.lookup_deadline_s:
-                return None, False
-            self.tally.add("lookups/late")
-            return 0, False
-        state.asked_at = None
+            return None, False
         external = hit - num_computed_tokens
         if external < self._settings.load_min_tokens:
             return 0, False
@@ -102,7 +102,7 @@ class OffloadScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        state.asked_at = None
+        self._lookups.forget(request.request_id)
         if num_external_tokens == 0:
             if request.num_computed_tokens == 0:  # not after a load, which was counted when it began
                 self.tally.add("lookups/computed")
@@ -120,6 +120,7 @@ class OffloadScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self.tally.add("blocks_refused", state.refused_blocks)
+            self._lookups.forget(request.request_id)
             self._tier.forget_request(request.request_id)
         return False, None
 
@@ -143,6 +144,7 @@ class OffloadScheduler:
             )
             if (blocks or states) and (job := self._begin_store(state, blocks, states)) is not None:
                 step.stores.append(job)
+        self._note_changes()
         return step
 
     def update_connector_output(self, results: StepResults) -> None:
@@ -152,12 +154,12 @@ class OffloadScheduler:
                 self._end_store(job)
             else:
                 self._end_load(job)
+        self._note_changes()
 
     def take_events(self) -> list[Any]:
         """KV events of what became loadable, or ceased to be, since the last call."""
-        changes = self._tier.take_changes()
-        for stored, _ in changes.changes:
-            self.tally.add("blocks_stored" if stored else "blocks_removed")
+        self._note_changes()
+        changes, self._changes = TierChanges(tuple(self._changes)), []
         return self._events.take(changes)
 
     def has_pending_push_work(self) -> bool:
@@ -176,15 +178,24 @@ class OffloadScheduler:
         """Drop everything held and what is on its way to be. False: transfers are under way; ask again."""
         self._jobs.spoil_all()
         gone = self._tier.reset()
+        self._note_changes()
         return gone and not self._jobs
 
     def counts(self) -> dict[str, int]:
         """What is held at this moment, for tests and metrics."""
-        return {
-            "requests": len(self._requests),
-            "jobs": len(self._jobs),
-            "pinned_blocks": self._pins.count,
-        }
+        pinned = self._pins.count
+        return {"requests": len(self._requests), "jobs": len(self._jobs), "pinned_blocks": pinned}
+
+    def _note_changes(self) -> None:
+        """Take the tier's changes at once, or a request could be offered what was just given up."""
+        changes = self._tier.take_changes().changes
+        if not changes:
+            return
+        self._changes += changes
+        removed = frozenset(key for stored, key in changes if not stored)
+        self.tally.add("blocks_removed", sum(not stored for stored, _ in changes))
+        self.tally.add("blocks_stored", sum(stored for stored, _ in changes))
+        self._lookups.removed(removed)
 
     # -- loads -------------------------------------------------------------------------------------------
 
