@@ -74,3 +74,12 @@ def settled(base_url: str) -> None:
         return before == seen
 
     until(still, "stores have ended")
+
+
+def preemptions(base_url: str) -> float:
+    """How often the engine took a running request's blocks away."""
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_preemptions_total")
+    )

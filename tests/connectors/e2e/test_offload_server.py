@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
-from offload_servers import forget, prompt, server, settled
+from offload_servers import forget, preemptions, prompt, server, settled
 from shared_servers import complete, metric, same
 
 from tests.vllm.tiny_model import write_tiny_model
@@ -99,7 +99,7 @@ def test_a_hundred_and_twenty_at_once_in_a_pool_for_three(url: str) -> None:
     reference = [complete(url, one, max_tokens=12) for one in asked]
     settled(url)
     forget(url)
-    before = {name: metric(url, name) for name in ("hit_tokens", "jobs")}
+    hits, preempted = metric(url, "hit_tokens"), preemptions(url)
     order = [i for i in range(len(asked)) for _ in range(3)]
     rng.shuffle(order)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
@@ -107,5 +107,6 @@ def test_a_hundred_and_twenty_at_once_in_a_pool_for_three(url: str) -> None:
     wrong = [i for i, answer in zip(order, answers, strict=True) if not same(reference[i], answer)]
     assert len(order) == 120
     assert wrong == []
-    assert metric(url, "hit_tokens") > before["hit_tokens"]
+    assert metric(url, "hit_tokens") > hits
+    assert preemptions(url) > preempted
     assert metric(url, "jobs", direction="load", result="failed") == 0
