@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import io
 import logging
 import socket
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
@@ -30,6 +32,23 @@ _log = structlog.get_logger()
 
 class ListenError(OSError):
     """The address to listen on cannot be had."""
+
+
+class LogSink(io.TextIOBase):
+    """Where log lines go. Whoever reads them may go away: that costs lines, never the work that is logged."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe, a full disk, a closed file
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._out.flush()
 
 
 class RouterServer(ProxyServer):
@@ -150,7 +169,7 @@ def configure_logging(level: str, log_format: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", LogSink(sys.stderr))),
     )
 
 

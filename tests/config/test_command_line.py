@@ -130,6 +130,22 @@ def test_serve_says_where_and_ends_cleanly(number: int) -> None:
         assert "Traceback" not in rest
 
 
+def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> None:
+    router = subprocess.Popen(
+        [*KVATLAS, "serve", "--port", "0", "--engine", "http://127.0.0.1:9"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert router.stderr is not None
+    with router:
+        while "listening" not in router.stderr.readline():
+            pass
+        router.stderr.close()
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(30) in {0, 120}  # 120: Python's own word for a standard stream it could not flush
+
+
 def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
     first = subprocess.Popen(
         [
