@@ -202,8 +202,8 @@ def scaled_groups(seen: Seen) -> tuple[GroupSpec, ...]:
 
 
 def fitted(sent: list[Sent]) -> tuple[Timing, float]:
-    """Rates of the real engines, scaled; and the seconds that a request takes besides its tokens: the way there
-    and back, once for a request and not for every chunk, so to be added to the simulated times."""
+    """Rates of the real engines, scaled; and the seconds that a request takes besides its tokens: the way
+    there and back, once for a request and not for every chunk, so to be added to the simulated times."""
     captured = [
         Captured(
             asked=Asked(at_s=one.at_s, input_tokens=len(one.prompt), output_tokens=len(one.answer), ids=()),
