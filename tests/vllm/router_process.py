@@ -25,12 +25,14 @@ _REPOSITORY = Path(__file__).parents[2]
 class RouterProcess:
     """``with RouterProcess(...) as router``: ``router.base_url`` serves once every feed is READY."""
 
-    def __init__(self, engine_urls: Sequence[str], tokenizer: Path, *, log: Path) -> None:
+    def __init__(
+        self, engine_urls: Sequence[str], tokenizer: Path, *, log: Path, policy: str = "kvatlas"
+    ) -> None:
         (port,) = free_ports(1)
         self.base_url = f"http://127.0.0.1:{port}"
         self.log = log
         self._command = [sys.executable, "-m", "router.cli", "serve", "--expose-decision"]
-        self._command += ["--port", str(port), "--tokenizer", str(tokenizer)]
+        self._command += ["--policy", policy, "--port", str(port), "--tokenizer", str(tokenizer)]
         for url in engine_urls:
             self._command += ["--engine", url]
         self._process: subprocess.Popen[bytes] | None = None
