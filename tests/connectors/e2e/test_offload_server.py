@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from offload_servers import forget, preemptions, prompt, server, settled

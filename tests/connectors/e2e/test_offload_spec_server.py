@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from served_connectors import all_stored, serve, stored_blocks

@@ -16,7 +16,7 @@ import xxhash
 
 from connectors.store.frame import FRAME_BYTES
 
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from shared_servers import complete, engine, forget_gpu, metric, same, until

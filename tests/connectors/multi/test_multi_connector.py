@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from fake_children import (
     SHUT_DOWN,

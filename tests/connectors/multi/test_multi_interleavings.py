@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from fake_children import child, multi, request
 from hypothesis import given, settings

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 import torch
 from hypothesis import given

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
-pytest.importorskip("vllm", reason="needs vLLM; make test-connectors runs it")
+pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from sim_engine import Prompt, RequestStatus, Setup, SimConnector, SimEngineCore
 
