@@ -3,7 +3,7 @@
 From a capture: the seconds from placement to first token, less what the router believed to be queued ahead,
 over the tokens that the engine had to compute. A line through them whose slope is the median of slopes
 between pairs (Theil and Sen) does not mind a third of wild points: queues that were believed wrongly. Its
-slope is ``prefill_s_per_token``, what is left at zero tokens ``chunk_s``.
+slope is ``prefill_s_per_token``, what is left at zero tokens ``request_s``.
 
 From metrics: sums over the engine's life (vLLM's names). That averages over every load it has seen.
 """
@@ -75,8 +75,8 @@ def fit_capture(captured: Sequence[Captured], timing: Timing) -> Fit:
     rate = _estimate("prefill_s_per_token", slopes, len(points), spread)
     if rate.value <= 0:
         raise FitError("the time to first token does not grow with the computed tokens: nothing to fit")
-    fixed = _estimate("chunk_s", np.maximum(rests, 0.0), len(points), spread)
-    fitted = {"prefill_s_per_token": rate.value, "chunk_s": fixed.value}
+    fixed = _estimate("request_s", np.maximum(rests, 0.0), len(points), spread)
+    fitted = {"prefill_s_per_token": rate.value, "request_s": fixed.value}
     estimates = [rate, fixed]
     paces = np.array([pace for one in captured if (pace := one.s_per_generated_token)])
     if len(paces) >= SAMPLES_MIN:

@@ -272,7 +272,7 @@ class FleetSim:
         self._sight.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
 
     def _ended(self, visit: Visit, now: float) -> None:
-        opened = self._close(visit, visit.first_token_s - visit.arrived_s)
+        opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)
         self._load.finish(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)

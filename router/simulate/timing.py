@@ -5,9 +5,10 @@ A chunk of ``n`` prompt tokens beside ``r`` sequences that are generating takes:
     chunk_s + prefill_s_per_token * n + interference_s * r
 
 Prompts are computed one after the other in the order of their arrival, in chunks of at most ``chunk_tokens``;
-every sequence that generates makes one token per ``decode_s``. At most ``seqs_max`` requests are on an engine
-at once. This leaves out what attention's quadratic part and the batch add; ``fit`` finds the values that come
-closest to what an engine was seen to do.
+every sequence that generates makes one token per ``decode_s``. ``request_s`` is the way to the engine and
+back: it comes on top of every time to first token and keeps no engine busy. At most ``seqs_max`` requests are
+on an engine at once. This leaves out what attention's quadratic part and the batch add; ``fit`` finds the
+values that come closest to what an engine was seen to do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults: an engine that prefills 8,000 tokens a second and decodes 50 tokens a second per sequence."""
 
     prefill_s_per_token: float = 1 / 8000
+    request_s: float = 0.0
     chunk_s: float = 0.0
     interference_s: float = 0.0
     decode_s: float = 0.02
@@ -29,7 +31,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("prefill_s_per_token", "decode_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ValueError(f"{name} must be seconds above 0, got {getattr(self, name)}")
-        for name in ("chunk_s", "interference_s"):
+        for name in ("request_s", "chunk_s", "interference_s"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise ValueError(f"{name} must be seconds, not negative, got {getattr(self, name)}")
         for name in ("chunk_tokens", "seqs_max"):

@@ -102,7 +102,7 @@ def test_rates_come_out_of_a_capture_as_they_went_in(tmp_path: Path, wild: float
     path = write_lines(tmp_path / "a.jsonl", *drawn(400, rate_s=2e-4, fixed_s=0.03, pace_s=0.015, wild=wild))
     fit = fit_capture(read_capture(path), Timing())
     assert fit.timing.prefill_s_per_token == pytest.approx(2e-4, rel=0.05)
-    assert fit.timing.chunk_s == pytest.approx(0.03, abs=0.02)
+    assert fit.timing.request_s == pytest.approx(0.03, abs=0.02)
     assert fit.timing.decode_s == pytest.approx(0.015, rel=0.01)
     for one in fit.estimates:
         assert one.low <= one.value <= one.high
@@ -115,7 +115,7 @@ def test_queues_are_taken_off(tmp_path: Path) -> None:
         for one in drawn(100, rate_s=2e-4, fixed_s=0.03, pace_s=0.015)
     ]
     fit = fit_capture(read_capture(write_lines(tmp_path / "a.jsonl", *lines)), Timing())
-    assert fit.timing.chunk_s == pytest.approx(0.03, abs=0.02)
+    assert fit.timing.request_s == pytest.approx(0.03, abs=0.02)
     assert not any("no queue" in note for note in fit.notes), "no request was alone"
 
 

@@ -124,6 +124,7 @@ def test_timing_refuses_what_is_no_time() -> None:
     for field, value in (
         ("prefill_s_per_token", 0.0),
         ("chunk_s", -1.0),
+        ("request_s", -1.0),
         ("seqs_max", 0),
         ("decode_s", float("nan")),
     ):

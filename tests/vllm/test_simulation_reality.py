@@ -221,13 +221,13 @@ def fitted(sent: list[Sent]) -> tuple[Timing, float]:
     timing = fit_capture(captured, Timing()).timing
     scaled = msgspec.structs.replace(
         timing,
-        chunk_s=0.0,
+        request_s=0.0,
         prefill_s_per_token=timing.prefill_s_per_token / SCALE,
         decode_s=timing.decode_s / SCALE,
         chunk_tokens=SCALE * CHUNK_TOKENS,
         seqs_max=8,
     )
-    return scaled, timing.chunk_s
+    return scaled, timing.request_s
 
 
 def replayed_hits(real: Real) -> list[int]:
