@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -161,6 +161,19 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
                 for r in sources.books.receipts.latest
             ]
         )
+
+    @_get(app, "/kvatlas/access_log")
+    async def access_log() -> Response:
+        """Lengths and keyed prefix hashes of the latest requests, for `kvatlas advise --router`."""
+        log = sources.books.access
+        if log is None:
+            raise ApiError(
+                404,
+                "access_log_off",
+                "No access log is written: set access_log.path.",
+                kind="not_found_error",
+            )
+        return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
 
     @app.post("/kvatlas/explain")
     async def explain_request(request: Request) -> Response:

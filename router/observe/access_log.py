@@ -16,6 +16,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _log = structlog.get_logger()
 WRITE_EVERY_S = 0.2
 COMPLAIN_EVERY_S = 60.0
 CLOSE_S_MAX = 5.0
+_PIECE_BYTES = 1 << 18
 _TAIL_BYTES = 1 << 16
 
 
@@ -143,6 +145,18 @@ class AccessLog:
     def skip(self) -> None:
         """A request whose tokens the router did not see, or which had several prompts."""
         self.stats.dropped["tokens_unknown"] += 1
+
+    def read_back(self) -> Iterator[bytes]:
+        """What is in the files now, the older one first, whole lines, piece by piece. Reads from the disk."""
+        for path in (Path(f"{self._path}.1"), self._path):
+            try:
+                with path.open("rb") as file:
+                    left = os.fstat(file.fileno()).st_size
+                    while left > 0 and (piece := file.read(min(_PIECE_BYTES, left))):
+                        left -= len(piece)
+                        yield piece
+            except FileNotFoundError:
+                continue
 
     def _run(self) -> None:
         closing = False

@@ -9,16 +9,19 @@ from cyclopts import Parameter
 
 def advise(
     workload: Annotated[
-        str,
+        str | None,
         Parameter(
             help="The traffic: an access log of the router, a trace in Mooncake's format, or `chat`, "
-            "`tenants`, `agents`."
+            "`tenants`, `agents`. Without it --router tells its own."
         ),
-    ],
+    ] = None,
     *,
     router: Annotated[
         str | None,
-        Parameter(help="URL of a running router: takes the number of engines, groups and blocks from it."),
+        Parameter(
+            help="URL of a running router: takes the number of engines, groups and blocks from it, and where "
+            "no workload is named its access log."
+        ),
     ] = None,
     engines: Annotated[int | None, Parameter(help="How many engines there are (8).")] = None,
     model: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from router.fleet.gauges import read_pool_blocks
 from router.simulate.advise import Advice, Told, judge, reusable_share, told_of, trials
 from router.simulate.capture import is_capture, read_capture
 from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, refused
-from router.simulate.fetch import fetch
+from router.simulate.fetch import fetch, fetch_access_log
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.fleet import FleetSetup
 from router.simulate.outcome import NothingServedError
@@ -37,7 +38,7 @@ ENGINES = 8
 class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says, unread; None: from ``router``, or the default."""
 
-    workload: str
+    workload: str | None
     router: str | None = None
     engines: int | None = None
     model: str | None = None
@@ -73,17 +74,29 @@ class _Engine(msgspec.Struct, frozen=True):
 def run_advise(options: AdviseOptions, *, as_json: bool) -> int:
     """0 when it is done. Raises ``ConfigError`` for what cannot be run."""
     _check(options)
+    if options.workload is not None:
+        return _advise(options, options.workload, as_json=as_json)
+    if options.router is None:
+        raise ConfigError("workload: name one, or a running router with --router")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "access.jsonl"
+        with refused(f"--router {options.router}", OSError):
+            fetch_access_log(options.router, path)
+        return _advise(options, str(path), as_json=as_json)
+
+
+def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
     seen = None if options.router is None else see(options.router)
     seeds = range(options.seeds)
-    source = Source(name=options.workload, requests_max=options.requests, model=options.served_model)
+    source = Source(name=workload, requests_max=options.requests, model=options.served_model)
     with refused("workload", WorkloadError):
         workloads = source.draws(seeds)
-    timing, notes = _timing(options)
+    timing, notes = _timing(options, workload)
     setup, more = _setup(options, seen, workloads, timing)
     notes += more
     processes = options.processes or len(os.sched_getaffinity(0))
     with refused("workload", WorkloadError, NothingServedError):
-        setup = _at_speed(options, setup, workloads, notes)
+        setup = _at_speed(options, workload, setup, workloads, notes)
         tried = trials(setup, ttft_target_s=options.ttft_target)
         jobs = [trial.job(seed) for trial in tried for seed in seeds]
         total = len(jobs) * len(workloads[0])
@@ -126,9 +139,9 @@ def _pool_of(engine_id: str) -> int | None:
     return read_pool_blocks(page.encode(), int(rank) if rank.isdecimal() else None)
 
 
-def _timing(options: AdviseOptions) -> tuple[Timing, list[str]]:
+def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
     """Rates from the capture itself, where it is one and says enough."""
-    path = Path(options.workload)
+    path = Path(workload)
     if not path.is_file():
         return Timing(), ["rates: the defaults, as a generated workload tells none"]
     with refused("workload", WorkloadError):
@@ -171,10 +184,10 @@ def _setup(
 
 
 def _at_speed(
-    options: AdviseOptions, setup: FleetSetup, workloads: Workloads, notes: list[str]
+    options: AdviseOptions, workload: str, setup: FleetSetup, workloads: Workloads, notes: list[str]
 ) -> FleetSetup:
     """Times as recorded for an access log; else so fast that round robin is busy for ``LOAD``."""
-    path = Path(options.workload)
+    path = Path(workload)
     recorded = path.is_file() and is_capture(path)
     if options.speed is not None or (recorded and options.load is None):
         speed = options.speed or 1.0
@@ -191,7 +204,7 @@ def _facts(
     options: AdviseOptions, setup: FleetSetup, workloads: Workloads, reusable: float, notes: list[str]
 ) -> dict[str, Any]:
     return {
-        "workload": options.workload,
+        "workload": options.workload or f"the access log of {options.router}",
         "requests": len(workloads[0]),
         "seeds": options.seeds,
         "engines": setup.engines,

@@ -1,14 +1,16 @@
-"""One page from an engine, read whole."""
+"""What a simulation is told over HTTP: an engine's metrics page, a router's access log."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
 TIMEOUT_S = 10.0
 PAGE_BYTES_MAX = 16 << 20
+LOG_BYTES_MAX = 4 << 30
 
 
 def fetch(url: str) -> str:
@@ -29,5 +31,33 @@ async def _fetch(url: str) -> str:
             return page.decode("utf-8", errors="replace")
     except TimeoutError:
         raise OSError(f"{url} did not answer within {TIMEOUT_S:g} s") from None
+    except (aiohttp.ClientError, ValueError) as error:
+        raise OSError(f"{url}: {error}") from None
+
+
+def fetch_access_log(router_url: str, path: Path) -> None:
+    """Put the access log of a running router into a file. Raises ``OSError``."""
+    asyncio.run(_fetch_log(f"{router_url.rstrip('/')}/kvatlas/access_log", path))
+
+
+async def _fetch_log(url: str, path: Path) -> None:
+    timeout = aiohttp.ClientTimeout(total=None, connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
+            if answer.status == 404:
+                raise OSError(
+                    "the router writes no access log: set access_log.path there, or name a file here"
+                )
+            if answer.status != 200:
+                raise OSError(f"{url} answered {answer.status}")
+            size = 0
+            with path.open("wb") as file:
+                async for piece in answer.content.iter_any():
+                    size += len(piece)
+                    if size > LOG_BYTES_MAX:
+                        raise OSError(f"{url}: more than {LOG_BYTES_MAX} bytes")
+                    await asyncio.to_thread(file.write, piece)
+    except TimeoutError:
+        raise OSError(f"{url} said nothing for {TIMEOUT_S:g} s") from None
     except (aiohttp.ClientError, ValueError) as error:
         raise OSError(f"{url}: {error}") from None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from router.observe.access_log import AccessLogSettings
 from router.simulate.capture import read_capture
+from router.simulate.fetch import fetch_access_log
 from tests.app.rig import MODEL, TEXT, configure, routing, run, running, until
 
 
@@ -56,6 +60,36 @@ def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Pa
     capture = read_capture(path)
     assert [one.asked.input_tokens for one in capture] == [first["input_length"]] * 2
     assert capture[1].cached_tokens == second["cached_tokens"]
+
+
+def test_the_log_can_be_had_from_the_router(tmp_path: Path) -> None:
+    path, copy = tmp_path / "access.jsonl", tmp_path / "copy.jsonl"
+    (tmp_path / "access.jsonl.1").write_text('{"older": true}\n')
+
+    async def main() -> None:
+        async with running({}) as engines:
+            config = configure(*engines, access_log=AccessLogSettings(path=str(path)))
+            async with routing(config) as rig:
+                await rig.chat(TEXT)
+                log = rig.router.books.access
+                assert log is not None
+                await until(lambda: log.stats.written == 1, "a line written")
+                await asyncio.to_thread(fetch_access_log, rig.url, copy)
+
+    run(main())
+    assert copy.read_text() == '{"older": true}\n' + path.read_text()
+
+
+def test_a_router_without_a_log_says_what_to_set(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            status, page = await rig.ask("GET", "/kvatlas/access_log")
+            assert status == 404
+            assert page["error"]["code"] == "access_log_off"
+            with pytest.raises(OSError, match=r"set access_log\.path"):
+                await asyncio.to_thread(fetch_access_log, rig.url, tmp_path / "copy.jsonl")
+
+    run(main())
 
 
 def test_a_log_that_cannot_be_written_fails_no_request(tmp_path: Path) -> None:
