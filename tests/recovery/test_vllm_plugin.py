@@ -61,5 +61,6 @@ def test_it_serves_a_snapshot_of_what_was_published() -> None:
 
 def test_without_the_variable_it_does_not_even_look_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(vllm_plugin.ENABLE, raising=False)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)  # another test may have looked for it
     register()
     assert "vllm" not in sys.modules
