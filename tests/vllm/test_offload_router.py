@@ -155,6 +155,23 @@ def scene(
         yield Scene(fleet, client, medium)
 
 
+def check_metrics(scene: Scene) -> None:
+    """Receipts and metrics show the media; to be called when some hits have been loaded."""
+    with urllib.request.urlopen(f"{scene.fleet.router.base_url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+
+    def total(name: str, *labels: str) -> float:
+        chosen = [line for line in lines if line.startswith(f"{name}{{") and all(x in line for x in labels)]
+        return sum(float(line.rpartition(" ")[2]) for line in chosen)
+
+    medium = f'medium="{scene.medium}"'
+    assert total("kvatlas_predicted_hit_medium_tokens_total", medium) > 0
+    assert total("kvatlas_predictions_compared_total", medium, 'outcome="exact"') > 0
+    assert total("kvatlas_predictions_compared_total", 'outcome="over"') == 0
+    assert total("kvatlas_predictions_compared_total", 'outcome="under"') == 0
+    assert any(receipt["hit_by_medium"].get(scene.medium) for receipt in scene.get("/kvatlas/receipts"))
+
+
 def test_what_left_the_gpu_is_predicted_where_it_can_be_loaded(scene: Scene) -> None:
     tokens = prompt(1)
     first, _, _ = scene.send(completion(tokens))
@@ -200,6 +217,7 @@ def test_every_predicted_hit_is_what_the_engine_takes_by_medium(scene: Scene) ->
     assert min(tap.removed["GPU"] for tap in taps.values()) > 100, "hardly anything was evicted"
     if scene.medium == "CPU":
         assert all(tap.removed["CPU"] for tap in taps.values()), "nothing gave way in host memory"
+    check_metrics(scene)
 
 
 def test_what_one_engine_computed_the_other_loads(scene: Scene) -> None:
@@ -218,20 +236,3 @@ def test_what_one_engine_computed_the_other_loads(scene: Scene) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == expected
         scene.fleet.settle(engine_id)
         assert +(by_source(engine_id) - before) == +Counter({"STORAGE": expected})
-
-
-def test_receipts_and_metrics_show_the_media(scene: Scene) -> None:
-    """After the tests above."""
-    with urllib.request.urlopen(f"{scene.fleet.router.base_url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-
-    def total(name: str, *labels: str) -> float:
-        chosen = [line for line in lines if line.startswith(f"{name}{{") and all(x in line for x in labels)]
-        return sum(float(line.rpartition(" ")[2]) for line in chosen)
-
-    medium = f'medium="{scene.medium}"'
-    assert total("kvatlas_predicted_hit_medium_tokens_total", medium) > 0
-    assert total("kvatlas_predictions_compared_total", medium, 'outcome="exact"') > 0
-    assert total("kvatlas_predictions_compared_total", 'outcome="over"') == 0
-    assert total("kvatlas_predictions_compared_total", 'outcome="under"') == 0
-    assert any(receipt["hit_by_medium"].get(scene.medium) for receipt in scene.get("/kvatlas/receipts"))
