@@ -24,7 +24,6 @@ from connectors.scheduler import OffloadScheduler
 from connectors.shared_settings import SharedSettings
 from connectors.staged import StagedTransfers
 from connectors.staged_jobs import staging_row_bytes
-from connectors.stats import OffloadStats
 from connectors.store.open import open_store
 from connectors.store_tier import StoreTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
@@ -50,7 +49,6 @@ class SharedStoreConnector(TieredConnector):
         self._namespace = namespace_of(vllm_config, kv_cache_config, label=self._settings.label)
         self._tier: StoreTier | None = None
         self._staged: StagedTransfers | None = None
-        self._counted: dict[str, int] = {}
         super().__init__(vllm_config, role, kv_cache_config)
 
     def make_scheduler(self) -> OffloadScheduler:
@@ -77,15 +75,8 @@ class SharedStoreConnector(TieredConnector):
         self._staging_rows()
         return OffloadWorker(self._kv_cache_config, self._make_engine)
 
-    def get_kv_connector_stats(self) -> OffloadStats | None:
-        """The tally of this half, and what went wrong with the store since the last report."""
-        half = self._scheduler if self._scheduler is not None else self._worker
-        counts = half.tally.take() if half is not None else {}
-        for reason, count in self._store_counters().items():
-            if count > self._counted.get(reason, 0):
-                counts[f"store/{reason}"] = count - self._counted.get(reason, 0)
-                self._counted[reason] = count
-        return OffloadStats(data=counts) if counts else None
+    def totals(self) -> dict[str, int]:
+        return {f"store/{reason}": count for reason, count in self._store_counters().items()}
 
     def shutdown(self) -> None:
         super().shutdown()
