@@ -69,6 +69,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapter name -> path; what an engine's ``/v1/models`` says is added for names not given here."""
     attention_chunk_size: int | None = None
     """Tokens; needed where the model has chunked local attention."""
+    attention_chunk_sizes: dict[str, int] = {}
+    """Group number -> tokens, where the groups' attention chunks differ."""
     mamba_cache_mode: str | None = None
     """``align`` or ``all``, as the engines use it; matters where the model has Mamba groups."""
     eagle_groups: tuple[int, ...] = ()
@@ -101,6 +103,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The part the index needs."""
         return ModelFacts(
             attention_chunk_size=self.attention_chunk_size,
+            attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
             mamba_cache_mode=self.mamba_cache_mode,
             eagle_groups=self.eagle_groups,
             partial_hash_hits=self.partial_hash_hits,
