@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 import aiohttp
 import msgspec
 
+from router.errors import retry_after_s
 from router.fleet.kube.access import Access
 from router.fleet.kube.objects import Page, Status
 
@@ -127,11 +128,9 @@ async def _check(answer: aiohttp.ClientResponse, path: str) -> None:
         403: "the service account needs get, list and watch here (ClusterRole for all namespaces)",
     }.get(answer.status, "")
     text = f"GET {path}: status {answer.status}" + "".join(f"; {more}" for more in (said, hint) if more)
-    raise RefusedError(answer.status, text, _retry_after_s(answer.headers.get("retry-after", "")))
-
-
-def _retry_after_s(text: str) -> float:
-    return min(float(text), _RETRY_AFTER_S_MAX) if text.isascii() and text.isdecimal() else 0.0
+    raise RefusedError(
+        answer.status, text, retry_after_s(answer.headers.get("retry-after"), _RETRY_AFTER_S_MAX)
+    )
 
 
 async def _read(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
