@@ -140,7 +140,7 @@ class Planner:
         willing = [s for s in untried if not waits_s[s.engine_id]]
         if not willing:
             raise no_ready_engine(
-                "Every engine asked to be left alone for a while.",
+                "All engines are rate-limiting (Retry-After).",
                 retry_after_s=math.ceil(min(waits_s.values())),
             )
         return willing
