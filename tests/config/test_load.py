@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
-from router.config_checks import ConfigError
-from router.fleet.engine import Engine
+from router.config.checks import ConfigError
+from router.config.schema import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
+from router.fleet.identity import Engine
 from router.policy.shadow import ShadowFleet
-from router.serving import check, describe
+from router.serve import check, describe
 
 EXAMPLE = f"""
 [server]
@@ -36,6 +36,7 @@ retention_interval = "dense"
 lora_paths = {{ sql = "/adapters/sql" }}
 kinds = {{ 0 = "full_attention", 1 = "sliding_window" }}
 windows = {{ 1 = 128 }}
+attention_chunk_sizes = {{ 2 = 64, 3 = 8192 }}
 eagle_groups = [0]
 
 [models."org/name".shadow]
@@ -74,6 +75,7 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
     assert model.retention() is None
     assert model.facts().kinds == {0: "full_attention", 1: "sliding_window"}
     assert model.facts().windows == {1: 128}
+    assert model.facts().attention_chunk_sizes == {2: 64, 3: 8192}
     assert model.facts().eagle_groups == (0,)
     assert model.prompts().lora_paths == {"sql": "/adapters/sql"}
     assert model.shadow_spec().num_blocks == 5000
