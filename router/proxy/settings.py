@@ -80,9 +80,13 @@ class ListenSettings(msgspec.Struct, frozen=True):
     """What a client may hold, and for how long."""
 
     header_timeout_s: float = 10.0
-    """For a complete request head, from the connection's start or the head's first byte."""
+    """For a request head, from the connection's start or the head's first byte; and for trailers."""
     body_timeout_s: float = 30.0
     """Between two pieces of a request body."""
+    body_bytes_per_s_min: int = 4096
+    """A body that comes slower than this is given up once it has fallen ``body_grace_s`` behind."""
+    body_grace_s: float = 30.0
+    """How far a body may fall behind ``body_bytes_per_s_min``: a small one may take so long as a whole."""
     keepalive_timeout_s: float = 75.0
     """Above the 60 s that load balancers in front usually keep idle connections."""
     stall_timeout_s: float = 120.0
@@ -95,6 +99,7 @@ class ListenSettings(msgspec.Struct, frozen=True):
     drain_s_max: float = 30.0
     """From then on: how long running answers may take before they are cut."""
     header_bytes_max: int = 64 * 1024
+    """Of a request's head, and of its trailer."""
     body_ahead_bytes_max: int = 256 * 1024
     """Received before the application asked for it; then reading pauses."""
     connections_max: int = 10_000
