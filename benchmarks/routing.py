@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.routing_report import Run, report
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 from router.simulate.arms import arms_of
 from router.simulate.fleet import FleetSetup
 from router.simulate.generate import GENERATORS

@@ -19,7 +19,6 @@ import structlog
 
 from router.admin.desk import FleetDesk
 from router.admin.office import AdminOffice
-from router.books import Books
 from router.config import ANY_MODEL, Config
 from router.control import create_control, is_control
 from router.fleet.poller import FleetPoller
@@ -30,7 +29,8 @@ from router.followers import Followers, Following
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
 from router.observe.metrics import Sources
-from router.planner import Planner
+from router.placement.books import Books
+from router.placement.decide import Planner
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp

@@ -26,8 +26,8 @@ from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, Kube
 from router.index.layout import ModelFacts
 from router.index.shared.settings import has_password
 from router.observe.access_log import AccessLogSettings
-from router.policy.base import PolicySettings
-from router.policy.shadow import ShadowSpec
+from router.placement.candidate import PolicySettings
+from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.proxy.settings import ListenSettings, ProxySettings
 from router.replicas.settings import IndexSettings

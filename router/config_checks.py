@@ -15,7 +15,7 @@ import msgspec
 from publisher.groups import GroupSpec
 from router.fleet.engine import Engine
 from router.fleet.engine_list import check_address
-from router.policy.shadow import ShadowFleet
+from router.placement.shadow import ShadowFleet
 
 if TYPE_CHECKING:
     from router.config import Config, ModelConfig, ServerConfig

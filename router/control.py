@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect
 
 from router import __version__
 from router.errors import ApiError, bad_request, body_too_large
-from router.explain import explain
 from router.fleet.registry import EngineStatus, Fleet
 from router.observe.metrics import Sources, render_metrics
-from router.planner import Planner
+from router.placement.decide import Planner
+from router.placement.explain import explain
 from router.prompts.body import decode_leniently, peek
 from router.proxy.base import InboundRequest
 from router.readiness import Readiness

@@ -21,7 +21,7 @@ from router.config import Config, Loaded
 from router.config_checks import ConfigError
 from router.index.shared.registry import IndexRefused
 from router.index.shared.settings import SettingsError, redacted
-from router.policy.arms import policy
+from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.server import ProxyServer, listen_config
 from router.proxy.stats import ListenStats

@@ -35,7 +35,7 @@ from router.index.shared.pending import MirrorStats
 from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.metrics import RouterCollector, Sources
 from router.observe.receipts import Outcome
-from router.policy import arms
+from router.placement import policies
 from router.proxy.stats import ListenStats
 from router.replicas.flights import FlightStats
 from router.replicas.keeper import LeaseStats
@@ -205,7 +205,7 @@ def _from_text(field: Field) -> bool:
 
 
 def _policies() -> str:
-    rows = [(code(name), prose(arms.policy(name).__doc__)) for name in sorted(arms.POLICIES)]
+    rows = [(code(name), prose(policies.policy(name).__doc__)) for name in sorted(policies.POLICIES)]
     return "Policies:\n\n" + table(("name", "what it does"), rows)
 
 

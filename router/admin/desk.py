@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from router.books import Books
 from router.errors import ApiError, bad_request
 from router.fleet.engine import Engine
 from router.fleet.engine_list import check_address
 from router.fleet.registry import EngineStatus, Fleet
 from router.fleet.roster import FleetFullError, Roster
 from router.fleet.source import SourceStats
+from router.placement.books import Books
 
 
 class FleetDesk:

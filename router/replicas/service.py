@@ -30,7 +30,7 @@ from router.index.shared.mirror import MirroredIndex
 from router.index.shared.pending import MirrorStats
 from router.index.shared.reader import SharedReader
 from router.index.shared.registry import EngineFacts, Registry
-from router.policy.load import LoadAccount
+from router.placement.load import LoadAccount
 from router.replicas.exchange import LoadExchange
 from router.replicas.flights import ToldInflight
 from router.replicas.keeper import Desk, LeaseKeeper, Wanted

@@ -17,7 +17,7 @@ import msgspec
 
 from publisher.groups import Family
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 from router.simulate.arms import ARMS, Arm
 from router.simulate.fleet import FleetSetup
 from router.simulate.outcome import Outcome

@@ -17,8 +17,8 @@ from app.rig import MODEL, QUICK, TEXT, Rig, configure, routing, run, running, u
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
 from router.fleet.engine import Engine
-from router.placed import Placed
-from router.policy.inflight import InflightSettings
+from router.placement.inflight import InflightSettings
+from router.placement.placement import Placed
 from router.proxy.base import InboundRequest
 
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}

@@ -12,7 +12,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.config import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
 from router.config_checks import ConfigError
 from router.fleet.engine import Engine
-from router.policy.shadow import ShadowFleet
+from router.placement.shadow import ShadowFleet
 from router.serving import check, describe
 
 EXAMPLE = f"""

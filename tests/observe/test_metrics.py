@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
 from router.admin.stats import AdminStats
-from router.books import Books
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engine import Engine
 from router.fleet.registry import Fleet
@@ -23,10 +22,11 @@ from router.index.scopes import Scopes
 from router.index.shared.pending import MirrorStats
 from router.observe.metrics import _GAUGES, Sources, render_metrics
 from router.observe.receipts import ERROR_BUCKETS, Receipt
-from router.policy.affinity import AffinityStats
-from router.policy.inflight import InflightStats
-from router.policy.load import LoadStats
-from router.policy.shadow import ShadowStats
+from router.placement.affinity import AffinityStats
+from router.placement.books import Books
+from router.placement.inflight import InflightStats
+from router.placement.load import LoadStats
+from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats

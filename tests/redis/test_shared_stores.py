@@ -10,8 +10,8 @@ from router.feeds.base import FeedState
 from router.index.layout import ModelFacts
 from router.index.predict import FleetResidency
 from router.index.shared.registry import EngineFacts
-from router.policy.load import LoadAccount
-from router.policy.rates import RateBook
+from router.placement.load import LoadAccount
+from router.placement.rates import RateBook
 from router.replicas.exchange import LoadExchange
 from router.replicas.service import engine_facts
 from router.replicas.sight import Sight

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.policy.load import LoadAccount, OthersLoad
-from router.policy.rates import RateBook
+from router.placement.load import LoadAccount, OthersLoad
+from router.placement.rates import RateBook
 from router.replicas.exchange import LoadExchange
 from router.replicas.pulse import Pulse
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
-from router.policy.shadow import ShadowSpec
+from router.placement.shadow import ShadowSpec
 from router.simulate.arms import ARMS, arms_of
 from router.simulate.sight import NOTHING, Blind, History, Rules, Seen, Truth, history_blocks
 from router.simulate.workload import block_hashes
