@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from router.fleet.registry import Fleet
+from router.fleet.status import Fleet
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
+from router.openai.request import InboundRequest, Usage
 from router.placement.books import Books
 from router.placement.decision import Decision
 from router.placement.inflight import InflightPrompt
 from router.placement.load import Ticket
 from router.prompts.prompt import Prompt
-from router.proxy.base import InboundRequest, Usage
 from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
 
 
@@ -127,7 +127,7 @@ class Bookkeeper:
 
 
 class Placed:
-    """One request on one engine (``router.proxy.base.Placement``)."""
+    """One request on one engine (``router.openai.request.Placement``)."""
 
     def __init__(
         self,

@@ -16,7 +16,10 @@ import msgspec
 import structlog
 import xxhash
 
-from router.errors import (
+from router.http.client import REPEATABLE, UpstreamClient
+from router.http.client_connection import UpstreamConnection, UpstreamError
+from router.http.disconnect import Send
+from router.openai.errors import (
     ApiError,
     engine_timeout,
     engine_unreachable,
@@ -24,16 +27,13 @@ from router.errors import (
     retry_after_s,
     stream_broken,
 )
-from router.proxy.base import InboundRequest, Placement, Planner, Usage
+from router.openai.request import InboundRequest, Placement, Planner, Usage
 from router.proxy.breaker import BreakerBoard
-from router.proxy.connection import UpstreamConnection, UpstreamError
-from router.proxy.disconnect import Send
 from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head
 from router.proxy.paths import COMPLETION_PATHS
 from router.proxy.settings import ProxySettings
 from router.proxy.sse import SseRelay, read_usage
 from router.proxy.stats import ProxyStats
-from router.proxy.upstream import REPEATABLE, UpstreamClient
 
 _log = structlog.get_logger()
 _TOO_MANY = 429
