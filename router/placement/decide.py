@@ -272,7 +272,7 @@ class Planner:
         feed = self._feeds.get(status.engine_id)
         if feed is None or feed.state is not FeedState.READY:
             return False
-        return engine is not None and engine.layout is None and not engine.facts.attention_chunk_size
+        return engine is not None and engine.layout is None and not engine.facts.has_chunks
 
     def _load(self, engine_id: str, look: Look, now: float) -> EngineLoad:
         return self._books.load.load(engine_id, now, look.load.get(engine_id, NO_OTHERS))
