@@ -14,8 +14,9 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, load, parse_engine
+from router.config.errors import ConfigError
+from router.config.load import load, parse_engine
+from router.config.schema import ANY_MODEL
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
 from router.tools.capture import cli as capture_cli

@@ -17,8 +17,9 @@ import structlog
 from router import __version__
 from router.api.admin.tokens import AdminFileError
 from router.app import Router
-from router.config.checks import ConfigError
-from router.config.schema import Config, Loaded
+from router.config.errors import ConfigError
+from router.config.load import Loaded
+from router.config.schema import Config
 from router.http.server import ProxyServer, listen_config
 from router.policy.arms import policy
 from router.prompts.reader import ModelDirError

@@ -27,7 +27,8 @@ from router.api.admin.stats import AdminStats
 from router.api.metrics import RouterCollector, Sources
 from router.app import Router
 from router.cli import app
-from router.config.schema import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig, plain_keys, variable
+from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
+from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import Engine
 from router.fleet.sources.base import SourceStats

@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from publisher.groups import GroupSpec
+from router.config.errors import ConfigError
+from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
+from router.observe.access_log import AccessLogSettings
 from router.policy.shadow import ShadowFleet
-
-if TYPE_CHECKING:
-    from router.config.schema import Config, ModelConfig, ServerConfig
-    from router.observe.access_log import AccessLogSettings
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -38,10 +36,6 @@ _MAY_BE_ZERO = frozenset(
         "worker_queue_len_max",
     }
 )
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the key and the remedy."""
 
 
 def _check_server(server: ServerConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from publisher.engine import EngineSettings, run
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 
 
 def run_engine(host: str, port: int, assignments: list[str]) -> int:

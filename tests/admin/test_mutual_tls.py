@@ -12,7 +12,7 @@ from app.rig import configure, run, running
 
 from admin.desk import administered, audited
 from router.api.admin.settings import AdminSettings
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.serve import check
 
 
