@@ -79,7 +79,7 @@ def check_config(config: Config) -> None:
         if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
             where = f"models.{name}.tokenizer"
             raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
-        for key in ("kinds", "windows"):
+        for key in ("kinds", "windows", "attention_chunk_sizes"):
             if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
         if model.retention_interval != "dense" and model.retention_interval < 0:
@@ -99,8 +99,8 @@ def _check_admin(config: Config) -> None:
         return
     if config.server.log_level not in {"debug", "info"}:
         raise ConfigError(
-            "admin.enabled: every change is to be in the log, which server.log_level = "
-            f"{config.server.log_level} leaves out; use info"
+            "admin.enabled: changes must be logged, but server.log_level = "
+            f"{config.server.log_level} suppresses them; use info"
         )
     if admin.port is not None and admin.port == config.server.port != 0:
         raise ConfigError(f"admin.port: {admin.port} is the router's own; leave it out to use that one")
