@@ -41,7 +41,7 @@ EngineFlags = Annotated[
     Parameter(
         name="--engine",
         help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-        "Event endpoints are asked from the engine where not given.",
+        "Without events= the engine is asked for its event endpoints.",
         negative="",
     ),
 ]
@@ -110,8 +110,9 @@ def serve(
         return 0
     if not loaded.config.engines and not loaded.config.fleet.discovers and not loaded.config.admin.enabled:
         raise ConfigError(
-            "no engine: give --engine URL (repeatable), [[engines]] in the --config file, or a source of "
-            "engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, or the admin API)"
+            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
+            "or a source of engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, "
+            "or the admin API)"
         )
     if check_config:
         serving.check(loaded.config)
@@ -139,8 +140,10 @@ def verify(
 index_app = App(name="index", help="Look at an index that several routers share.")
 app.command(index_app)
 
-_ModelFlag = Annotated[str | None, Parameter(help="Base model of the scope; all where not given.")]
-_NamespaceFlag = Annotated[str | None, Parameter(help="First part of every key, as the routers have it.")]
+_ModelFlag = Annotated[str | None, Parameter(help="Base model; all models if not given.")]
+_NamespaceFlag = Annotated[
+    str | None, Parameter(help="Prefix of every key, as configured at the routers (index.namespace).")
+]
 
 
 @index_app.command
@@ -165,7 +168,7 @@ def dump(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    limit: Annotated[int, Parameter(help="At most so many blocks per model; -1 for all.")] = -1,
+    limit: Annotated[int, Parameter(help="Most blocks to list per model; -1 for all.")] = -1,
 ) -> int:
     """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
     from router.tools.index.command import run_dump
@@ -182,7 +185,7 @@ def index_verify(
     model: _ModelFlag = None,
     engine: EngineFlags = None,
     settle: Annotated[
-        float, Parameter(help="Seconds until a difference that stays counts (the index lags by a write).")
+        float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
     ] = 5.0,
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
@@ -224,12 +227,15 @@ def demo(
     seconds: Annotated[float, Parameter(help="How long the load runs.")] = 20.0,
     engines: Annotated[int, Parameter(help="How many simulated engines.")] = 4,
     port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
-    json: Annotated[bool, Parameter(help="Only the final summary, as one JSON object.", negative="")] = False,
+    json: Annotated[
+        bool, Parameter(help="Print only the final summary, as one JSON object.", negative="")
+    ] = False,
     keep: Annotated[
-        bool, Parameter(help="Stay up after the load, to be tried with curl.", negative="")
+        bool, Parameter(help="Keep serving after the load, for trying with curl.", negative="")
     ] = False,
     replicas: Annotated[
-        int, Parameter(help="How many routers share one index (a server is started for it, or --index).")
+        int,
+        Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
     ] = 1,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,

@@ -62,7 +62,9 @@ class RouterServer(ProxyServer):
             await super().startup(sockets)
         except SystemExit:  # uvicorn's way; it has logged the reason and ended the lifespan
             if self.lifespan.should_exit:
-                raise ListenError("the router could not be started; the line before says why") from None
+                raise ListenError(
+                    "the router could not be started; the previous log line has the reason"
+                ) from None
             raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
         if self.started:
             _log.info("listening", url=self.base_url)

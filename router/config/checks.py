@@ -115,8 +115,8 @@ def _check_admin(config: Config) -> None:
         return
     if config.server.log_level not in {"debug", "info"}:
         raise ConfigError(
-            "admin.enabled: every change is to be in the log, which server.log_level = "
-            f"{config.server.log_level} leaves out; use info"
+            "admin.enabled: changes must be logged, but server.log_level = "
+            f"{config.server.log_level} suppresses them; use info"
         )
     if admin.port is not None and admin.port == config.server.port != 0:
         raise ConfigError(f"admin.port: {admin.port} is the router's own; leave it out to use that one")
