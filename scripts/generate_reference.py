@@ -32,7 +32,6 @@ from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import Engine
 from router.fleet.sources.base import SourceStats
 from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.receipts import Outcome
 from router.policy import arms
@@ -103,8 +102,11 @@ def cli_page() -> str:
                 f"{prose(EngineSettings.__doc__)}\n",
                 f"Presets of `groups`: {', '.join(map(code, PRESETS))}.\n",
                 table(
-                    ("key", "type", "default"),
-                    ((code(f.name), code(f.kind), _engine_default(f)) for f in fields(EngineSettings)),
+                    ("key", "type", "default", "meaning"),
+                    (
+                        (code(f.name), code(f.kind), _engine_default(f), f.text)
+                        for f in fields(EngineSettings)
+                    ),
                 ),
             ]
     return "\n".join(parts)
@@ -163,7 +165,6 @@ def configuration_page() -> str:
         f"{prose(_text_of(Config, 'models'))}\n",
         f"{prose(ModelConfig.__doc__)}\n",
         _keys(ModelConfig),
-        f"`ModelFacts`: {prose(ModelFacts.__doc__)}\n",
         '### `[models."NAME".shadow]`\n',
         f"{prose(ShadowConfig.__doc__)}\n",
         _keys(ShadowConfig),

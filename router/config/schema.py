@@ -38,10 +38,10 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the block pool of engines that publish no events (None: assumed, and marked so)."""
+    """Size of the block pool of engines that publish no events; assumed where not set."""
 
     num_blocks: int | None = None
-    """Blocks of the engine's KV cache, all groups together."""
+    """Blocks of the engine's KV cache, all groups together; vLLM logs it at start."""
     block_size: int | None = None
     """Tokens per block."""
     sliding_window: int | None = None
@@ -49,58 +49,70 @@ class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One served model. ``tokenizer`` is a local directory with tokenizer.json (Hugging Face layout).
+    """One served model: how its prompts become tokens, and the facts about its KV cache that no event
+    carries.
 
-    ``lora_paths`` gives the path each LoRA was loaded from, which enters block hashes; the rest says what no
-    event carries (see ``ModelFacts``).
+    Which of them a model needs: [README](../README.md#with-vllm); why: [exactness.md](exactness.md).
     """
 
     tokenizer: str | None = None
-    """Without it an engine is asked for the tokens of each prompt."""
+    """Local directory with `tokenizer.json` (Hugging Face layout). Where not set, an engine is asked for
+    the tokens of each prompt."""
     chat_template: str | None = None
-    """File or text, where the engines were started with ``--chat-template``."""
+    """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    """As the engines were started with ``--chat-template-content-format``."""
+    """The engines' ``--chat-template-content-format``."""
     default_chat_template_kwargs: dict[str, Any] = {}
-    """As the engines were started with ``--default-chat-template-kwargs``."""
+    """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
-    """As the engines were started with ``--exclude-tools-when-tool-choice-none``."""
+    """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``."""
     lora_paths: dict[str, str] = {}
-    """Adapter name -> path; what an engine's ``/v1/models`` says is added for names not given here."""
+    """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
+    use the path that the engine's ``/v1/models`` reports."""
     attention_chunk_size: int | None = None
-    """Tokens; needed where the model has chunked local attention."""
+    """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
+    attention_chunk_sizes: dict[str, int] = {}
+    """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: str | None = None
-    """``align`` or ``all``, as the engines use it; matters where the model has Mamba groups."""
+    """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
     eagle_groups: tuple[int, ...] = ()
-    """Numbers of the groups whose look-up drops the last block (EAGLE or MTP drafter, vLLM before 0.33)."""
+    """Numbers of the KV cache groups whose look-up drops the last block (EAGLE or MTP drafter, vLLM before
+    0.33)."""
     partial_hash_hits: bool | None = None
-    """Whether hits may end inside a block; derived from the groups where not set."""
+    """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
     report_mode_full: bool = False
-    """Requests set ``kv_cache_report_mode=full``; better never do."""
+    """Set if clients send ``kv_cache_report_mode=full``: repeated store events are then not counted as new
+    copies. Predictions are less exact with it; better keep clients from sending the field
+    (``proxy.kv_cache_report_mode``)."""
     retention_interval: int | Literal["dense"] = 0
-    """The engines' ``prefix_cache_retention_interval`` in tokens (0 is vLLM's default since 0.29)."""
+    """The engines' ``--prefix-cache-retention-interval`` in tokens, or ``dense`` (0 is vLLM's default
+    since 0.29)."""
     hash_seeds: tuple[str, ...] = ()
-    """The engines' PYTHONHASHSEED, if it is set there; tried first when the scheme is detected."""
+    """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
+    seeds that are not numbers from 0 to 65535."""
     kinds: dict[str, str] = {}
-    """Group number -> kind, for vLLM 0.20 and 0.21, whose events do not tell it."""
+    """Group number -> kind of attention; needed for vLLM 0.20 and 0.21, whose events do not carry it."""
     windows: dict[str, int] = {}
-    """Group number -> sliding window in tokens, for vLLM 0.20 and 0.21."""
+    """Group number -> sliding window in tokens; needed for vLLM 0.20 and 0.21, whose events do not carry
+    it."""
     shared_stores: tuple[str, ...] = ()
-    """Stores that every engine of the model loads from, by the ``ownership`` in KV events; an engine that
-    writes to a store is known to load from it without this."""
+    """Stores that every engine of the model loads from, named by the ``ownership`` field of KV events. An
+    engine that writes to a store is known to load from it without this."""
     shared_store_ttl_s: float = 1800.0
-    """Blocks that nobody was heard to write to a shared store for so long are not counted on: what a store
-    evicts nobody tells. They may go after half of it."""
+    """How long a block that was reported as written to a shared store is counted on (stores do not report
+    evictions). A block may be dropped after half of this time. Set it to the age at which the store
+    evicts."""
     first_connector_loads: bool = False
-    """The engines run several connectors in vLLM's MultiConnector: the first that has anything loads. In
-    ``HybridMultiConnector`` the one with the most tokens does."""
+    """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
+    anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
     shadow: ShadowConfig = ShadowConfig()
-    """The pool assumed for engines that publish no events."""
+    """Block pool assumed for engines that publish no events."""
 
     def facts(self) -> ModelFacts:
         """The part the index needs."""
         return ModelFacts(
             attention_chunk_size=self.attention_chunk_size,
+            attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
             mamba_cache_mode=self.mamba_cache_mode,
             eagle_groups=self.eagle_groups,
             partial_hash_hits=self.partial_hash_hits,
@@ -146,15 +158,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the router listens, and what it tells."""
+    """Where the router listens, and what it logs."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for all addresses of the machine."""
     port: int = 8000
+    """TCP port to listen on; 0 takes a free one, which the log then names."""
     expose_decision: bool = False
-    """Answer with ``x-kvatlas-engine`` and ``x-kvatlas-hit-tokens``."""
+    """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
     log_level: str = "info"
+    """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: str = "console"
-    """``console`` for people, ``json`` for machines."""
+    """`console` for people, `json` for log collectors (one object per line)."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,23 +6,22 @@ import msgspec
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """Identity and addresses of an engine. ``events`` is None for an engine that publishes none.
-
-    ``dp_rank`` is None for a server without data parallelism; ``topic`` is the ZMQ prefix to subscribe to.
-    """
+    """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
 
     base_url: str
     """``http://host:port``, without ``/v1``."""
     dp_rank: int | None = None
-    """The data-parallel rank of this entry; sent to the server as ``x-data-parallel-rank``."""
+    """Data-parallel rank of this entry, sent to the server as ``x-data-parallel-rank``; not set without data
+    parallelism."""
     events: str | None = None
     """ZMQ address its events are published at, e.g. ``tcp://host:5557``."""
     replay: str | None = None
     """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
     topic: str = ""
-    """What the engine's ``--kv-events-config`` says; "" takes every topic."""
+    """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" takes every
+    topic."""
     snapshot: str | None = None
-    """ZMQ address that serves snapshots, where the engine has one of its own; else ``replay`` is probed."""
+    """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
 
     @property
     def engine_id(self) -> str:

@@ -6,15 +6,16 @@ from router.replication.redis.settings import SettingsError, SharedSettings
 
 
 class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The index that several replicas share through Redis or Valkey, and this replica's part in it."""
+    """The residency index that several replicas share through Redis or Valkey."""
 
     url: str = ""
-    """Where the shared index lies (docs/redis.md); "" for an index of this router's own. With a password
-    only in a file (``--index-file``), the environment (``KVATLAS_INDEX_URL``) or the configuration file."""
+    """URL of the shared index (forms: docs/redis.md); empty: each router keeps an index of its own in
+    memory. Give a URL with a password only in a file (``--index-file``), the environment
+    (``KVATLAS_INDEX_URL``) or the configuration file."""
     replica: str = ""
-    """This replica's name, of its own among all; made from host name and process where not given."""
+    """Name of this replica, unique among all replicas; derived from host name and process id where empty."""
     load_interval_s: float = 0.05
-    """In-flight load is told to the other replicas at most so often."""
+    """Shortest pause between two reports of this replica's load to the others, in seconds."""
 
     def __post_init__(self) -> None:
         if self.url:

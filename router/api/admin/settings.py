@@ -6,27 +6,33 @@ import msgspec
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Off by default. Wants a bearer token, a client certificate (mTLS), or both where both are configured.
+    """The admin API, off by default. It needs a bearer token, a client certificate (mTLS), or both if both
+    are set.
 
-    What is changed here belongs to this one process and ends with it: several replicas are told one by one,
-    and what is to last is written into the engine file, or as a label or annotation in Kubernetes.
+    A change made here lives in this one process and ends with it. Make it at each replica; make a lasting
+    change in the engine file, or with a label or annotation in Kubernetes.
     """
 
     enabled: bool = False
+    """Whether the admin API is served."""
     token_file: str | None = None
-    """Tokens of at least 16 characters, one per line, as `NAME:TOKEN` or alone; the name goes into the log.
-    Read again when it changes."""
+    """File with tokens of at least 16 characters, one per line, as `NAME:TOKEN` or `TOKEN`; the name is
+    logged. Read again when it changes."""
     host: str = "127.0.0.1"
-    """Address of the separate port."""
+    """Address of the admin API's own port."""
     port: int | None = None
-    """A port of its own (0 takes a free one). Not set: `/admin` on the router's port, for tokens only."""
+    """The admin API's own port (0 takes a free one). Not set: `/admin` on the router's port, with tokens
+    only."""
     tls_cert_file: str | None = None
-    """Certificate chain of the separate port, PEM."""
+    """Certificate chain of the admin API's own port, PEM."""
     tls_key_file: str | None = None
+    """Private key of that certificate, PEM."""
     client_ca_file: str | None = None
-    """Clients must show a certificate of this authority; its common name goes into the log."""
+    """Certificate authority of clients, PEM: each client must present a certificate it signed; the common
+    name is logged."""
     requests_per_minute: float = 60.0
-    """For each name, in bursts of up to a quarter of it; failed logins have one such allowance together."""
+    """Requests each name may make per minute, in bursts of up to a quarter of it; failed logins share one
+    such allowance."""
 
     def __post_init__(self) -> None:
         if not self.enabled:

@@ -35,23 +35,34 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     url: str
     namespace: str = "kva"
-    """First part of every key. Short is good: it is stored once per block."""
+    """First part of every key; all replicas of a fleet must agree on it. Keep it short: it is stored once
+    per block."""
     lease_s: float = 3.0
-    """An engine whose writer has not renewed for so long is stale, and free to be taken over."""
+    """Life of the lease a replica holds on an engine's feed, in seconds; another replica takes over when
+    it expires."""
     renew_s: float = 1.0
+    """Seconds between two renewals of leases; must be below `lease_s`."""
     lookup_timeout_s: float = 0.005
-    """For prompts of up to 1000 blocks; more blocks have more time, in proportion."""
+    """Time-out of a look-up of up to 1000 blocks, in seconds; grows in proportion for more. A request
+    whose look-up fails is placed by what its router knows itself."""
     write_timeout_s: float = 2.0
+    """Time-out of a write, in seconds."""
     connect_timeout_s: float = 1.0
+    """Time-out of a connection to the server, in seconds."""
     block_ttl_s: float = 3600.0
-    """Blocks that nobody writes again live so long; writers rewrite theirs three times as often."""
+    """Time to live of a block's key, in seconds; writers refresh theirs three times as often."""
     partitions: int = 0
+    """Number of partitions of a model's blocks: a power of two up to 64, or 0 for 1 on a single server and
+    16 in a Cluster. Fixed by the first replica of a model."""
     code_bytes: int = 1
-    """1 or 2: room for 255 or 65535 different sets of (medium, group) that a block is held in."""
+    """1 or 2: room for 255 or 65535 different sets of (medium, group) that a block can be held in. Fixed
+    by the first replica of a model."""
     touched_max: int = 1 << 18
-    """Changed blocks of one engine waiting to be written; beyond it the engine is mirrored anew."""
+    """Most changed blocks of one engine waiting to be written; beyond it all blocks of the engine are
+    written again."""
     script_blocks: int = 512
-    """Blocks written by one script: the longest that others wait for it (about 3 us per block)."""
+    """Blocks written by one script call; bounds how long it holds up other clients of the server (about 3
+    us per block)."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
