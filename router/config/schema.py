@@ -311,14 +311,16 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
         if name in known:
             found.append((known[name], text, name))
         elif any(name.startswith(variable(section)) for section in SECTIONS):
-            raise ConfigError(f"environment variable {name} names no setting; see docs/configuration.md")
+            raise ConfigError(
+                f"environment variable {name} is not a known setting; see docs/configuration.md"
+            )
     return found
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     section, _, field = key.rpartition(".")
     if section not in SECTIONS or field not in plain_keys(section):
-        raise ConfigError(f"{key} is not a setting; see docs/configuration.md")
+        raise ConfigError(f"{key} is not a known setting; see docs/configuration.md")
     table: Any = tree
     for part in section.split("."):
         table = table.setdefault(part, {})

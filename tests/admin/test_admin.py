@@ -298,7 +298,7 @@ def test_settings_that_cannot_be_used_are_named(tmp_path: Path, settings: str, t
 def test_changes_must_be_in_the_log(tmp_path: Path) -> None:
     path = tmp_path / "kvatlas.toml"
     path.write_text('[server]\nlog_level = "error"\n[admin]\nenabled = true\ntoken_file = "x"\n')
-    with pytest.raises(ConfigError, match="every change is to be in the log"):
+    with pytest.raises(ConfigError, match="changes must be logged"):
         check_config(load(path, environ={}).config)
 
 

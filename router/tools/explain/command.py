@@ -81,7 +81,7 @@ def _check(options: ExplainOptions) -> None:
     if options.router is not None and not options.router.startswith(("http://", "https://")):
         raise ConfigError(f"--router {options.router!r}: expected http://HOST:PORT")
     if options.router is not None and (options.at is not None or options.hash_scheme is not None):
-        raise ConfigError("--at and --hash-scheme are for captures; a router answers for now, as it sees it")
+        raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
     if options.at is not None and options.at < 0:
         raise ConfigError(f"--at: {options.at} is not a seq")
 
