@@ -51,6 +51,7 @@ class Exchange:
 
     __slots__ = (
         "_body",
+        "_body_bytes",
         "_body_given",
         "_body_whole",
         "_chunked",
@@ -79,6 +80,7 @@ class Exchange:
         self._keep_alive = keep_alive and scope["http_version"] == "1.1"
         self._expects = expects
         self._body: list[bytes] = []
+        self._body_bytes = 0  # waiting for the application
         self._body_whole = False
         self._body_given = False
         self._waiter: asyncio.Future[None] | None = None
@@ -95,8 +97,9 @@ class Exchange:
         if self._done or self._gone:
             return 0  # nobody will ask for it
         self._body.append(data)
+        self._body_bytes += len(data)
         self._wake()
-        return sum(map(len, self._body))
+        return self._body_bytes
 
     def body_ended(self) -> None:
         """The request is whole."""
@@ -135,7 +138,12 @@ class Exchange:
         self._head = None  # what was announced has not been written
         self._chunked = False
         self._left = -1
-        error = ApiError(500, "internal_error", "The router failed on this request.", kind="server_error")
+        error = ApiError(
+            500,
+            "internal_error",
+            "Internal error in the router; its log has the details.",
+            kind="server_error",
+        )
         body = error.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
@@ -159,6 +167,7 @@ class Exchange:
             if self._body or (self._body_whole and not self._body_given):
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()
+                self._body_bytes = 0
                 self._body_given = self._body_whole
                 connection.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": not self._body_whole}
