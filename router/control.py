@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import __version__
-from router.errors import ApiError, bad_request, body_too_large
+from router.errors import ApiError, bad_request, body_too_large, echoed
 from router.explain import explain
 from router.fleet.registry import EngineStatus, Fleet
 from router.observe.metrics import Sources, render_metrics
 from router.planner import Planner
-from router.prompts.body import decode_leniently, peek
+from router.prompts.body import decode_leniently, peek_any_size
 from router.proxy.base import InboundRequest
 from router.readiness import Readiness
 
@@ -135,7 +135,10 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
         card = next((card for card in fleet.model_cards() if card.id == model), None)
         if card is None:
             raise ApiError(
-                404, "model_not_found", f"The model {model!r} is not served here.", kind="not_found_error"
+                404,
+                "model_not_found",
+                f"The model {echoed(model)} is not served here.",
+                kind="not_found_error",
             )
         return json_answer(msgspec.to_builtins(card))
 
@@ -179,7 +182,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     async def explain_request(request: Request) -> Response:
         """What would happen to this completion request, and why; nothing is forwarded."""
         body = await read_body(request, body_bytes_max)
-        peeked = peek(body)
+        peeked = await peek_any_size(body)
         raw = _fields(body)
         if "messages" not in raw and "prompt" not in raw:
             raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
