@@ -14,14 +14,14 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
-from router.config import ANY_MODEL, load, parse_engine
-from router.config_checks import ConfigError
-from router.doctor.cli import doctor
-from router.simulate.advise_cli import advise
+from router.config.checks import ConfigError
+from router.config.schema import ANY_MODEL, load, parse_engine
+from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
-from router.tools import capture_cli
-from router.tools.index_flags import IndexFileFlag, IndexFlag, index_settings
-from router.tools.top_cli import top
+from router.tools.capture import cli as capture_cli
+from router.tools.doctor.cli import doctor
+from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
+from router.tools.top.cli import top
 
 app = App(
     name="kvatlas",
@@ -85,7 +85,7 @@ def serve(
         engines=tuple(parse_engine(text) for text in engine or []),
         models=models,
     )
-    from router import serving
+    from router import serve as serving
 
     if print_config:
         print(serving.describe(loaded), end="")
@@ -112,7 +112,7 @@ def verify(
     index_file: IndexFileFlag = None,
 ) -> int:
     """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
-    from router.tools.verify_command import run_verify
+    from router.tools.verify.command import run_verify
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     return run_verify(list(paths), as_json=json, index=shared)
@@ -135,7 +135,7 @@ def stats(
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
     """Blocks, bytes per block, engines with their generations, lease holders and feed states."""
-    from router.tools.index_command import run_stats
+    from router.tools.index.command import run_stats
 
     return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
 
@@ -150,7 +150,7 @@ def dump(
     limit: Annotated[int, Parameter(help="At most so many blocks per model; -1 for all.")] = -1,
 ) -> int:
     """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
-    from router.tools.index_command import run_dump
+    from router.tools.index.command import run_dump
 
     return run_dump(index_settings(index, index_file, namespace), model=model, limit=limit)
 
@@ -169,7 +169,7 @@ def index_verify(
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
     """Recompute residency from the live feeds and compare; status 0 only if the index is exact."""
-    from router.tools.index_command import run_index_verify
+    from router.tools.index.command import run_index_verify
 
     return run_index_verify(
         index_settings(index, index_file, namespace),
@@ -195,7 +195,7 @@ def engine(
     ] = None,
 ) -> int:
     """Run one simulated engine: OpenAI HTTP, vLLM metrics and real KV events, without GPU or model."""
-    from router.tools.engine_command import run_engine
+    from router.tools.engine import run_engine
 
     return run_engine(host, port, set_ or [])
 

@@ -19,12 +19,13 @@ from publisher.events import BlockHash
 from publisher.groups import Family
 from router.books import Books
 from router.decision import Decision, Shared, View
-from router.errors import model_not_found, no_ready_engine
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
-from router.fleet.registry import EngineStatus, Fleet
-from router.index.predict import EngineHit
-from router.index.scopes import Scopes
+from router.fleet.status import EngineStatus, Fleet
+from router.index.model import EngineHit
+from router.index.models import Scopes
+from router.openai.errors import model_not_found, no_ready_engine
+from router.openai.request import InboundRequest
 from router.placed import Bookkeeper, Placed
 from router.policy.affinity import text_tokens
 from router.policy.arms import ArmState, policy
@@ -35,9 +36,8 @@ from router.policy.shadow import ShadowHit
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.proxy.base import InboundRequest
 from router.proxy.breaker import BreakerBoard
-from router.replicas.base import NO_LOOK, Look, SharedView
+from router.replication.base import NO_LOOK, Look, SharedView
 
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
@@ -46,7 +46,7 @@ _CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}
 
 
 class Planner:
-    """Implements ``router.proxy.base.Planner``."""
+    """Implements ``router.openai.request.Planner``."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
     python scripts/generate_reference.py [--out docs]
 
-Commands and flags come from the cyclopts application, settings from ``router.config.Config``, metrics from
+Commands and flags come from the cyclopts application, settings from ``config.schema.Config``, metrics from
 what the exporter yields for a small router. Texts live in the code only: flag helps, class docstrings, and
 the string below a field, which is read from the source. The same code gives the same bytes; a test compares.
 """
@@ -23,24 +23,24 @@ from struct_source import Field, code, fields, prose, shown, table
 
 from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
-from router.admin.stats import AdminStats
+from router.api.admin.stats import AdminStats
+from router.api.metrics import RouterCollector, Sources
 from router.app import Router
 from router.cli import app
-from router.config import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig, plain_keys, variable
+from router.config.schema import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig, plain_keys, variable
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.engine import Engine
-from router.fleet.source import SourceStats
-from router.index.detect import Detection
-from router.index.shared.pending import MirrorStats
+from router.fleet.identity import Engine
+from router.fleet.sources.base import SourceStats
+from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings, AccessLogStats
-from router.observe.metrics import RouterCollector, Sources
 from router.observe.receipts import Outcome
 from router.policy import arms
 from router.proxy.stats import ListenStats
-from router.replicas.flights import FlightStats
-from router.replicas.keeper import LeaseStats
-from router.replicas.settings import IndexSettings
-from router.replicas.sight import SightStats
+from router.replication.gossip.inflight import FlightStats
+from router.replication.leases.lease_manager import LeaseStats
+from router.replication.lookup import SightStats
+from router.replication.settings import IndexSettings
+from router.replication.writer.dirty import MirrorStats
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\

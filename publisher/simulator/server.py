@@ -19,8 +19,8 @@ import uvloop
 
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
+from publisher.pool.host_tier import HostTier
 from publisher.simulator.answers import Json
-from publisher.simulator.host_tier import HostTier
 from publisher.simulator.http import EngineApp
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts

@@ -20,11 +20,11 @@ import aiohttp
 import msgspec
 import structlog
 
-from router.fleet.engine import Engine
+from router.fleet.desired import Wanted
 from router.fleet.gauges import read_gauges, read_pool_blocks
-from router.fleet.registry import EngineStatus, Fleet, ModelCard, Reassigned
-from router.fleet.roster import Wanted
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
+from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
 
 _log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.fleet.dns.resolver import parse_server
+from router.fleet.sources.dns.resolver import parse_server
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")

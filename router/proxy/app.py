@@ -11,18 +11,18 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from router.errors import ApiError, bad_request, body_too_large
-from router.prompts.body import Peek, peek_any_size
-from router.proxy.base import InboundRequest, Planner
+from router.http.client import UpstreamClient
+from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.openai.body import Peek, peek_any_size
+from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.request import InboundRequest, Planner
 from router.proxy.breaker import BreakerBoard
-from router.proxy.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.proxy.forward import Forwarder, Outbound
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import COMPLETION_PATHS, Verdict, judge
 from router.proxy.report_mode import screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
-from router.proxy.upstream import UpstreamClient
 
 _NO_PEEK = Peek()
 _NO_RETRY = ((b"x-should-retry", b"false"),)

@@ -11,17 +11,17 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from router.errors import ApiError, engine_timeout, engine_unreachable, no_ready_engine, stream_broken
-from router.proxy.base import InboundRequest, Placement, Planner, Usage
+from router.http.client import REPEATABLE, UpstreamClient
+from router.http.client_connection import UpstreamConnection, UpstreamError
+from router.http.disconnect import Send
+from router.openai.errors import ApiError, engine_timeout, engine_unreachable, no_ready_engine, stream_broken
+from router.openai.request import InboundRequest, Placement, Planner, Usage
 from router.proxy.breaker import BreakerBoard
-from router.proxy.connection import UpstreamConnection, UpstreamError
-from router.proxy.disconnect import Send
 from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head, retry_after_s
 from router.proxy.paths import COMPLETION_PATHS
 from router.proxy.settings import ProxySettings
 from router.proxy.sse import SseRelay, read_usage
 from router.proxy.stats import ProxyStats
-from router.proxy.upstream import REPEATABLE, UpstreamClient
 
 _TOO_MANY = 429
 _REFUSALS = frozenset({_TOO_MANY, 500, 502, 503, 504})

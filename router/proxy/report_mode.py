@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.errors import ApiError, bad_request
+from router.openai.errors import ApiError, bad_request
 
 ReportMode = Literal["pass", "strip", "refuse"]
 

@@ -18,7 +18,7 @@ class ProxyStats(msgspec.Struct):
     engine_pool_overflows: int = 0
     """Requests that found ``engine_connections_max`` connections of an engine in use."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason (``router.proxy.base.FAILURES``)."""
+    """By reason (``router.openai.request.FAILURES``)."""
     read_pauses: int = 0
     """Times reading from an engine paused because the client was slower."""
     streams_broken: int = 0

@@ -12,11 +12,11 @@ from app.rig import QUICK, configure, routing, run, running, until
 
 from admin.desk import OTHER, TOKEN, administered, audited, token_file
 from publisher.engine import EngineSettings, SimulatedEngine
-from router.admin.settings import AdminSettings
-from router.config import load
-from router.config_checks import ConfigError, check_config
+from router.api.admin.settings import AdminSettings
+from router.config.checks import ConfigError, check_config
+from router.config.schema import load
 from router.fleet.settings import FleetSettings
-from router.serving import ListenError, check
+from router.serve import ListenError, check
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -11,9 +11,9 @@ import pytest
 from app.rig import configure, run, running
 
 from admin.desk import administered, audited
-from router.admin.settings import AdminSettings
-from router.config_checks import ConfigError
-from router.serving import check
+from router.api.admin.settings import AdminSettings
+from router.config.checks import ConfigError
+from router.serve import check
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
-from router.config_checks import ConfigError
-from router.fleet.engine import Engine
+from router.config.checks import ConfigError
+from router.config.schema import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
+from router.fleet.identity import Engine
 from router.policy.shadow import ShadowFleet
-from router.serving import check, describe
+from router.serve import check, describe
 
 EXAMPLE = f"""
 [server]

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from router.config import load
+from router.config.schema import load
 
 from .pages import ROOT
 

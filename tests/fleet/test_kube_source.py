@@ -16,9 +16,9 @@ import pytest
 
 from fleet.kube_api import PODS, SLICES, FakeKube, kube_api
 from fleet.kube_objects import endpoint, endpoint_slice, pod
-from router.fleet.kube.source import KubernetesSource
 from router.fleet.settings import KubernetesSettings
-from router.fleet.source import Sighting
+from router.fleet.sources.base import Sighting
+from router.fleet.sources.kubernetes.source import KubernetesSource
 
 WAIT_S = 20.0
 Told = dict[str, str]
@@ -197,7 +197,7 @@ def test_the_api_server_restarts(tmp_path: Path) -> None:
 def test_a_connection_that_died_unnoticed_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.kube.client._SILENCE_S", 0.1)
+    monkeypatch.setattr("router.fleet.sources.kubernetes.client._SILENCE_S", 0.1)
 
     async def main() -> None:
         async with kube_api() as kube:

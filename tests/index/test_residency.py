@@ -20,12 +20,13 @@ from publisher.events import (
 )
 from publisher.groups import Family
 from publisher.snapshot import SnapshotLedger
-from router.index import detect, residency
+from router.index import engine as residency
 from router.index.base import Plane
-from router.index.detect import Detection
-from router.index.layout import ModelFacts
-from router.index.predict import EngineHit, FleetResidency
-from router.index.scopes import Scopes
+from router.index.learn import hash_scheme as detect
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.layout import ModelFacts
+from router.index.model import EngineHit, FleetResidency
+from router.index.models import Scopes
 from tests.index.engines import WINDOW, Prompt, Writer, batch, removed, tokens
 
 SCHEME = HashScheme()

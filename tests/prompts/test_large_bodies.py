@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.errors import ApiError
-from router.prompts import body as body_module
+from router.openai import body as body_module
+from router.openai.body import Peek, peek, peek_any_size
+from router.openai.errors import ApiError
 from router.prompts import outline
-from router.prompts.body import Peek, peek, peek_any_size
 from router.prompts.config import PromptSettings
 from router.prompts.outline import OutlineError, top_level
 from router.prompts.reader import ModelPrompts, TextAffinity

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
-from router.proxy.base import InboundRequest
 
 from .rig import (
     CHAT,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from router.index.shared.connect import connect
-from router.index.shared.link import IndexUnavailable
-from router.index.shared.settings import SettingsError
+from router.replication.redis.client import connect
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.settings import SettingsError
 from tests.redis.backend import make_settings
 from tests.redis.replicas import CPU, FULL, Replicas, blocks
 from tests.redis.servers import Cluster, Server, any_program, free_port

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.replicas.circuit import Circuit
+from router.replication.circuit import Circuit
 
 
 def opened() -> Circuit:

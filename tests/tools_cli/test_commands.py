@@ -17,11 +17,11 @@ import zmq
 from app.rig import MODEL, TEXT, configure, routing, run, running
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.tools.capture import read_capture
-from router.tools.explain_command import ExplainOptions, run_explain
-from router.tools.record_command import resolve
-from router.tools.replay import Player
-from router.tools.replay_command import facts_of
+from router.tools.capture.file import read_capture
+from router.tools.explain.command import ExplainOptions, run_explain
+from router.tools.record.command import resolve
+from router.tools.replay.command import facts_of
+from router.tools.replay.player import Player
 
 from .capture_files import BLOCK, CAPTURES, stored, tokens, truth, write
 
