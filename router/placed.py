@@ -147,6 +147,7 @@ class Placed:
             () if engine.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % engine.dp_rank),)
         )
         self.client_headers = client_headers
+        self.expected_s = decision.choice.cost.wait_s
         self.request = request
         self.decision = decision
         self.ticket = ticket

@@ -140,7 +140,7 @@ class Planner:
         willing = [s for s in untried if not waits_s[s.engine_id]]
         if not willing:
             raise no_ready_engine(
-                "Every engine asked to be left alone for a while.",
+                "All engines are rate-limiting (Retry-After).",
                 retry_after_s=math.ceil(min(waits_s.values())),
             )
         return willing
@@ -272,7 +272,7 @@ class Planner:
         feed = self._feeds.get(status.engine_id)
         if feed is None or feed.state is not FeedState.READY:
             return False
-        return engine is not None and engine.layout is None and not engine.facts.attention_chunk_size
+        return engine is not None and engine.layout is None and not engine.facts.has_chunks
 
     def _load(self, engine_id: str, look: Look, now: float) -> EngineLoad:
         return self._books.load.load(engine_id, now, look.load.get(engine_id, NO_OTHERS))

@@ -85,7 +85,7 @@ def check_config(config: Config) -> None:
         if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
             where = f"models.{name}.tokenizer"
             raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
-        for key in ("kinds", "windows"):
+        for key in ("kinds", "windows", "attention_chunk_sizes"):
             if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
         if model.retention_interval != "dense" and model.retention_interval < 0:

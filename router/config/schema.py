@@ -71,6 +71,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     use the path that the engine's ``/v1/models`` reports."""
     attention_chunk_size: int | None = None
     """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
+    attention_chunk_sizes: dict[str, int] = {}
+    """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: str | None = None
     """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
     eagle_groups: tuple[int, ...] = ()
@@ -110,6 +112,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The part the index needs."""
         return ModelFacts(
             attention_chunk_size=self.attention_chunk_size,
+            attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
             mamba_cache_mode=self.mamba_cache_mode,
             eagle_groups=self.eagle_groups,
             partial_hash_hits=self.partial_hash_hits,

@@ -85,6 +85,7 @@ class UpstreamClient:
 
         The caller owns the connection until ``done``; when this raises (cancelled, too) it is closed.
         """
+        stale = False
         connection = self._reusable(origin) if method in REPEATABLE else None
         if connection is not None:
             try:
@@ -95,12 +96,19 @@ class UpstreamClient:
                 if error.reason != "reset" or connection.answered:
                     raise
                 self._stats.stale_reconnects += 1
+                stale = True
             except BaseException:
                 connection.abort()
                 raise
             else:
                 return connection
-        connection = await self._connect(origin)
+        try:
+            connection = await self._connect(origin)
+        except UpstreamError as error:
+            error.sent = (
+                error.sent or stale
+            )  # the stale connection may have taken the request, and the engine
+            raise
         try:
             connection.start(method, head, body, head_timeout_s)
             while not connection.has_head():

@@ -5,7 +5,8 @@ One exchange at a time: ``start`` sends a request, ``has_head`` tells when statu
 answers are skipped.
 What always holds: nothing of one answer can reach the next (bytes after an answer's end, and every answer
 whose end is the connection's end, make the connection unfit for reuse); buffered bytes are bounded (reading
-pauses); every wait ends, by data, by the deadline the sweeper watches, or by the connection's loss.
+pauses), and so are head and trailer; every wait ends, by data, by the deadline the sweeper watches, or by the
+connection's loss.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import httptools
 from router.http.deadlines import NEVER
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
+
+_FIELD_SIGNS = 4
+"""Bytes of a field's line besides name and value."""
 
 Reason = Literal["refused", "reset", "timeout", "broken_stream", "overflow"]
 
@@ -68,7 +72,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.answered = False  # a byte of the answer has arrived
         self._method = method
         self._head_done = False
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head, later of the trailer: what the parser has given
+        self._unfinished_bytes = 0  # and what it was fed since without giving anything
         self._body_end = -1  # number of pieces when the answer ended
         self._framed = False
         self._keep = False
@@ -192,6 +197,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._keep = False
             return
         self.answered = True
+        pieces, head_bytes = len(self._pieces), self._head_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -202,12 +208,14 @@ class UpstreamConnection(asyncio.Protocol):
             del self._pieces[self._body_end :]
             if self._method == "HEAD":
                 self._parser = httptools.HttpResponseParser(self)
-        elif not self._head_done:
-            self._head_bytes += len(data)
-            if self._head_bytes > self._settings.head_bytes_max:
-                self._fail()
-        elif self._pieces:
+        elif self._head_done and len(self._pieces) > pieces:
+            self._unfinished_bytes = 0
             self._buffer(len(data))
+        else:  # a part of a head, of a trailer, or of a chunk's frame: the parser keeps it and tells nothing
+            fields = self._head_bytes > head_bytes
+            self._unfinished_bytes = 0 if fields else self._unfinished_bytes + len(data)
+            if self._head_bytes + self._unfinished_bytes > self._settings.head_bytes_max:
+                self._fail()
         self._wake()
 
     def _buffer(self, size: int) -> None:
@@ -247,6 +255,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._keep = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + _FIELD_SIGNS
+        if self._head_bytes > self._settings.head_bytes_max:
+            raise OverflowError  # the parser gives up
         if self._head_done:
             return  # trailers, or a second answer nobody asked for
         name = name.lower()
@@ -264,6 +275,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.status = status
         self._head_done = True
+        self._head_bytes = 0
         self._keep = self._parser.should_keep_alive()
         self.deadline = self._clock() + self._settings.first_byte_timeout_s
         if self._method == "HEAD":

@@ -51,6 +51,7 @@ class Exchange:
 
     __slots__ = (
         "_body",
+        "_body_bytes",
         "_body_given",
         "_body_whole",
         "_chunked",
@@ -79,6 +80,7 @@ class Exchange:
         self._keep_alive = keep_alive and scope["http_version"] == "1.1"
         self._expects = expects
         self._body: list[bytes] = []
+        self._body_bytes = 0  # waiting for the application
         self._body_whole = False
         self._body_given = False
         self._waiter: asyncio.Future[None] | None = None
@@ -95,8 +97,9 @@ class Exchange:
         if self._done or self._gone:
             return 0  # nobody will ask for it
         self._body.append(data)
+        self._body_bytes += len(data)
         self._wake()
-        return sum(map(len, self._body))
+        return self._body_bytes
 
     def body_ended(self) -> None:
         """The request is whole."""
@@ -159,6 +162,7 @@ class Exchange:
             if self._body or (self._body_whole and not self._body_given):
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()
+                self._body_bytes = 0
                 self._body_given = self._body_whole
                 connection.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": not self._body_whole}

@@ -52,6 +52,7 @@ class ListenConfig(uvicorn.Config):
             tick_for(
                 settings.header_timeout_s,
                 settings.body_timeout_s,
+                settings.body_grace_s,
                 settings.keepalive_timeout_s,
                 settings.stall_timeout_s,
                 settings.linger_s_max,

@@ -4,7 +4,8 @@ Takes the place of uvicorn's protocol class because that one has no header, body
 on header bytes, closes on a client that is still sending, and loses the body of a request that offers an
 upgrade. Requests are answered one after another in the order they came (pipelining). What always holds:
 every state but "the application is working" has a deadline; whatever the client sends beyond its limits ends
-in an OpenAI-shaped error and a closed connection.
+in an OpenAI-shaped error and a closed connection, after the answers to what came whole before it; the work
+for one read is linear in its bytes, however they are cut into chunks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from uvicorn.server import ServerState
 
 from router.http.deadlines import NEVER
 from router.http.exchange import Exchange, error_answer
-from router.http.scope import connection_scope, request_scope
+from router.http.scope import connection_scope, head_problem, request_scope
 from router.http.server_config import ListenConfig
 from router.openai.errors import ApiError, bad_request
 
+_FIELD_SIGNS = 4
+"""Bytes of a field's line besides name and value."""
 _UPGRADE_FIELDS = frozenset((b"upgrade", b"connection", b"http2-settings"))
 _LINGER_BYTES_MAX = 64 * 1024 * 1024
+
+
+class _RefusedError(Exception):
+    """Raised in a callback of the parser, which gives up; ``error`` is the answer."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.code)
+        self.error = error
 
 
 class ClientConnection(asyncio.Protocol):
@@ -45,12 +56,19 @@ class ClientConnection(asyncio.Protocol):
         self._app_state = app_state
         self._sweeper = config.sweeper
         self.transport: asyncio.Transport  # from connection_made on
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append  # called by the parser without a Python frame in between
         self._parser = httptools.HttpRequestParser(self)
         self._current: Exchange | None = None
         self._queue: deque[Exchange] = deque()
         self._reading: Exchange | None = None  # whose body is being received
         self._in_head = False
-        self._head_bytes = 0
+        self._in_trailer = False
+        self._head_bytes = 0  # of the head or trailer: what the parser has given
+        self._unfinished_bytes = 0  # and what it was fed since without giving anything
+        self._given = False
+        self._body_due = NEVER
+        self._last_word: ApiError | None = None  # for after the requests that came before what was refused
         self._read_paused = False
         self.write_paused: asyncio.Future[None] | None = None  # done when the client has caught up
         self._lingered_bytes = -1  # >= 0: only throwing away what still comes
@@ -93,21 +111,42 @@ class ClientConnection(asyncio.Protocol):
         if self._lingered_bytes >= 0:
             self._throw_away(len(data))
             return
+        rest: bytes | memoryview = data
+        try:
+            while rest and self._lingered_bytes < 0:
+                try:
+                    self._parse(rest)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = memoryview(rest)[upgrade.args[0] :]
+                    self._decline_upgrade()
+        except httptools.HttpParserError as error:
+            refused = error.__context__
+            if isinstance(refused, _RefusedError):
+                self._refuse(refused.error)
+            else:
+                self.stats.bad_requests += 1
+                self._refuse(bad_request("invalid_http", "This is not a valid HTTP/1.1 request."))
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Feed the parser. Raises what it raises."""
+        self._given = False
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.stats.bad_requests += 1
-            self._refuse(bad_request("invalid_http", "This is not a valid HTTP/1.1 request."))
-            return
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.settings.header_bytes_max:
-                self.stats.header_overflows += 1
-                limit = self.settings.header_bytes_max
-                message = f"The request head is larger than header_bytes_max = {limit} bytes."
-                self._refuse(ApiError(431, "headers_too_large", message))
+            # The parser keeps what is not yet a whole field or chunk frame, and tells nothing of it.
+            given = self._given or self._pieces
+            self._unfinished_bytes = 0 if given else self._unfinished_bytes + len(data)
+            too_large = self._head_bytes + self._unfinished_bytes > self.settings.header_bytes_max
+            if too_large and (self._in_head or self._reading is not None):
+                self._refuse(self._head_too_large())
+        finally:
+            self._hand_over()
+
+    def _head_too_large(self) -> ApiError:
+        self.stats.header_overflows += 1
+        limit = self.settings.header_bytes_max
+        message = f"The request head or trailer is larger than header_bytes_max = {limit} bytes."
+        return ApiError(431, "headers_too_large", message)
 
     def pause_writing(self) -> None:
         self.write_paused = self.loop.create_future()
@@ -160,52 +199,91 @@ class ClientConnection(asyncio.Protocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects = False
-        self._in_head = True
-        self._head_bytes = 0
+        self._in_head, self._in_trailer = True, False
+        self._head_bytes, self._given = 0, True
         if self._current is None:
             self.deadline = self.clock() + self.settings.header_timeout_s
 
     def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
-            return  # trailers: allowed to be dropped
+        if not self._in_head:  # a trailer: allowed to be dropped
+            self._begin_trailer()
+            self._count_head(len(name) + len(value) + _FIELD_SIGNS)
+            return
+        self._count_head(len(name) + len(value) + _FIELD_SIGNS)
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self._expects = True
         self._headers.append((name, value))
 
+    def _count_head(self, size: int) -> None:
+        self._given = True
+        self._head_bytes += size
+        if self._head_bytes > self.settings.header_bytes_max:
+            raise _RefusedError(self._head_too_large())
+
+    def _begin_trailer(self) -> None:
+        """From its first field on a trailer has the bytes and the time that a head has."""
+        if self._in_trailer:
+            return
+        self._in_trailer = True
+        self._body_due = min(self._body_due, self.clock() + self.settings.header_timeout_s)
+        self._rearm()
+
     def on_headers_complete(self) -> None:
         parser = self._parser
+        method = parser.get_method()
+        if method == b"CONNECT":
+            message = "This is no proxy: CONNECT is not answered."
+            raise _RefusedError(ApiError(405, "method_not_allowed", message))
         if parser.should_upgrade():
             return
+        version = parser.get_http_version()
+        problem = head_problem(version, self._url, self._headers)
+        if problem:
+            self.stats.bad_requests += 1
+            raise _RefusedError(bad_request("invalid_http", problem))
         self._in_head = False
-        scope = request_scope(
-            self._scope, parser.get_http_version(), parser.get_method(), self._url, self._headers
-        )
+        self._head_bytes, self._given = 0, True
+        scope = request_scope(self._scope, version, method, self._url, self._headers)
         exchange = Exchange(self, scope, parser.should_keep_alive(), self._expects)
         self._reading = exchange
         if self._current is None:
-            self.deadline = self.clock() + self.settings.body_timeout_s
             self._begin(exchange)
+            self._rearm()
         else:
             self._queue.append(exchange)
             if len(self._queue) >= self.settings.pipelined_max:
                 self.stats.pipeline_pauses += 1
                 self.pause_reading()
 
-    def on_body(self, data: bytes) -> None:
+    def _hand_over(self) -> None:
+        """Give the request the body bytes that the parser found in this read, in one piece."""
+        pieces = self._pieces
+        if not pieces:
+            return
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         exchange = self._reading
         if exchange is None:
             return
         waiting = exchange.body_received(data)
-        if exchange is self._current and self.write_paused is None:
-            self.deadline = self.clock() + self.settings.body_timeout_s
+        if exchange is self._current:
+            now = self.clock()
+            grace_end = now + self.settings.body_grace_s
+            earned_s = len(data) / self.settings.body_bytes_per_s_min
+            self._body_due = min(self._body_due + earned_s, grace_end)
+            if self.write_paused is None and not self._read_paused:
+                self.deadline = min(now + self.settings.body_timeout_s, self._body_due)
         if waiting > self.settings.body_ahead_bytes_max:
             self.pause_reading()
 
     def on_message_complete(self) -> None:
+        self._hand_over()
+        self._given = True
         exchange, self._reading = self._reading, None
         if exchange is None:
             return
@@ -213,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
         if exchange is self._current and self.write_paused is None:
             self.deadline = NEVER
 
-    def _decline_upgrade(self, rest: bytes) -> None:
+    def _decline_upgrade(self) -> None:
         """Parse the request again without its offer to upgrade, which a server may ignore.
 
         httptools takes everything after such a head for the other protocol and would lose the body.
@@ -224,12 +302,13 @@ class ClientConnection(asyncio.Protocol):
             b"%b: %b\r\n" % (name, value) for name, value in self._headers if name not in _UPGRADE_FIELDS
         ]
         self._parser = httptools.HttpRequestParser(self)
-        self.data_received(b"".join((*lines, b"\r\n", rest)))
+        self._parse(b"".join((*lines, b"\r\n")))
 
     # Exchanges
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
+        self._body_due = self.clock() + self.settings.body_grace_s
         self.stats.requests += 1
         self._state.total_requests += 1
         task = self.loop.create_task(exchange.run(self.app))
@@ -252,6 +331,9 @@ class ClientConnection(asyncio.Protocol):
             self.resume_reading()
         if self._queue:
             self._begin(self._queue.popleft())
+        elif self._last_word is not None:
+            self._refuse(self._last_word)
+            return
         self._rearm()
 
     def _rearm(self) -> None:
@@ -262,7 +344,9 @@ class ClientConnection(asyncio.Protocol):
         elif self._read_paused:
             wait_s = NEVER  # the application is waited for
         elif self._current is not None:
-            wait_s = settings.body_timeout_s if self._reading is self._current else NEVER
+            wait_s = NEVER
+            if self._reading is self._current:
+                wait_s = min(settings.body_timeout_s, self._body_due - self.clock())
         elif self._in_head:
             wait_s = settings.header_timeout_s
         else:
@@ -290,10 +374,19 @@ class ClientConnection(asyncio.Protocol):
         if self._read_paused and not self.transport.is_closing():
             self._read_paused = False
             self.transport.resume_reading()
+            self._body_due = self.clock() + self.settings.body_grace_s
             self._rearm()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no proper request, and close."""
+        """Answer what is no proper request, after what came whole before it, and close."""
+        if self._reading is not None and self._queue and self._reading is self._queue[-1]:
+            self._queue.pop()  # what is refused is this one's body
+            self._reading = None
+        if self._current is not None and self._reading is None:
+            self._last_word = error
+            self._in_head = False
+            self._lingered_bytes = 0  # what still comes is thrown away
+            return
         if self._current is None or not self._current.started:
             self.transport.write(error_answer(error))
         self._leave()

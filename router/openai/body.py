@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from router.openai.errors import ApiError, bad_request
-from router.prompts.outline import OutlineError, top_level
+from router.openai.outline import OutlineError, top_level
 
 _REASON_LENGTH_MAX = 200
 _LENIENT_BYTES_MAX = 1 << 20

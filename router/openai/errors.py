@@ -97,3 +97,14 @@ def engine_timeout(message: str) -> ApiError:
 def stream_broken(message: str) -> ApiError:
     """Sent as an SSE event: the engine died after its answer had begun."""
     return ApiError(502, "engine_stream_broken", message, kind="service_unavailable_error")
+
+
+def retry_after_s(value: bytes | str | None, limit_s: float) -> float:
+    """Seconds of a Retry-After field, 0 without one. A date (which needs a shared clock) counts as 1 s."""
+    if value is None:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 1.0
+    return min(seconds, limit_s) if seconds > 0 else 0.0

@@ -44,6 +44,8 @@ class Placement(Protocol):
     """``http://host:port`` without a trailing slash."""
     engine_headers: tuple[tuple[bytes, bytes], ...]
     """Added to the forwarded request, e.g. ``x-data-parallel-rank``."""
+    expected_s: float
+    """Seconds that the engine should need until its first token."""
     client_headers: tuple[tuple[bytes, bytes], ...]
     """Added to the answer, e.g. ``x-kvatlas-engine``; empty unless ``expose_decision`` is on."""
 

@@ -72,6 +72,11 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     trunk_tokens: int
 
     @property
+    def wait_s(self) -> float:
+        """Seconds until the first token: the parts that pass, without credit and premium."""
+        return self.queue_s + self.prefill_s + self.load_s + self.decode_s
+
+    @property
     def service_s(self) -> float:
         """Cost without the wait: what the choice of this engine is worth apart from its load."""
         return self.total_s - self.queue_s

@@ -92,9 +92,15 @@ class ListenSettings(msgspec.Struct, frozen=True):
 
     header_timeout_s: float = 10.0
     """Time-out for a complete request head, in seconds, from the connection's start or the head's first
-    byte."""
+    byte; and for a trailer."""
     body_timeout_s: float = 30.0
     """Longest pause between two pieces of a request body, in seconds."""
+    body_bytes_per_s_min: int = 4096
+    """Slowest request body, in bytes per second; one that falls ``body_grace_s`` behind is answered with
+    408."""
+    body_grace_s: float = 30.0
+    """How far a request body may fall behind ``body_bytes_per_s_min``, in seconds: a small body may take so
+    long as a whole."""
     keepalive_timeout_s: float = 75.0
     """How long an idle client connection is kept, in seconds; more than the 60 s that load balancers
     usually keep theirs."""
@@ -109,7 +115,7 @@ class ListenSettings(msgspec.Struct, frozen=True):
     drain_s_max: float = 30.0
     """Seconds from then on that running answers may take before they are cut."""
     header_bytes_max: int = 64 * 1024
-    """Largest request head; a larger one is answered with 431."""
+    """Largest request head, and trailer; a larger one is answered with 431."""
     body_ahead_bytes_max: int = 256 * 1024
     """Bytes of a request body received before they are asked for; beyond it, reading from the client
     pauses."""

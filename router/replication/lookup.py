@@ -22,8 +22,8 @@ from router.index.learn.layout import CacheLayout
 from router.index.media import is_shared
 from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
 from router.index.rules.offload import shared_part
+from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.base import NO_LOOK, Look
-from router.replication.circuit import Circuit
 from router.replication.gossip.load import LoadExchange
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.connection import IndexUnavailable
@@ -74,7 +74,7 @@ class Sight:
         self.stats = SightStats()
         self.problem = ""
         """Why the last look got no answer; "" if it did."""
-        self.circuit = Circuit()
+        self.breaker = Breaker(BreakerSettings(open_s_max=5.0))
         self._reader = reader
         self._own = own
         self._exchange = exchange
@@ -120,8 +120,9 @@ class Sight:
         elsewhere = {e: model for e, model in engines.items() if not self._own.sure_of(e)}
         if not elsewhere and not self._own.others_alive:
             return NO_LOOK
-        if not self.circuit.allows(self._clock()):
+        if not self.breaker.allows(self._clock()):
             return self._fallback("circuit", elsewhere)
+        self.breaker.begin(self._clock())
         hits: dict[str, EngineHit] = {}
         load: dict[str, bytes] = {}
         stores: dict[str, dict[HashScheme, Rows]] = {}
@@ -133,16 +134,16 @@ class Sight:
                 if found.flights:
                     self._hear(found.flights)
         except IndexUnavailable as error:
-            self.circuit.failed(self._clock())
+            self.breaker.record(False, self._clock())
             return self._fallback(error.reason, elsewhere)
         except IndexRefused:
-            self.circuit.failed(self._clock())
+            self.breaker.record(False, self._clock())
             return self._fallback("refused", elsewhere)
         except Exception:  # noqa: BLE001  # whatever it is, no request may fail because of the index
             _log.exception("look-up failed")
-            self.circuit.failed(self._clock())
+            self.breaker.record(False, self._clock())
             return self._fallback("fault", elsewhere)
-        self.circuit.succeeded()
+        self.breaker.record(True, self._clock())
         self.problem = ""
         self.stats.looks += 1
         return Look(hits, self._exchange.others(load, self._clock()), stores)

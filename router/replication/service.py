@@ -316,6 +316,6 @@ def engine_facts(
             return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
         stores = tuple(sorted(seat.stores))
         return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing, stores)
-    empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.attention_chunk_size
+    empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.has_chunks
     mode = "empty" if empty else "unknown"
     return EngineFacts(engine.layout, None, mode, seat.why_unknown, state, missing)

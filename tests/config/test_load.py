@@ -36,6 +36,7 @@ retention_interval = "dense"
 lora_paths = {{ sql = "/adapters/sql" }}
 kinds = {{ 0 = "full_attention", 1 = "sliding_window" }}
 windows = {{ 1 = 128 }}
+attention_chunk_sizes = {{ 2 = 64, 3 = 8192 }}
 eagle_groups = [0]
 
 [models."org/name".shadow]
@@ -74,6 +75,7 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
     assert model.retention() is None
     assert model.facts().kinds == {0: "full_attention", 1: "sliding_window"}
     assert model.facts().windows == {1: 128}
+    assert model.facts().attention_chunk_sizes == {2: 64, 3: 8192}
     assert model.facts().eagle_groups == (0,)
     assert model.prompts().lora_paths == {"sql": "/adapters/sql"}
     assert model.shadow_spec().num_blocks == 5000

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.openai import body as body_module
+from router.openai import outline
 from router.openai.body import Peek, peek, peek_any_size
 from router.openai.errors import ApiError
-from router.prompts import outline
+from router.openai.outline import OutlineError, top_level
 from router.prompts.config import PromptSettings
-from router.prompts.outline import OutlineError, top_level
 from router.prompts.reader import ModelPrompts, TextAffinity
 from tests.prompts.support import chat, read, reader, say
 

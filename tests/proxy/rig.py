@@ -199,6 +199,7 @@ class FakePlacement:
         self.engine_id = self.base_url = url
         self.engine_headers = engine_headers
         self.client_headers = client_headers
+        self.expected_s = 0.0
         self.told: list[str] = []
         self.usage: Usage | None = None
 

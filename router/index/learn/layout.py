@@ -21,6 +21,7 @@ _SILENT_ROOTS_MAX = 16
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Per model: what events do not tell. All sizes in tokens.
 
+    ``attention_chunk_sizes`` gives the chunk by group where ``attention_chunk_size`` is not that of all.
     ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33);
     ``partial_hash_hits`` overrides what is derived; ``report_mode_full`` says that requests set
     ``kv_cache_report_mode=full`` (better: never do); ``hash_seeds`` are tried first when a scheme is
@@ -31,6 +32,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     attention_chunk_size: int | None = None
+    attention_chunk_sizes: dict[int, int] = {}
     mamba_cache_mode: str | None = None
     eagle_groups: tuple[int, ...] = ()
     partial_hash_hits: bool | None = None
@@ -42,6 +44,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shared_stores: tuple[str, ...] = ()
     shared_store_ttl_s: float = 1800.0
     first_connector_loads: bool = False
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether some group is known to have chunked local attention, which hits in an empty cache too."""
+        return bool(self.attention_chunk_size or self.attention_chunk_sizes)
+
+    def chunk_size(self, group_idx: int) -> int | None:
+        """The attention chunk of a group, None where nobody gave it."""
+        return self.attention_chunk_sizes.get(group_idx, self.attention_chunk_size)
 
 
 class CacheLayout(msgspec.Struct, frozen=True):
@@ -185,7 +196,7 @@ class GroupLearner:
             kind,
             event.block_size,
             sliding_window=event.kv_cache_spec_sliding_window or self._facts.windows.get(idx),
-            attention_chunk_size=self._facts.attention_chunk_size if family is Family.CHUNKED else None,
+            attention_chunk_size=self._facts.chunk_size(idx) if family is Family.CHUNKED else None,
             mamba_cache_mode=self._facts.mamba_cache_mode if family is Family.MAMBA else None,
             is_eagle=idx in self._facts.eagle_groups,
         )

@@ -124,10 +124,10 @@ def trace_facts(path: Path) -> ModelFacts:
             header = line.header
         elif line.probe is not None and line.probe.lora_name is not None:
             lora_paths[line.probe.lora_name] = line.probe.lora_path or ""
-    chunk = next((g.attention_chunk_size for g in header.groups if g.attention_chunk_size), None)
+    chunks = {g.group_idx: g.attention_chunk_size for g in header.groups if g.attention_chunk_size}
     mamba = next((g.mamba_cache_mode for g in header.groups if g.mamba_cache_mode), None)
     return ModelFacts(
-        attention_chunk_size=chunk,
+        attention_chunk_sizes=chunks,
         mamba_cache_mode=mamba,
         eagle_groups=tuple(g.group_idx for g in header.groups if g.is_eagle),
         partial_hash_hits=header.partial_hash_hits,

@@ -14,6 +14,7 @@ import msgspec
 
 from router.fleet.sources.kubernetes.access import Access
 from router.fleet.sources.kubernetes.objects import Page, Status
+from router.openai.errors import retry_after_s
 
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0
@@ -127,11 +128,9 @@ async def _check(answer: aiohttp.ClientResponse, path: str) -> None:
         403: "the service account needs get, list and watch here (ClusterRole for all namespaces)",
     }.get(answer.status, "")
     text = f"GET {path}: status {answer.status}" + "".join(f"; {more}" for more in (said, hint) if more)
-    raise RefusedError(answer.status, text, _retry_after_s(answer.headers.get("retry-after", "")))
-
-
-def _retry_after_s(text: str) -> float:
-    return min(float(text), _RETRY_AFTER_S_MAX) if text.isascii() and text.isdecimal() else 0.0
+    raise RefusedError(
+        answer.status, text, retry_after_s(answer.headers.get("retry-after"), _RETRY_AFTER_S_MAX)
+    )
 
 
 async def _read(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
