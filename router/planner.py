@@ -109,7 +109,7 @@ class Planner:
         look = await self._look(read, engines, rehearsal) if self._shared is not None else NO_LOOK
         engines = [status for status in engines if self._fleet.get(status.engine_id) is status]
         if not engines:  # they left while the prompt was being read
-            raise no_ready_engine("The engines of this model have just left; try again shortly.")
+            raise no_ready_engine("The engines that serve this model have just been removed; retry shortly.")
         if isinstance(read, Prompt):
             return self._decide_by_tokens(read, engines, schemes, state, look, detail=rehearsal)
         return self._decide_by_text(read, request, engines, state, look)
@@ -131,7 +131,7 @@ class Planner:
             raise model_not_found(model)
         untried = [s for s in ready if s.engine_id not in exclude]
         if not untried:
-            raise no_ready_engine("No engine can take this request now; GET /ready says more.")
+            raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         open_to_all = [s for s in untried if self._board.available(s.engine_id)]
         if open_to_all:
             return open_to_all

@@ -69,17 +69,22 @@ def add_errors(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         """What the framework refuses by itself: an unknown path, a method that a path does not have."""
         if error.status_code == 405:
-            message = f"{request.url.path} does not take {request.method}."
+            message = f"{request.url.path} does not support {request.method}."
             allow = ((b"allow", (error.headers or {}).get("Allow", "GET").encode()),)
             return _error(ApiError(405, "method_not_allowed", message, headers=allow))
-        message = f"There is nothing at {request.url.path}."
+        message = f"Unknown path {request.url.path}."
         return _error(ApiError(error.status_code, "path_not_found", message, kind="not_found_error"))
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
         """A fault of ours; the server logs it."""
         return _error(
-            ApiError(500, "internal_error", "The router failed on this request.", kind="server_error")
+            ApiError(
+                500,
+                "internal_error",
+                "Internal error in the router; its log has the details.",
+                kind="server_error",
+            )
         )
 
     @app.exception_handler(ClientDisconnect)
@@ -173,7 +178,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
             raise ApiError(
                 404,
                 "access_log_off",
-                "No access log is written: set access_log.path.",
+                "The access log is off; set access_log.path.",
                 kind="not_found_error",
             )
         return StreamingResponse(log.read_back(), media_type="application/x-ndjson")

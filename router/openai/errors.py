@@ -60,7 +60,7 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(
         404,
         "model_not_found",
-        f"The model {echoed(model)} is not served here; GET /v1/models lists what is.",
+        f"The model {echoed(model)} is not served here; GET /v1/models lists the served models.",
         kind="not_found_error",
         param="model",
         headers=_NO_RETRY,

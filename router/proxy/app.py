@@ -92,9 +92,9 @@ class ProxyApp:
         if verdict is Verdict.FORWARD:
             return
         if verdict is Verdict.UNKNOWN:
-            raise ApiError(404, "path_not_found", "There is nothing at this path.", kind="not_found_error")
+            raise ApiError(404, "path_not_found", "Unknown path.", kind="not_found_error")
         self.stats.paths_refused += 1
-        message = "This path changes an engine for everyone and is not passed on to engines."
+        message = "This path affects every client of an engine and is not forwarded."
         raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
 
     async def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:

@@ -121,7 +121,7 @@ def _not_found(name: str) -> ApiError:
     return ApiError(
         404,
         "engine_not_found",
-        f"There is no engine {name!r}; GET /admin/engines lists what there is.",
+        f"Engine {name!r} not found; GET /admin/engines lists the engines.",
         kind="not_found_error",
         param="engine",
         headers=((b"x-should-retry", b"false"),),

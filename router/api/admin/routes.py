@@ -59,7 +59,7 @@ class Doorkeeper:
             raise ApiError(
                 429,
                 "admin_rate_limited",
-                "More requests than admin.requests_per_minute; wait a little.",
+                "Rate limit exceeded (admin.requests_per_minute); retry later.",
                 kind="rate_limit_error",
                 headers=((b"retry-after", b"%d" % wait_s),),
             )
@@ -67,7 +67,7 @@ class Doorkeeper:
             raise ApiError(
                 401,
                 "admin_unauthorized",
-                "Send Authorization: Bearer with a token of admin.token_file.",
+                "Not authorized: send Authorization: Bearer with a token from admin.token_file.",
                 kind="authentication_error",
                 headers=((b"www-authenticate", b'Bearer realm="kvatlas admin"'), _NO_RETRY),
             )

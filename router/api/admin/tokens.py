@@ -50,9 +50,9 @@ class TokenFile:
         self._stamp = stamp
         try:
             self._digests = read_tokens(self._path)
-            _log.info("admin tokens read again", tokens=len(self._digests))
+            _log.info("admin tokens reloaded", tokens=len(self._digests))
         except AdminFileError as error:
-            _log.warning("admin tokens not read, the old ones hold", problem=str(error))
+            _log.warning("admin tokens not reloaded, the old ones stay valid", problem=str(error))
 
 
 def read_tokens(path: Path) -> list[tuple[bytes, str]]:

@@ -68,10 +68,10 @@ class FleetSources:
             except* AccessError as errors:
                 text = str(errors.exceptions[0])
                 if source.stats.failed("access", text):
-                    _log.warning("source of engines cannot begin", source=source.name, problem=text)
+                    _log.warning("source of engines cannot start", source=source.name, problem=text)
             except* Exception:  # noqa: BLE001  # whatever it is, the engines that are known stay
-                source.stats.failed("fault", "a fault of the router; its log says more")
-                _log.exception("source of engines failed, starting it again", source=source.name)
+                source.stats.failed("fault", "internal error in the router; see its log")
+                _log.exception("source of engines failed, restarting it", source=source.name)
             await asyncio.sleep(_AFTER_FAULT_S)
 
     def _told(self, source: Source, sightings: Sequence[Sighting]) -> None:

@@ -12,7 +12,7 @@ from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
 ConfigFile = Annotated[
-    Path | None, Parameter(help="TOML configuration, for what events do not tell of the model.")
+    Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
 ]
 
 
@@ -28,18 +28,22 @@ def record(
         ),
     ] = None,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="File to write: .jsonl.gz or .jsonl.")],
-    seconds: Annotated[float | None, Parameter(help="Stop after this long; else at Ctrl-C.")] = None,
+    seconds: Annotated[
+        float | None, Parameter(help="Stop after this many seconds; otherwise at Ctrl-C.")
+    ] = None,
     rotate_mb: Annotated[
-        float | None, Parameter(help="Begin a new file (NAME.00000.jsonl.gz, ..) every so many MB.")
+        float | None, Parameter(help="Start a new file (NAME.00000.jsonl.gz, ..) after this many MB.")
     ] = None,
     max_mb: Annotated[
         float | None,
-        Parameter(help="Size of it all: rotated files go, oldest first; a single file ends there."),
+        Parameter(
+            help="Most MB of all files: the oldest rotated files are deleted; a single file ends there."
+        ),
     ] = None,
     redact: Annotated[
         bool,
         Parameter(
-            help="Zeros for token ids: hashes stay valid, but the hash scheme can no longer be detected.",
+            help="Write zeros for token ids: hashes stay valid, but their scheme can no longer be detected.",
             negative="",
         ),
     ] = False,
@@ -54,10 +58,11 @@ def record(
 
 def replay(
     *paths: Pieces,
-    to_seq: Annotated[int | None, Parameter(help="Stop each engine after this seq.")] = None,
+    to_seq: Annotated[int | None, Parameter(help="Stop each engine after this sequence number.")] = None,
     source: Annotated[str | None, Parameter(help="Only this engine of the capture.")] = None,
     speed: Annotated[
-        float | None, Parameter(help="Times the recorded pace; 0: at once (default; with --publish 1).")
+        float | None,
+        Parameter(help="Multiple of the recorded pace; 0: at once (the default; with --publish 1)."),
     ] = None,
     publish: Annotated[
         list[str] | None,
@@ -67,9 +72,9 @@ def replay(
         ),
     ] = None,
     stay: Annotated[
-        float | None, Parameter(help="Seconds to go on serving replay after the last frame; else to Ctrl-C.")
+        float | None, Parameter(help="Seconds to serve replay after the last frame; otherwise until Ctrl-C.")
     ] = None,
-    samples: Annotated[int, Parameter(help="At how many moments residency is shown.")] = 10,
+    samples: Annotated[int, Parameter(help="Number of moments at which residency is shown.")] = 10,
     diff: Annotated[
         Path | None, Parameter(help="Compare with this capture; status 1 if they differ.")
     ] = None,
@@ -98,7 +103,7 @@ def explain(
     *paths: Pieces,
     request: Annotated[Path, Parameter(help="JSON: a chat or completion body, or an object with token_ids.")],
     router: Annotated[str | None, Parameter(help="Ask this running router instead of a capture.")] = None,
-    at: Annotated[int | None, Parameter(help="As it was after this seq.")] = None,
+    at: Annotated[int | None, Parameter(help="Explain the state after this sequence number.")] = None,
     tokenizer: Annotated[Path | None, Parameter(help="Directory with tokenizer.json.")] = None,
     config: ConfigFile = None,
     hash_scheme: Annotated[

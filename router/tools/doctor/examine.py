@@ -49,7 +49,7 @@ class ExamineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long is listened and waited; seconds."""
 
     seconds: float = 3.0
-    """How long live events are listened for."""
+    """Seconds to listen for live events."""
     timeout_s: float = 5.0
     """For one answer over HTTP, and for silence of a replay socket."""
     probe_timeout_s: float = 60.0

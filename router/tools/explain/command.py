@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.block_hash import ALGORITHMS, HashScheme
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, Config, load
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import ANY_MODEL, Config
 from router.index.learn.layout import ModelFacts
 from router.openai.body import peek
 from router.tools.capture.file import CaptureError, is_trace, read_capture
@@ -81,7 +82,7 @@ def _check(options: ExplainOptions) -> None:
     if options.router is not None and not options.router.startswith(("http://", "https://")):
         raise ConfigError(f"--router {options.router!r}: expected http://HOST:PORT")
     if options.router is not None and (options.at is not None or options.hash_scheme is not None):
-        raise ConfigError("--at and --hash-scheme are for captures; a router answers for now, as it sees it")
+        raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
     if options.at is not None and options.at < 0:
         raise ConfigError(f"--at: {options.at} is not a seq")
 
