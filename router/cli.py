@@ -8,14 +8,19 @@ not exact, a check failed).
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, load, parse_engine
+from router.config.checks import LOG_LEVELS
+from router.config.errors import ConfigError
+from router.config.load import load, parse_engine
+from router.config.schema import ANY_MODEL, ServerConfig
+from router.placement.candidate import PolicySettings
+from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
 from router.tools.capture import cli as capture_cli
@@ -28,6 +33,10 @@ app = App(
     version=__version__,
     help="Routes LLM requests to the vLLM engine that has to compute the least, by what its KV cache holds.",
 )
+app.register_install_completion_command(
+    help="Install tab completion for this shell (bash, zsh, fish); --shell names another one."
+)
+_SERVER = ServerConfig()
 
 EngineFlags = Annotated[
     list[str] | None,
@@ -48,15 +57,26 @@ def serve(
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
     ] = None,
-    host: Annotated[str | None, Parameter(help="Address to listen on.")] = None,
-    port: Annotated[int | None, Parameter(help="Port to listen on; 0 takes a free one.")] = None,
-    policy: Annotated[str | None, Parameter(help="Placement policy.")] = None,
+    host: Annotated[
+        str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
+    ] = None,
+    port: Annotated[
+        int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        Parameter(help=f"Placement policy: {', '.join(POLICIES)} (default {PolicySettings().policy})."),
+    ] = None,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
     expose_decision: Annotated[
-        bool | None, Parameter(help="Answer with x-kvatlas-engine and x-kvatlas-hit-tokens.")
+        bool | None,
+        Parameter(help="Add x-kvatlas-engine and x-kvatlas-hit-tokens to every answer (default: no)."),
     ] = None,
-    log_level: Annotated[str | None, Parameter(help="debug, info, warning or error.")] = None,
+    log_level: Annotated[
+        str | None,
+        Parameter(help=f"Least severity logged: {', '.join(LOG_LEVELS)} (default {_SERVER.log_level})."),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
@@ -256,18 +276,23 @@ def _assignments(texts: list[str]) -> dict[str, object]:
     return pairs
 
 
-def main() -> None:
-    """Entry point of the ``kvatlas`` command."""
+def call(words: Sequence[str]) -> int:
+    """Run one command; 2 where its arguments or its configuration cannot be used. Raises everything else."""
     try:
-        status = app(result_action="return_value", exit_on_error=False)
+        status = app(list(words), result_action="return_value", exit_on_error=False)
     except CycloptsError:  # printed already, with a box around it
-        status = 2
+        return 2
     except ConfigError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    sys.exit(status if isinstance(status, int) else 0)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """The same as ``python -m router``."""
+    from router.__main__ import main as command
+
+    command()
 
 
 if __name__ == "__main__":

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from publisher.groups import GroupSpec
+from router.config.errors import ConfigError
+from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
-from router.policy.shadow import ShadowFleet
+from router.observe.access_log import AccessLogSettings
+from router.placement.shadow import ShadowFleet
 
-if TYPE_CHECKING:
-    from router.config.schema import Config, ModelConfig, ServerConfig
-    from router.observe.access_log import AccessLogSettings
-
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAY_BE_ZERO = frozenset(
     {
         "drain_delay_s",
@@ -40,13 +39,9 @@ _MAY_BE_ZERO = frozenset(
 )
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the key and the remedy."""
-
-
 def _check_server(server: ServerConfig) -> None:
-    if server.log_level not in {"debug", "info", "warning", "error"}:
-        raise ConfigError(f"server.log_level: {server.log_level!r} is none of debug, info, warning, error")
+    if server.log_level not in LOG_LEVELS:
+        raise ConfigError(f"server.log_level: {server.log_level!r} is none of {', '.join(LOG_LEVELS)}")
     if server.log_format not in {"console", "json"}:
         raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
     if not 0 <= server.port < 1 << 16:
@@ -56,11 +51,20 @@ def _check_server(server: ServerConfig) -> None:
 def _check_access_log(settings: AccessLogSettings) -> None:
     for name in ("path", "key_file"):
         text = getattr(settings, name)
-        folder = Path(text).parent
-        if text and (Path(text).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+        if text and not _can_be_written(Path(text)):
             raise ConfigError(
                 f"access_log.{name} = {text!r}: expected a file in a folder that can be written"
             )
+
+
+def _can_be_written(path: Path) -> bool:
+    """As far as can be told without writing."""
+    try:
+        if path.exists():
+            return not path.is_dir() and os.access(path, os.W_OK)
+        return path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # a folder that may not be searched, a name that cannot be one
+        return False
 
 
 def check_config(config: Config) -> None:

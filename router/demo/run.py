@@ -17,7 +17,7 @@ from rich.live import Live
 
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.load import ChatLoad, ChatOutcome

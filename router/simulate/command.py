@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from publisher.groups import GroupSpec
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.simulate.advise.fetch import fetch
 from router.simulate.advise.fit import Fit, FitError, fit_capture, fit_metrics
 from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of

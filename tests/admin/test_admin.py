@@ -13,8 +13,9 @@ from app.rig import QUICK, configure, routing, run, running, until
 from admin.desk import OTHER, TOKEN, administered, audited, token_file
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.api.admin.settings import AdminSettings
-from router.config.checks import ConfigError, check_config
-from router.config.schema import load
+from router.config.checks import check_config
+from router.config.errors import ConfigError
+from router.config.load import load
 from router.fleet.settings import FleetSettings
 from router.serve import ListenError, check
 

@@ -10,8 +10,8 @@ import pytest
 
 from app.rig import OFTEN, configure, routing, run, running, until
 from publisher.engine import SimulatedEngine
-from router.config.checks import ConfigError
-from router.config.schema import load
+from router.config.errors import ConfigError
+from router.config.load import load
 from router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
+from router.config.errors import ConfigError
+from router.config.load import SECTIONS, load, parse_engine, plain_keys
+from router.config.schema import ANY_MODEL, Config
 from router.fleet.identity import Engine
-from router.policy.shadow import ShadowFleet
+from router.placement.shadow import ShadowFleet
 from router.serve import check, describe
 
 EXAMPLE = f"""

@@ -12,7 +12,7 @@ import pytest
 from app.rig import TEXT, configure, routing, run, running
 
 from router.cli import app
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.simulate.advise.command import see
 from router.simulate.advise.trials import Advice, Told, judge, reusable_share, trials
 from router.simulate.run.fleet import FleetSetup

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.groups import GroupSpec
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
 from router.simulate.advise.fetch import fetch, fetch_access_log
 from router.simulate.advise.fit import FitError, fit_capture

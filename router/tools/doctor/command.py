@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, Config, load, parse_engine
+from router.config.errors import ConfigError
+from router.config.load import load, parse_engine
+from router.config.schema import ANY_MODEL, Config
 from router.prompts.reader import ModelDirError
 from router.serve import configure_logging
 from router.tools.doctor import checks

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.block_hash import ALGORITHMS, HashScheme
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, Config, load
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import ANY_MODEL, Config
 from router.index.learn.layout import ModelFacts
 from router.openai.body import peek
 from router.tools.capture.file import CaptureError, is_trace, read_capture
@@ -234,7 +235,7 @@ class RouterEngine(msgspec.Struct):
 
 
 class RouterAnswer(msgspec.Struct):
-    """``POST /kvatlas/explain`` (router/explain.py)."""
+    """``POST /kvatlas/explain`` (router/placement/explain.py)."""
 
     prompt: dict[str, Any]
     choice: dict[str, Any]

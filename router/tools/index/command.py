@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.events import BlockHash
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.fleet.identity import Engine
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect

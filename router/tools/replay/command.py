@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from publisher.zmq_publisher import ZmqPublisher
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.schema.registry import IndexRefused

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer
 from router.tools.top.picture import Picture, make_picture

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from connectors.worker import host_memory
+from connectors.transfer import host_memory
 
 if TYPE_CHECKING:
     from connectors.transfer.driver import Driver
