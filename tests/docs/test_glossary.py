@@ -19,8 +19,8 @@ from router.index.model import Mode
 from router.observe.access_log import AccessLogStats
 from router.observe.receipts import Outcome
 from router.openai.request import FAILURES
-from router.policy.base import Cost, Reason
-from router.policy.load import EngineLoad
+from router.placement.candidate import Cost, Reason
+from router.placement.load import EngineLoad
 from router.prompts.stats import REASONS as NOT_LOCAL
 
 from .pages import ROOT, inline_code
