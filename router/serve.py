@@ -23,7 +23,7 @@ from router.config.errors import ConfigError
 from router.config.load import Loaded
 from router.config.schema import Config
 from router.http.server import ProxyServer, listen_config
-from router.policy.arms import policy
+from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.stats import ListenStats
 from router.replication.redis.settings import SettingsError, redacted
