@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from connectors.layout.blocks import CacheView
 from connectors.layout.tensors import view_of_tensors
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.tally import Tally

@@ -1,7 +1,7 @@
 """Eviction by recency, with and without frequency.
 
-``LruPolicy``: the key unused for longest. ``ArcPolicy``: recency against frequency, balanced by what was missed
-(Megiddo and Modha, FAST 2003).
+``LruPolicy``: the key unused for longest. ``ArcPolicy``: recency against frequency, balanced by what was
+missed (Megiddo and Modha, FAST 2003).
 """
 
 from __future__ import annotations
