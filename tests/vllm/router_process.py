@@ -31,7 +31,7 @@ class RouterProcess:
         (port,) = free_ports(1)
         self.base_url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._command = [sys.executable, "-m", "router.cli", "serve", "--expose-decision"]
+        self._command = [sys.executable, "-m", "router", "serve", "--expose-decision"]
         self._command += ["--policy", policy, "--port", str(port), "--tokenizer", str(tokenizer)]
         for url in engine_urls:
             self._command += ["--engine", url]
