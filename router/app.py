@@ -21,7 +21,7 @@ from router.admin.desk import FleetDesk
 from router.admin.office import AdminOffice
 from router.books import Books
 from router.config import ANY_MODEL, Config
-from router.control import create_control, is_control
+from router.control import create_control, create_ops, is_control
 from router.fleet.poller import FleetPoller
 from router.fleet.registry import EngineStatus, Fleet
 from router.fleet.roster import Roster
@@ -30,6 +30,7 @@ from router.followers import Followers, Following
 from router.index.layout import ModelFacts
 from router.index.scopes import Scopes
 from router.observe.metrics import Sources
+from router.ops import OpsPort
 from router.planner import Planner
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
@@ -102,9 +103,15 @@ class Router:
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
         )
-        self._control = create_control(
+        insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
         )
+        self.ops = OpsPort(insight, config, clock=clock)
+        self._control = insight
+        if config.server.ops_port != "public":
+            self._control = create_control(
+                self.planner, self._sources, readiness=self.readiness, refusal=self.ops.refusal
+            )
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
         board = BreakerBoard(self._clock)
@@ -141,7 +148,7 @@ class Router:
                 started = True
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
-        except OSError as error:  # the admin port cannot be had
+        except OSError as error:  # a port beside the main one cannot be had
             if started:
                 raise
             _log.error("not started", problem=str(error))
@@ -155,6 +162,7 @@ class Router:
         jar, headers = aiohttp.DummyCookieJar(), self.config.fleet.headers()
         async with (
             aiohttp.ClientSession(cookie_jar=jar, headers=headers) as session,
+            self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             asyncio.TaskGroup() as tasks,
         ):

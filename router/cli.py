@@ -50,6 +50,13 @@ def serve(
     ] = None,
     host: Annotated[str | None, Parameter(help="Address to listen on.")] = None,
     port: Annotated[int | None, Parameter(help="Port to listen on; 0 takes a free one.")] = None,
+    ops_port: Annotated[
+        str | None,
+        Parameter(
+            help="Port of /metrics and /kvatlas/*, 9001 where not given; 0 takes a free one, off answers "
+            "nowhere, public on the router's own port."
+        ),
+    ] = None,
     policy: Annotated[str | None, Parameter(help="Placement policy.")] = None,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
@@ -70,6 +77,7 @@ def serve(
     flags = {
         "server.host": host,
         "server.port": port,
+        "server.ops_port": ops_port,
         "server.expose_decision": expose_decision,
         "server.log_level": log_level,
         "policy.policy": policy,

@@ -19,7 +19,7 @@ import msgspec
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
 from router.admin.settings import AdminSettings
-from router.config_checks import ConfigError, check_config, check_engine
+from router.config_checks import ConfigError, check_config, check_engine, is_loopback
 from router.feeds.base import FeedSettings
 from router.fleet.engine import Engine
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
@@ -34,6 +34,8 @@ from router.replicas.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
 ANY_MODEL = "*"
+OPS_PORT = 9001
+"""Where ``server.ops_port`` is not set."""
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -149,12 +151,32 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the router listens, and what it tells."""
 
     host: str = "127.0.0.1"
+    """Address that clients are answered on: `/v1/*`, `/health`, `/ready`, `/version`."""
     port: int = 8000
+    """0 takes a free one."""
+    ops_host: str = "127.0.0.1"
+    """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
+    address everybody on this machine may ask; for any other one give tokens, or `ops_open`."""
+    ops_port: int | Literal["off", "public"] | None = None
+    """Not set: 9001, or a free one where `port` is 0. 0 takes a free one, `off` answers nowhere, `public`
+    answers everybody on the router's own port."""
+    ops_token_file: str | None = None
+    """Who has one of these tokens (`Authorization: Bearer`) may ask the ops port; a file like
+    `admin.token_file`, which is taken where this is not set and `ops_host` is not loopback."""
+    ops_open: bool = False
+    """Answer everybody who reaches the ops port, on any address: for where a firewall guards it."""
     expose_decision: bool = False
     """Answer with ``x-kvatlas-engine`` and ``x-kvatlas-hit-tokens``."""
     log_level: str = "info"
     log_format: str = "console"
     """``console`` for people, ``json`` for machines."""
+
+    @property
+    def ops_listens_on(self) -> int | None:
+        """The port number of the ops listener (0: a free one); None where there is no such listener."""
+        if self.ops_port is None:
+            return OPS_PORT if self.port else 0
+        return self.ops_port if isinstance(self.ops_port, int) else None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +199,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    @property
+    def ops_tokens(self) -> tuple[str, str] | None:
+        """Setting and path of the file with the tokens that the ops port wants; None where it wants none."""
+        server = self.server
+        if server.ops_listens_on is None or server.ops_open:
+            return None
+        if server.ops_token_file is not None:
+            return "server.ops_token_file", server.ops_token_file
+        if is_loopback(server.ops_host) or self.admin.token_file is None:
+            return None
+        return "admin.token_file", self.admin.token_file
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {

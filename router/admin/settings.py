@@ -26,7 +26,8 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     client_ca_file: str | None = None
     """Clients must show a certificate of this authority; its common name goes into the log."""
     requests_per_minute: float = 60.0
-    """For each name, in bursts of up to a quarter of it; failed logins have one such allowance together."""
+    """For each name, in bursts of up to a quarter of it; failed logins have one such allowance together.
+    Once it is used up, tokens from one address are compared four times a second only."""
 
     def __post_init__(self) -> None:
         if not self.enabled:
