@@ -64,7 +64,7 @@ def test_beyond_their_allowance_guesses_are_compared_one_after_the_other(
 def test_refused_calls_of_nobody_known_are_a_line_a_second_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limit, "TURN_S", 0.0)
+    monkeypatch.setattr(limit, "TURN_S", 0.001)
 
     async def main() -> None:
         async with running({}) as (one,), administered(tmp_path, one) as admin:
