@@ -16,10 +16,10 @@ from typing import Any
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
+from router.openai.request import InboundRequest
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.proxy.base import InboundRequest
 
 BLOCK, WINDOW = 16, 128
 SESSIONS = 64

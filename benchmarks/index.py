@@ -25,8 +25,8 @@ import msgspec
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockHash, BlockStored, Event, decode_batch, encode_batch, encode_tokens
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 
 BLOCK, WINDOW = 16, 128
 OTHER_BLOCKS = 500_000

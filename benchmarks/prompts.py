@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from publisher.block_hash import HashScheme
-from router.prompts.body import peek
+from router.openai.body import peek
+from router.openai.request import InboundRequest
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
-from router.proxy.base import InboundRequest
 
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()

@@ -28,8 +28,8 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 
 BATCHES = 10_000
 BLOCK_TOKENS = 16

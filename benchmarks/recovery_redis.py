@@ -19,18 +19,18 @@ from benchmarks.redis_index import Servers
 from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from publisher.events import BlockStored, decode_batch, encode_batch, encode_tokens
 from router.feeds.base import FeedState
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
-from router.index.shared.connect import connect
-from router.index.shared.leases import Leases
-from router.index.shared.link import IndexUnavailable
-from router.index.shared.mirror import MirroredIndex
-from router.index.shared.reader import SharedReader
-from router.index.shared.settings import SharedSettings
-from router.replicas.exchange import LoadExchange
-from router.replicas.service import engine_facts
-from router.replicas.sight import Sight
-from router.tools.verify import ProbePrompt
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.replication.gossip.load import LoadExchange
+from router.replication.leases.leases import Leases
+from router.replication.lookup import Sight
+from router.replication.reader import SharedReader
+from router.replication.redis.client import connect
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.settings import SharedSettings
+from router.replication.service import engine_facts
+from router.replication.writer.mirror import MirroredIndex
+from router.tools.verify.run import ProbePrompt
 
 ENGINE, MODEL = "e", "bench/model"
 SCHEME = HashScheme(hash_block_size=16)
@@ -50,7 +50,7 @@ class Took(NamedTuple):
 
 
 class Watcher:
-    """Follows no engine itself (``router.replicas.sight.Ownership``)."""
+    """Follows no engine itself (``router.replication.lookup.Ownership``)."""
 
     others_alive = True
 

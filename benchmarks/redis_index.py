@@ -30,12 +30,12 @@ import msgspec
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.index.shared.connect import Client, connect
-from router.index.shared.leases import Leases
-from router.index.shared.link import pack
-from router.index.shared.mirror import MirroredIndex
-from router.index.shared.reader import SharedReader
-from router.index.shared.settings import SharedSettings
+from router.replication.leases.leases import Leases
+from router.replication.reader import SharedReader
+from router.replication.redis.client import Client, connect
+from router.replication.redis.connection import pack
+from router.replication.redis.settings import SharedSettings
+from router.replication.writer.mirror import MirroredIndex
 
 FULL, WINDOW = Plane("GPU", 0), Plane("GPU", 1)
 MODEL = "bench/model"

@@ -30,14 +30,14 @@ import msgspec
 
 from benchmarks.routing_report import Run, report
 from router.policy.base import PolicySettings
-from router.simulate.arms import arms_of
-from router.simulate.fleet import FleetSetup
-from router.simulate.generate import GENERATORS
 from router.simulate.models import MODELS, groups_of
 from router.simulate.outcome import result_of
-from router.simulate.sources import Source
+from router.simulate.run.arms import arms_of
+from router.simulate.run.fleet import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_for
-from router.simulate.workload import Request
+from router.simulate.workload.generate import GENERATORS
+from router.simulate.workload.requests import Request
+from router.simulate.workload.sources import Source
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"
 TRACE = "conversation"

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from connectors.host_pool import PinnedHostPool
-from connectors.layout import CacheView
+from connectors.layout.blocks import CacheView
 from connectors.transfer.base import Direction, Indices, TransferEngine
 from connectors.transfer.calibrate import Calibration, calibrate
 from connectors.transfer.cuda import CudaTransferEngine
 from connectors.transfer.cuda_device import TorchDevice
 from connectors.transfer.driver import CudaDriver
 from connectors.transfer.host import HostTransferEngine
+from connectors.transfer.host_pool import PinnedHostPool
 
 Bytes = npt.NDArray[np.uint8]
 QUEUED_STORES_MAX = 1 << 16

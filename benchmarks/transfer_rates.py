@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer_machine import Machine, Memory
-from connectors.host_pool import PinnedHostPool
-from connectors.layout import CacheView, GroupPages, Region
+from connectors.layout.blocks import CacheView, GroupPages, Region
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
+from connectors.transfer.host_pool import PinnedHostPool
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 120.0

@@ -10,16 +10,16 @@ from __future__ import annotations
 from functools import partial
 
 from connectors.compat import CacheHitSource
-from connectors.engines import make_engine, slots_of
-from connectors.events import EventPlace, KvEventLog
-from connectors.hits import HitResolver
-from connectors.host_tier import HostTier
-from connectors.layout import row_bytes_from_config
-from connectors.policies import make_policy
-from connectors.scheduler import OffloadScheduler
+from connectors.hits.resolver import HitResolver
+from connectors.layout.blocks import row_bytes_from_config
+from connectors.scheduler.events import EventPlace, KvEventLog
+from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
+from connectors.tier.eviction.policies import make_policy
+from connectors.tier.host import HostTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
-from connectors.worker import EngineFactory, OffloadWorker
+from connectors.worker.engines import make_engine, slots_of
+from connectors.worker.worker import EngineFactory, OffloadWorker
 
 HOST_OWNERSHIP = "kvatlas-host"
 """What KV events call this tier."""

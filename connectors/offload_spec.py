@@ -17,12 +17,12 @@ from typing import Any
 import vllm
 
 from connectors.compat import require_tested_vllm
-from connectors.engines import open_rows
 from connectors.errors import ConfigError
-from connectors.layout import CacheView, LayoutError, Piece, group_pages, round_up_row
-from connectors.offload_worker import RowOffloadingWorker
+from connectors.layout.blocks import CacheView, LayoutError, Piece, group_pages, round_up_row
 from connectors.settings import size_bytes
 from connectors.tiered import EXTRA_CONFIG
+from connectors.worker.engines import open_rows
+from connectors.worker.offload_worker import RowOffloadingWorker
 
 try:
     from vllm.v1.kv_offload.base import OffloadingSpec

@@ -8,9 +8,9 @@ from typing import Any
 
 from connectors.errors import ConfigError
 from connectors.settings import OffloadSettings
-from connectors.staged_jobs import StagingSettings
 from connectors.store.options import Options
-from connectors.store_tier_settings import StoreTierSettings
+from connectors.tier.store_settings import StoreTierSettings
+from connectors.worker.staged_jobs import StagingSettings
 
 _OWN = (
     "store",

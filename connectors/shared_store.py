@@ -4,7 +4,7 @@
 "connectors.shared_store", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
 "kv_connector_extra_config": {"host_bytes": "1GiB", "store": {"kind": "file", "path": "/dev/shm/blocks"}}}'``;
 the settings are in ``connectors.shared_settings``, a store's own in its module. Engines share what they agree
-on (``connectors.namespace``): each says at start what that is.
+on (``connectors.store.namespace``): each says at start what that is.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import logging
 from typing import Any
 
 from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
-from connectors.engines import open_rows
 from connectors.errors import ConfigError
-from connectors.events import EventPlace, KvEventLog
-from connectors.hits import HitResolver
-from connectors.layout import CacheView, LayoutError, row_bytes_from_config
-from connectors.namespace import namespace_of
-from connectors.scheduler import OffloadScheduler
+from connectors.hits.resolver import HitResolver
+from connectors.layout.blocks import CacheView, LayoutError, row_bytes_from_config
+from connectors.scheduler.events import EventPlace, KvEventLog
+from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.shared_settings import SharedSettings
-from connectors.staged import StagedTransfers
-from connectors.staged_jobs import staging_row_bytes
+from connectors.store.namespace import namespace_of
 from connectors.store.open import open_store
-from connectors.store_tier import StoreTier
+from connectors.tier.store import StoreTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.transfer.base import TransferEngine
-from connectors.worker import OffloadWorker
+from connectors.worker.engines import open_rows
+from connectors.worker.staged import StagedTransfers
+from connectors.worker.staged_jobs import staging_row_bytes
+from connectors.worker.worker import OffloadWorker
 
 # Under vLLM's own logger: only what is below it reaches the engine's log.
 log = logging.getLogger(f"vllm.{__name__}")

@@ -23,10 +23,10 @@ from connectors.compat import (
     share_vllm_log,
 )
 from connectors.errors import ConfigError
-from connectors.jobs import StepJobs, StepResults
-from connectors.scheduler import OffloadScheduler
-from connectors.stats import OffloadPromMetrics, OffloadStats
-from connectors.worker import OffloadWorker
+from connectors.messages.jobs import StepJobs, StepResults
+from connectors.messages.stats import OffloadPromMetrics, OffloadStats
+from connectors.scheduler.scheduler import OffloadScheduler
+from connectors.worker.worker import OffloadWorker
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def totals(self) -> dict[str, int]:
-        """More counters of this half, since its start, by the name that ``connectors.stats`` knows."""
+        """More counters of this half, since its start, by the name that ``messages.stats`` knows."""
         return {}
 
     def get_kv_connector_stats(self) -> OffloadStats | None:

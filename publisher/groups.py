@@ -73,9 +73,10 @@ class SpecClass(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Short name for tables and receipts, e.g. ``sliding_window/16 w128``."""
+        """Short name for tables and receipts, e.g. ``sliding_window/16 w128``, chunks as ``c8192``."""
         window = f" w{self.spec.sliding_window}" if self.spec.sliding_window else ""
-        return f"{self.spec.kind}/{self.spec.block_size}{window}"
+        chunk = f" c{self.spec.attention_chunk_size}" if self.spec.attention_chunk_size else ""
+        return f"{self.spec.kind}/{self.spec.block_size}{window}{chunk}"
 
 
 def spec_classes(groups: tuple[GroupSpec, ...]) -> tuple[SpecClass, ...]:

@@ -17,29 +17,29 @@ import aiohttp
 import msgspec
 import structlog
 
-from router.admin.desk import FleetDesk
-from router.admin.office import AdminOffice
+from router.api.admin.actions import FleetDesk
+from router.api.admin.app import AdminOffice
+from router.api.app import create_control, create_ops, is_control
+from router.api.metrics import Sources
+from router.api.ops import OpsPort
+from router.api.readiness import Judge, Readiness
 from router.books import Books
-from router.config import ANY_MODEL, Config
-from router.control import create_control, create_ops, is_control
+from router.config.schema import ANY_MODEL, Config
+from router.feeds.audit import Upkeep
+from router.feeds.manager import Followers, Following
+from router.fleet.desired import Roster
 from router.fleet.poller import FleetPoller
-from router.fleet.registry import EngineStatus, Fleet
-from router.fleet.roster import Roster
-from router.fleet.sources import FleetSources
-from router.followers import Followers, Following
-from router.index.layout import ModelFacts
-from router.index.scopes import Scopes
-from router.observe.metrics import Sources
-from router.ops import OpsPort
+from router.fleet.sources.runner import FleetSources
+from router.fleet.status import EngineStatus, Fleet
+from router.index.learn.layout import ModelFacts
+from router.index.models import Scopes
 from router.planner import Planner
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats
-from router.readiness import Judge, Readiness
-from router.replicas.service import SharedIndex
-from router.upkeep import Upkeep
+from router.replication.service import SharedIndex
 
 _log = structlog.get_logger()
 

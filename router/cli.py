@@ -8,33 +8,42 @@ not exact, a check failed).
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
-from router.config import ANY_MODEL, load, parse_engine
-from router.config_checks import ConfigError
-from router.doctor.cli import doctor
-from router.simulate.advise_cli import advise
+from router.config.checks import LOG_LEVELS
+from router.config.errors import ConfigError
+from router.config.load import load, parse_engine
+from router.config.schema import ANY_MODEL, OPS_PORT, ServerConfig
+from router.policy.arms import POLICIES
+from router.policy.base import PolicySettings
+from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
-from router.tools import capture_cli
-from router.tools.index_flags import IndexFileFlag, IndexFlag, index_settings
-from router.tools.top_cli import top
+from router.tools.capture import cli as capture_cli
+from router.tools.doctor.cli import doctor
+from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
+from router.tools.top.cli import top
 
 app = App(
     name="kvatlas",
     version=__version__,
     help="Routes LLM requests to the vLLM engine that has to compute the least, by what its KV cache holds.",
 )
+app.register_install_completion_command(
+    help="Install tab completion for this shell (bash, zsh, fish); --shell names another one."
+)
+_SERVER = ServerConfig()
 
 EngineFlags = Annotated[
     list[str] | None,
     Parameter(
         name="--engine",
         help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-        "Event endpoints are asked from the engine where not given.",
+        "Without events= the engine is asked for its event endpoints.",
         negative="",
     ),
 ]
@@ -48,22 +57,33 @@ def serve(
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
     ] = None,
-    host: Annotated[str | None, Parameter(help="Address to listen on.")] = None,
-    port: Annotated[int | None, Parameter(help="Port to listen on; 0 takes a free one.")] = None,
+    host: Annotated[
+        str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
+    ] = None,
+    port: Annotated[
+        int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
+    ] = None,
     ops_port: Annotated[
         str | None,
         Parameter(
-            help="Port of /metrics and /kvatlas/*, 9001 where not given; 0 takes a free one, off answers "
-            "nowhere, public on the router's own port."
+            help="Port of /metrics and /kvatlas/*: 0 takes a free one, off answers nowhere, public on --port "
+            f"(default {OPS_PORT})."
         ),
     ] = None,
-    policy: Annotated[str | None, Parameter(help="Placement policy.")] = None,
+    policy: Annotated[
+        str | None,
+        Parameter(help=f"Placement policy: {', '.join(POLICIES)} (default {PolicySettings().policy})."),
+    ] = None,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
     expose_decision: Annotated[
-        bool | None, Parameter(help="Answer with x-kvatlas-engine and x-kvatlas-hit-tokens.")
+        bool | None,
+        Parameter(help="Add x-kvatlas-engine and x-kvatlas-hit-tokens to every answer (default: no)."),
     ] = None,
-    log_level: Annotated[str | None, Parameter(help="debug, info, warning or error.")] = None,
+    log_level: Annotated[
+        str | None,
+        Parameter(help=f"Least severity logged: {', '.join(LOG_LEVELS)} (default {_SERVER.log_level})."),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
@@ -93,15 +113,16 @@ def serve(
         engines=tuple(parse_engine(text) for text in engine or []),
         models=models,
     )
-    from router import serving
+    from router import serve as serving
 
     if print_config:
         print(serving.describe(loaded), end="")
         return 0
     if not loaded.config.engines and not loaded.config.fleet.discovers and not loaded.config.admin.enabled:
         raise ConfigError(
-            "no engine: give --engine URL (repeatable), [[engines]] in the --config file, or a source of "
-            "engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, or the admin API)"
+            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
+            "or a source of engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, "
+            "or the admin API)"
         )
     if check_config:
         serving.check(loaded.config)
@@ -120,7 +141,7 @@ def verify(
     index_file: IndexFileFlag = None,
 ) -> int:
     """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
-    from router.tools.verify_command import run_verify
+    from router.tools.verify.command import run_verify
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     return run_verify(list(paths), as_json=json, index=shared)
@@ -129,8 +150,10 @@ def verify(
 index_app = App(name="index", help="Look at an index that several routers share.")
 app.command(index_app)
 
-_ModelFlag = Annotated[str | None, Parameter(help="Base model of the scope; all where not given.")]
-_NamespaceFlag = Annotated[str | None, Parameter(help="First part of every key, as the routers have it.")]
+_ModelFlag = Annotated[str | None, Parameter(help="Base model; all models if not given.")]
+_NamespaceFlag = Annotated[
+    str | None, Parameter(help="Prefix of every key, as configured at the routers (index.namespace).")
+]
 
 
 @index_app.command
@@ -143,7 +166,7 @@ def stats(
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
     """Blocks, bytes per block, engines with their generations, lease holders and feed states."""
-    from router.tools.index_command import run_stats
+    from router.tools.index.command import run_stats
 
     return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
 
@@ -155,10 +178,10 @@ def dump(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    limit: Annotated[int, Parameter(help="At most so many blocks per model; -1 for all.")] = -1,
+    limit: Annotated[int, Parameter(help="Most blocks to list per model; -1 for all.")] = -1,
 ) -> int:
     """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
-    from router.tools.index_command import run_dump
+    from router.tools.index.command import run_dump
 
     return run_dump(index_settings(index, index_file, namespace), model=model, limit=limit)
 
@@ -172,12 +195,12 @@ def index_verify(
     model: _ModelFlag = None,
     engine: EngineFlags = None,
     settle: Annotated[
-        float, Parameter(help="Seconds until a difference that stays counts (the index lags by a write).")
+        float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
     ] = 5.0,
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
     """Recompute residency from the live feeds and compare; status 0 only if the index is exact."""
-    from router.tools.index_command import run_index_verify
+    from router.tools.index.command import run_index_verify
 
     return run_index_verify(
         index_settings(index, index_file, namespace),
@@ -203,7 +226,7 @@ def engine(
     ] = None,
 ) -> int:
     """Run one simulated engine: OpenAI HTTP, vLLM metrics and real KV events, without GPU or model."""
-    from router.tools.engine_command import run_engine
+    from router.tools.engine import run_engine
 
     return run_engine(host, port, set_ or [])
 
@@ -214,12 +237,15 @@ def demo(
     seconds: Annotated[float, Parameter(help="How long the load runs.")] = 20.0,
     engines: Annotated[int, Parameter(help="How many simulated engines.")] = 4,
     port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
-    json: Annotated[bool, Parameter(help="Only the final summary, as one JSON object.", negative="")] = False,
+    json: Annotated[
+        bool, Parameter(help="Print only the final summary, as one JSON object.", negative="")
+    ] = False,
     keep: Annotated[
-        bool, Parameter(help="Stay up after the load, to be tried with curl.", negative="")
+        bool, Parameter(help="Keep serving after the load, for trying with curl.", negative="")
     ] = False,
     replicas: Annotated[
-        int, Parameter(help="How many routers share one index (a server is started for it, or --index).")
+        int,
+        Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
     ] = 1,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
@@ -258,18 +284,23 @@ def _assignments(texts: list[str]) -> dict[str, object]:
     return pairs
 
 
-def main() -> None:
-    """Entry point of the ``kvatlas`` command."""
+def call(words: Sequence[str]) -> int:
+    """Run one command; 2 where its arguments or its configuration cannot be used. Raises everything else."""
     try:
-        status = app(result_action="return_value", exit_on_error=False)
+        status = app(list(words), result_action="return_value", exit_on_error=False)
     except CycloptsError:  # printed already, with a box around it
-        status = 2
+        return 2
     except ConfigError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    sys.exit(status if isinstance(status, int) else 0)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """The same as ``python -m router``."""
+    from router.__main__ import main as command
+
+    command()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from publisher.events import MEDIA
-from router.fleet.registry import EngineStatus
-from router.index.predict import EngineHit
+from router.fleet.status import EngineStatus
+from router.index.model import EngineHit
 from router.policy.base import Candidate, Choice
 from router.policy.shadow import ShadowHit
 from router.prompts.affinity import TextAffinity

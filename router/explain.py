@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from router.decision import Decision, View
-from router.index.predict import EngineHit
+from router.index.model import EngineHit
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from router.books import Books
 from router.decision import Decision
-from router.fleet.registry import Fleet
+from router.fleet.status import Fleet
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
+from router.openai.request import InboundRequest, Usage
 from router.policy.inflight import InflightPrompt
 from router.policy.load import Ticket
 from router.prompts.prompt import Prompt
-from router.proxy.base import InboundRequest, Usage
 from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
 
 
@@ -127,7 +127,7 @@ class Bookkeeper:
 
 
 class Placed:
-    """One request on one engine (``router.proxy.base.Placement``)."""
+    """One request on one engine (``router.openai.request.Placement``)."""
 
     def __init__(
         self,
@@ -147,6 +147,7 @@ class Placed:
             () if engine.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % engine.dp_rank),)
         )
         self.client_headers = client_headers
+        self.expected_s = decision.choice.cost.wait_s
         self.request = request
         self.decision = decision
         self.ticket = ticket

@@ -19,12 +19,13 @@ from publisher.events import BlockHash
 from publisher.groups import Family
 from router.books import Books
 from router.decision import Decision, Shared, View
-from router.errors import model_not_found, no_ready_engine
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
-from router.fleet.registry import EngineStatus, Fleet
-from router.index.predict import EngineHit
-from router.index.scopes import Scopes
+from router.fleet.status import EngineStatus, Fleet
+from router.index.model import EngineHit
+from router.index.models import Scopes
+from router.openai.errors import model_not_found, no_ready_engine
+from router.openai.request import InboundRequest
 from router.placed import Bookkeeper, Placed
 from router.policy.affinity import text_tokens
 from router.policy.arms import ArmState, policy
@@ -35,9 +36,8 @@ from router.policy.shadow import ShadowHit
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.proxy.base import InboundRequest
 from router.proxy.breaker import BreakerBoard
-from router.replicas.base import NO_LOOK, Look, SharedView
+from router.replication.base import NO_LOOK, Look, SharedView
 
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
@@ -46,7 +46,7 @@ _CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}
 
 
 class Planner:
-    """Implements ``router.proxy.base.Planner``."""
+    """Implements ``router.openai.request.Planner``."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Planner:
         look = await self._look(read, engines, rehearsal) if self._shared is not None else NO_LOOK
         engines = [status for status in engines if self._fleet.get(status.engine_id) is status]
         if not engines:  # they left while the prompt was being read
-            raise no_ready_engine("The engines of this model have just left; try again shortly.")
+            raise no_ready_engine("The engines that serve this model have just been removed; retry shortly.")
         if isinstance(read, Prompt):
             return self._decide_by_tokens(read, engines, schemes, state, look, detail=rehearsal)
         return self._decide_by_text(read, request, engines, state, look)
@@ -131,7 +131,7 @@ class Planner:
             raise model_not_found(model)
         untried = [s for s in ready if s.engine_id not in exclude]
         if not untried:
-            raise no_ready_engine("No engine can take this request now; GET /ready says more.")
+            raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         open_to_all = [s for s in untried if self._board.available(s.engine_id)]
         if open_to_all:
             return open_to_all
@@ -140,7 +140,7 @@ class Planner:
         willing = [s for s in untried if not waits_s[s.engine_id]]
         if not willing:
             raise no_ready_engine(
-                "Every engine asked to be left alone for a while.",
+                "All engines are rate-limiting (Retry-After).",
                 retry_after_s=math.ceil(min(waits_s.values())),
             )
         return willing
@@ -272,7 +272,7 @@ class Planner:
         feed = self._feeds.get(status.engine_id)
         if feed is None or feed.state is not FeedState.READY:
             return False
-        return engine is not None and engine.layout is None and not engine.facts.attention_chunk_size
+        return engine is not None and engine.layout is None and not engine.facts.has_chunks
 
     def _load(self, engine_id: str, look: Look, now: float) -> EngineLoad:
         return self._books.load.load(engine_id, now, look.load.get(engine_id, NO_OTHERS))

@@ -2,7 +2,7 @@
 
     python scripts/generate_reference.py [--out docs]
 
-Commands and flags come from the cyclopts application, settings from ``router.config.Config``, metrics from
+Commands and flags come from the cyclopts application, settings from ``config.schema.Config``, metrics from
 what the exporter yields for a small router. Texts live in the code only: flag helps, class docstrings, and
 the string below a field, which is read from the source. The same code gives the same bytes; a test compares.
 """
@@ -23,25 +23,25 @@ from struct_source import Field, code, fields, prose, shown, table
 
 from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
-from router.admin.stats import AdminStats
+from router.api.admin.stats import AdminStats
+from router.api.metrics import RouterCollector, Sources
 from router.app import Router
 from router.cli import app
-from router.config import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig, plain_keys, variable
+from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
+from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.engine import Engine
-from router.fleet.source import SourceStats
-from router.index.detect import Detection
-from router.index.layout import ModelFacts
-from router.index.shared.pending import MirrorStats
+from router.fleet.identity import Engine
+from router.fleet.sources.base import SourceStats
+from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings, AccessLogStats
-from router.observe.metrics import RouterCollector, Sources
 from router.observe.receipts import Outcome
 from router.policy import arms
 from router.proxy.stats import ListenStats
-from router.replicas.flights import FlightStats
-from router.replicas.keeper import LeaseStats
-from router.replicas.settings import IndexSettings
-from router.replicas.sight import SightStats
+from router.replication.gossip.inflight import FlightStats
+from router.replication.leases.lease_manager import LeaseStats
+from router.replication.lookup import SightStats
+from router.replication.settings import IndexSettings
+from router.replication.writer.dirty import MirrorStats
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\
@@ -65,9 +65,12 @@ first_byte_timeout_s = 300
 """
 _MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
 _CLI = """\
-Status: 0 done; 1 the answer is no; 2 bad arguments or configuration; 130 interrupted. Flags of `serve` win
-over environment variables, those over the file; what no flag says is in [configuration.md](configuration.md).
-`--help` works everywhere, `kvatlas --version` prints the version.
+Status: 0 done; 1 the answer is no, or it could not be done; 2 bad arguments or configuration; 130
+interrupted. Flags of `serve` win over environment variables, those over the file; what no flag says is in
+[configuration.md](configuration.md). `--help` works everywhere, `kvatlas --version` prints the version.
+`kvatlas --install-completion` installs tab completion for the shell it is run in (bash, zsh or fish) and says
+which file it wrote. What ends a command is said in one line on stderr; with `KVATLAS_TRACEBACK=1` in the
+environment an unexpected error shows its traceback too.
 """
 _CONFIGURATION = f"""\
 `kvatlas serve --config FILE` reads TOML. Four sources, the later one winning: defaults, the file,
@@ -103,8 +106,11 @@ def cli_page() -> str:
                 f"{prose(EngineSettings.__doc__)}\n",
                 f"Presets of `groups`: {', '.join(map(code, PRESETS))}.\n",
                 table(
-                    ("key", "type", "default"),
-                    ((code(f.name), code(f.kind), _engine_default(f)) for f in fields(EngineSettings)),
+                    ("key", "type", "default", "meaning"),
+                    (
+                        (code(f.name), code(f.kind), _engine_default(f), f.text)
+                        for f in fields(EngineSettings)
+                    ),
                 ),
             ]
     return "\n".join(parts)
@@ -163,7 +169,6 @@ def configuration_page() -> str:
         f"{prose(_text_of(Config, 'models'))}\n",
         f"{prose(ModelConfig.__doc__)}\n",
         _keys(ModelConfig),
-        f"`ModelFacts`: {prose(ModelFacts.__doc__)}\n",
         '### `[models."NAME".shadow]`\n',
         f"{prose(ShadowConfig.__doc__)}\n",
         _keys(ShadowConfig),

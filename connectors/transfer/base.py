@@ -29,7 +29,7 @@ class Direction(enum.Enum):
 class GroupMoves:
     """``block_ids[i]`` (device, never 0: that is the null block) <-> ``slots[i]`` (host row), of one group.
 
-    ``keys[i]`` is the block key (hash bytes + group index, see ``connectors.keys``); transfer engines that
+    ``keys[i]`` is the block key (hash bytes + group index, see ``messages.keys``); transfer engines that
     only copy ignore it, those that go on to a shared store use it. Empty, or as long as the arrays.
     """
 

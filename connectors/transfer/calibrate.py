@@ -19,10 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from connectors.host_pool import PinnedHostPool
 from connectors.transfer.base import Direction, Indices
 from connectors.transfer.cuda_device import Device
 from connectors.transfer.driver import Driver
+from connectors.transfer.host_pool import PinnedHostPool
 
 log = logging.getLogger(__name__)
 

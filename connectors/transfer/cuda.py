@@ -17,14 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from connectors.host_pool import PinnedHostPool
-from connectors.layout import CacheView
+from connectors.layout.blocks import CacheView
 from connectors.transfer.base import Direction, TransferJob, TransferResult
 from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
 from connectors.transfer.cuda_device import Device, TorchDevice
 from connectors.transfer.cuda_lane import EventPool, Lane, Part, PreparedJob, QueuedJob
 from connectors.transfer.cuda_mover import MoveCounts, Mover
 from connectors.transfer.driver import CudaDriver, Driver
+from connectors.transfer.host_pool import PinnedHostPool
 from connectors.transfer.plan import HostMemory, TransferPlan
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from connectors.layout import CacheView
+from connectors.layout.blocks import CacheView
 from connectors.transfer.base import Direction, TransferJob, TransferResult
 from connectors.transfer.plan import HostMemory, TransferPlan, merge_adjacent
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from connectors.layout import CacheView, GroupPages, LayoutError
+from connectors.layout.blocks import CacheView, GroupPages, LayoutError
 from connectors.transfer.base import Direction, GroupMoves, Indices, TransferJob
 
 MERGED_PIECE_BYTES_MAX = 64 << 20

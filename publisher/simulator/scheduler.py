@@ -28,7 +28,7 @@ import msgspec
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Event
-from publisher.simulator.host_tier import HostTier
+from publisher.pool.host_tier import HostTier
 from publisher.simulator.stats import EngineStats, Gauges
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -12,52 +12,76 @@ from pathlib import Path
 
 import msgspec
 
-from publisher.block_hash import DEFAULT_SEED, HashScheme
+from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, HashScheme
 from publisher.groups import Family, GroupSpec
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 MODEL_LENGTH_MAX = 32_768
 """Longest context of the demo model, as its tokenizer_config says."""
+_SIZE_MAX = 1 << 24
+_RATE_S_MAX = 3600
+_PORT_MAX = (1 << 16) - 1
+_MAY_BE_ZERO = frozenset({"host_blocks", "dp_rank", "seed"})
 _ALIGNED_STATES = 4
 """Running state, the one before it, the hit's, and its private copy."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a simulated engine depends on; port 0 means any free port.
+    """Everything a simulated engine depends on. One process serves one data-parallel rank.
 
-    ``groups`` is a preset name (``PRESETS``) or explicit specs, ``block_size`` applies to presets only.
-    The two rates make a step's duration as ``simulator.scheduler`` says.
-    ``max_model_len`` None takes what fits the pool, up to the tokenizer's limit. ``publish_events`` off
-    makes an engine that says nothing about its cache; ``enable_scale_out`` off refuses the render endpoints,
-    as vLLM does by default. ``host_blocks`` is the size of host memory behind the pool, as a connector
-    would keep it (0: none). One server serves one data-parallel rank; event ports are those of rank 0.
+    The rates give a step's duration as ``publisher/simulator/scheduler.py`` describes.
     """
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = 0
+    """HTTP port; 0 takes a free one."""
     model: str = "kvatlas-demo"
+    """Name of the served model."""
     groups: str | tuple[GroupSpec, ...] = "gemma3-like"
+    """Layout of the KV cache: a preset, or explicit group specs."""
     block_size: int = 16
+    """Tokens per block of a preset."""
     num_blocks: int = 8192
+    """Blocks of the KV cache, all groups together."""
     hash_algo: str = "sha256"
+    """Hash algorithm of block hashes, as vLLM's `--prefix-caching-hash-algo`."""
     hash_seed: str = DEFAULT_SEED
+    """Seed of block hashes (vLLM: PYTHONHASHSEED); the default is vLLM's."""
     retention_interval: int | None = 0
+    """vLLM's `--prefix-cache-retention-interval` in tokens; `none` keeps every block."""
     int_hashes: bool = True
+    """Publish 64-bit hashes, as vLLM does by default, instead of whole digests."""
     prefill_s_per_token: float = 5e-5
+    """Seconds of a step per prompt token it computes."""
     decode_s_per_token: float = 0.01
+    """Seconds of a step that decodes."""
     host_blocks: int = 0
+    """Blocks of host memory behind the pool, as a connector keeps them; 0: none."""
     load_s_per_token: float = 2e-6
+    """Seconds to load one token from host memory."""
     max_num_seqs: int = 64
+    """Most sequences in one step, as in vLLM."""
     max_num_batched_tokens: int = 2048
+    """Most tokens in one step, as in vLLM."""
     max_model_len: int | None = None
+    """Longest context in tokens; `none` takes what fits the pool, up to the tokenizer's limit."""
     publish_events: bool = True
+    """Whether KV events are published."""
     events_port: int = 0
+    """Port of the event socket of rank 0; 0 takes a free one."""
     replay_port: int = 0
+    """Port of the replay socket of rank 0; 0 takes a free one."""
     enable_scale_out: bool = True
+    """Serve the endpoints that render chats; vLLM has them off by default."""
     dp_rank: int = 0
+    """Data-parallel rank of this engine."""
     seed: int = 0
+    """Seed of the generated text."""
     natural_output_tokens_max: int = 256
+    """Longest answer to a request without `max_tokens`."""
     tokenizer_dir: str = str(DEMO_TOKENIZER_DIR)
+    """Directory with `tokenizer.json`."""
 
 
 def _gemma3_like(block_size: int) -> tuple[GroupSpec, ...]:
@@ -90,6 +114,26 @@ PRESETS = {
 }
 
 
+def check_settings(settings: EngineSettings) -> None:
+    """Refuse what makes no sense. Raises ``ValueError`` naming setting, value and what is right."""
+    if settings.hash_algo not in ALGORITHMS:
+        raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least: float = 0 if isinstance(value, float) or name in _MAY_BE_ZERO else 1
+        most: float = _RATE_S_MAX if isinstance(value, float) else _SIZE_MAX
+        if name.endswith("port"):
+            least, most = 0, _PORT_MAX
+        elif name == "retention_interval":
+            least = 0
+        elif name == "seed":
+            least, most = -math.inf, math.inf
+        if not least <= value <= most:
+            raise ValueError(f"{name} = {value}: expected {least} to {most}")
+
+
 def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
     """The group specs of these settings. Raises ``ValueError`` for an unknown preset or no group."""
     if isinstance(settings.groups, str):
@@ -97,7 +141,7 @@ def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
             return PRESETS[settings.groups](settings.block_size)
         except KeyError:
             known = ", ".join(PRESETS)
-            raise ValueError(f"unknown group preset {settings.groups!r}; known: {known}") from None
+            raise ValueError(f"groups: unknown group preset {settings.groups!r}; known: {known}") from None
     if not settings.groups:
         raise ValueError("an engine needs at least one KV cache group")
     return settings.groups

@@ -17,18 +17,18 @@ from rich.live import Live
 
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
-from router.config import ANY_MODEL, Config, ModelConfig, ServerConfig
-from router.config_checks import ConfigError
+from router.config.errors import ConfigError
+from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.load import ChatLoad, ChatOutcome
 from router.demo.store import store_process
 from router.demo.summary import Tally
 from router.demo.table import live_table
-from router.fleet.engine import Engine
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
-from router.replicas.settings import IndexSettings
-from router.serving import ListenError, RouterServer, configure_logging, make_server
+from router.replication.settings import IndexSettings
+from router.serve import ListenError, RouterServer, configure_logging, make_server
 
 ENGINE = EngineSettings(
     groups="gptoss-like",

@@ -81,37 +81,48 @@ class FeedStats(msgspec.Struct):
 
 
 class FeedSettings(msgspec.Struct, frozen=True):
-    """Bounds and times of a feed; the defaults suit an engine of some 100 batches per second."""
+    """Bounds and time-outs of event feeds; the defaults suit an engine of about 100 batches per second."""
 
     hold_batches_max: int = 4096
-    """Batches held back behind a gap; half of vLLM's default replay buffer."""
+    """Most live batches held back while a gap before them is repaired (half of vLLM's default replay
+    buffer)."""
     hold_bytes_max: int = 32 << 20
+    """Most bytes of live batches held back while a gap is repaired."""
     hold_s_max: float = 10.0
-    """Longest time without progress of a repair before live batches are applied across the gap."""
+    """Longest time without progress of a repair, in seconds; then live batches are applied across the gap
+    and the feed is DEGRADED."""
     recent_batches_max: int = 1024
-    """Digests kept of applied batches, to tell a repeated batch from a restart."""
+    """Number of applied batches whose digests are kept, to tell a repeated batch from a restart."""
     replay_attempts_max: int = 3
-    """Replay requests without progress before a repair is given up."""
+    """Replay requests in a row without progress before a repair is given up."""
     replay_timeout_s: float = 5.0
-    """Silence after which a replay request has failed."""
+    """Silence of the replay socket, in seconds, after which a replay request has failed."""
     replay_backoff_s: float = 0.2
-    """Wait before the first repeated request; doubles each time."""
+    """Seconds before the first repeated replay request; doubles each time."""
     resync_backoff_s: float = 5.0
-    """Wait after a given-up repair before replay is trusted again; doubles with each failure in a row."""
+    """Seconds before replay is tried again after a repair was given up; doubles with each failure in a
+    row."""
     resync_backoff_s_max: float = 300.0
+    """Upper bound of `resync_backoff_s`' doubling."""
     heartbeats: bool = False
-    """The publisher is known to send empty batches when idle, so silence means trouble."""
+    """Set if the publishers send empty batches when idle: silence then makes a feed STALE. vLLM's own
+    publisher sends none; a publisher that does is recognised by its first empty batch."""
     stale_after_s: float = 5.0
-    """Silence that makes a feed STALE, where silence means anything (see ``Feed.expect_traffic``)."""
+    """Seconds of silence after which the feed of a publisher with heartbeats is STALE."""
     tick_s: float = 0.25
+    """Seconds between two checks of a feed's time-outs."""
     slice_s: float = 0.002
-    """Longest the feed works before the event loop gets its turn; a single batch is never split."""
+    """Longest time a feed works before other tasks of the event loop get their turn, in seconds; a batch
+    is never split."""
     receive_queue_max: int = 20_000
-    """ZMQ receive high-water mark, messages; live ones beyond it are dropped by ZMQ and show as a gap."""
+    """ZMQ receive high-water mark, in messages. ZMQ drops live messages beyond it, which shows as a gap
+    and is repaired by replay."""
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
+    """Largest batch; a larger one is counted as malformed."""
     snapshots: bool = True
-    """Ask engines for snapshots; those that know none say so at once."""
+    """Ask engines for snapshots; publishers without them answer so at once and are asked for a replay."""
     snapshot_bytes_max: int = 256 << 20
+    """Largest snapshot; a larger one is given up in favour of a replay."""
 
 
 class FeedSink(Protocol):

@@ -23,10 +23,10 @@ from __future__ import annotations
 from router.feeds.actions import Action, StateChanged
 from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
 from router.feeds.position import NOWHERE
-from router.feeds.recovery import Recovery
-from router.feeds.repair import RepairKind
-from router.feeds.replay_answers import ReplayAnswers
-from router.feeds.snapshot_answers import SnapshotAnswers
+from router.feeds.recovery.recovery import Recovery
+from router.feeds.recovery.repair import RepairKind
+from router.feeds.recovery.replay_answers import ReplayAnswers
+from router.feeds.recovery.snapshot_answers import SnapshotAnswers
 from router.feeds.wire import Frame
 
 

@@ -31,8 +31,8 @@ from router.feeds.base import (
     SnapshotUnsupportedError,
 )
 from router.feeds.machine import FeedMachine
-from router.feeds.replay import ReplayResync
-from router.feeds.snapshot import SnapshotClient
+from router.feeds.recovery.replay import ReplayResync
+from router.feeds.recovery.snapshot import SnapshotClient
 from router.feeds.sockets import MessageReader, Slice, live_socket
 from router.feeds.wire import WireError, parse_live
 

@@ -20,11 +20,11 @@ import aiohttp
 import msgspec
 import structlog
 
-from router.fleet.engine import Engine
+from router.fleet.desired import Wanted
 from router.fleet.gauges import read_gauges, read_pool_blocks
-from router.fleet.registry import EngineStatus, Fleet, ModelCard, Reassigned
-from router.fleet.roster import Wanted
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
+from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
 
 _log = structlog.get_logger()
 
@@ -198,7 +198,7 @@ class FleetPoller:
             return []  # what was known stays; asked again at the next poll
         except _BadAnswerError as error:
             if error.status == 200:
-                _log.warning("event sources not understood", server=base_url, problem=str(error))
+                _log.warning("event sources could not be parsed", server=base_url, problem=str(error))
                 self._settled.add(base_url)
             if error.status not in _ABSENT:
                 return []

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.fleet.dns.resolver import parse_server
+from router.fleet.sources.dns.resolver import parse_server
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")
@@ -18,15 +18,16 @@ _NAMESPACE = re.compile(r"\*|[a-z0-9]([a-z0-9-]{0,62})")
 class FileSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Engines listed in a file that is read again whenever it changes (TOML, or JSON if it ends in `.json`).
 
-    It holds `[[engines]]` tables with the keys of the main file, and `drain = true` for an engine that is to
-    get no new requests. What cannot be read or understood changes nothing, and is said and counted.
+    The file holds `[[engines]]` tables with the keys of the main file; `drain = true` keeps new requests from
+    an engine. A file that cannot be read or parsed changes nothing; it is logged and counted.
     """
 
     path: str | None = None
-    """Switches this source on. Best replaced in one step (rename), as mounted ConfigMaps are."""
+    """File to watch; switches this source on. Replace it in one step (rename), as mounted ConfigMaps are."""
     interval_s: float = 1.0
-    """How often it is read. New content counts once two readings in a row are the same."""
+    """Seconds between two readings. New content counts once two readings in a row agree."""
     bytes_max: int = 1 << 20
+    """Largest file that is read; a larger one changes nothing and is reported."""
 
     @property
     def on(self) -> bool:
@@ -34,24 +35,27 @@ class FileSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines found by DNS: every address of a name. Asked again when the answer's TTL has passed."""
+    """Engines found by DNS: every address of a name. The name is resolved again when the TTL has passed."""
 
     names: tuple[str, ...] = ()
-    """Switches this source on: `HOST:PORT` for the addresses of a host, `_SERVICE._PROTOCOL.NAME` for SRV
-    records, which tell the ports (of several priorities the lowest number counts)."""
+    """Names to resolve; switches this source on. `HOST:PORT` for the addresses of a host,
+    `_SERVICE._PROTOCOL.NAME` for SRV records, which carry the ports (only the records with the lowest
+    priority number count)."""
     servers: tuple[str, ...] = ()
-    """`ADDRESS` or `ADDRESS:PORT` of the servers to ask; those of `/etc/resolv.conf` where none is given."""
+    """DNS servers as `ADDRESS` or `ADDRESS:PORT`; those of `/etc/resolv.conf` where none is given."""
     events_port: int | None = None
-    """Port of each engine's events; engines are asked for theirs where not given."""
+    """Port of each engine's event socket. Not set: the engine is asked (`GET /kv_event_sources`)."""
     replay_port: int | None = None
+    """Port of each engine's replay socket; only together with `events_port`."""
     interval_s_min: float = 2.0
-    """Shorter TTLs are taken for this long."""
+    """Shortest pause between two questions; a shorter TTL is raised to this."""
     interval_s_max: float = 30.0
-    """Longer TTLs are taken for this long; also the longest pause after failures."""
+    """Longest pause between two questions; a longer TTL is cut to this. Also the longest pause after
+    failures."""
     timeout_s: float = 2.0
-    """For one question to one server."""
+    """Time-out of one question to one server, in seconds."""
     empty_answers: int = 3
-    """An answer without any address is believed after so many in a row."""
+    """An empty answer removes the engines only after this many empty answers in a row."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -67,7 +71,7 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"interval_s_min: {self.interval_s_min} is above interval_s_max = {self.interval_s_max}"
             )
         if self.replay_port is not None and self.events_port is None:
-            raise ValueError("replay_port: without events_port there is nothing to complete; give both")
+            raise ValueError("replay_port: needs events_port; set both")
         for key in ("events_port", "replay_port"):
             port = getattr(self, key)
             if port is not None and not 0 < port < 1 << 16:
@@ -79,7 +83,8 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines found in Kubernetes, by list and watch. Needs get, list and watch on what is selected below.
+    """Engines found in Kubernetes, by list and watch. The service account needs get, list and watch on pods
+    and EndpointSlices, as selected below.
 
     Annotations of a pod: `kvatlas.io/port`, `kvatlas.io/events-port`, `kvatlas.io/replay-port`,
     `kvatlas.io/snapshot-port`, `kvatlas.io/topic`, `kvatlas.io/data-parallel-size` (event ports are base +
@@ -87,40 +92,48 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     selector: str = ""
-    """Label selector of the engines' pods, e.g. `app=vllm`. Switches this source on."""
+    """Label selector of the engines' pods, e.g. `app=vllm`; switches this source on."""
     service_selector: str = ""
-    """Label selector of EndpointSlices, e.g. `kubernetes.io/service-name=vllm`. With `selector`: a pod gets
-    requests only while these say that it is ready. Alone: every endpoint is an engine."""
+    """Label selector of EndpointSlices, e.g. `kubernetes.io/service-name=vllm`. With `selector`: a pod
+    gets requests only while its endpoint is ready. Alone: every endpoint is an engine."""
     namespaces: tuple[str, ...] = ()
-    """The router's own where none is given; `*` for all, which needs a ClusterRole."""
+    """Namespaces to watch; the router's own where none is given. `*` is all of them and needs a
+    ClusterRole."""
     port_name: str = "http"
-    """Name of the HTTP port. Without one of that name: the only port there is, else `port`."""
+    """Name of the container port that serves HTTP. A pod without a port of this name: its only port, else
+    `port`."""
     port: int = 8000
+    """HTTP port of pods that name none."""
     events_port_name: str = "kv-events"
-    """Name of the port of events; without one the engine is asked (`GET /kv_event_sources`)."""
+    """Name of the container port of events; a pod without one is asked (`GET /kv_event_sources`)."""
     replay_port_name: str = "kv-replay"
+    """Name of the container port of the replay socket."""
     kubeconfig: str | None = None
-    """Outside a cluster. Its current context counts; a client certificate or a token, no login plug-ins."""
+    """Path of a kubeconfig, for a router outside the cluster. Its current context is used, with a client
+    certificate or a token; login plug-ins are not supported."""
     api: str | None = None
-    """URL of the API server, e.g. of `kubectl proxy`; inside a cluster it is found by itself."""
+    """URL of the API server, e.g. of `kubectl proxy`; not needed inside a cluster."""
     credentials_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
-    """Has `token`, `ca.crt` and `namespace`; the token is read again for every request."""
+    """Directory with `token`, `ca.crt` and `namespace`; the token is read anew for every request."""
     watch_s: float = 60.0
-    """How long the API server keeps one watch open. A connection that died unnoticed costs this at most."""
+    """How long the API server keeps one watch open, in seconds; also the longest time a dead connection
+    stays unnoticed."""
     retry_s_max: float = 30.0
-    """Longest pause after failures in a row."""
+    """Longest pause between two attempts after failures, in seconds."""
     objects_max: int = 10_000
-    """More pods or slices than this are an error, and what was known stays."""
+    """Most pods or slices; more are an error, and the engines stay as last known."""
 
     def __post_init__(self) -> None:
         for key in ("port_name", "events_port_name", "replay_port_name"):
             if not _PORT_NAME.fullmatch(getattr(self, key)):
-                raise ValueError(f"{key}: {getattr(self, key)!r} is no port name (at most 15 of a-z, 0-9, -)")
+                raise ValueError(
+                    f"{key}: {getattr(self, key)!r} is not a port name (at most 15 of a-z, 0-9, -)"
+                )
         for namespace in self.namespaces:
             if not _NAMESPACE.fullmatch(namespace):
-                raise ValueError(f"namespaces: {namespace!r} is no namespace; * stands for all")
+                raise ValueError(f"namespaces: {namespace!r} is not a namespace; * stands for all")
         if "*" in self.namespaces and len(self.namespaces) > 1:
-            raise ValueError("namespaces: * is all of them already; give it alone")
+            raise ValueError("namespaces: * covers all namespaces; give it alone")
         if not 0 < self.port < 1 << 16:
             raise ValueError(f"port: {self.port} is not a port number")
         if self.watch_s < 1:
@@ -136,23 +149,29 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds. Raises ``ValueError`` for a time that is none."""
+    """How often engines are polled, and how many there may be. Raises ``ValueError`` for a time out of
+    range."""
 
     poll_interval_s: float = 5.0
+    """Seconds between two health polls of an engine that is up."""
     poll_down_interval_s: float = 0.5
-    """While an engine does not answer: how quickly its return is noticed."""
+    """Seconds between two health polls of an engine that is down; bounds how late its return is noticed."""
     poll_timeout_s: float = 3.0
+    """Time-out of one poll, in seconds."""
     polls_missed_max: int = 3
-    """An engine is down when its port refuses, or after this many polls in a row without a sound answer."""
+    """An engine is down when its port refuses connections, or after this many failed polls in a row."""
     gauge_interval_s: float = 2.0
+    """Seconds between two readings of an engine's `/metrics` (running and waiting requests, KV usage)."""
     answer_bytes_max: int = 8 << 20
+    """Largest answer the router reads to its own questions (models, metrics, event sources)."""
     warm_up_s_max: float = 30.0
-    """How long /ready waits for sources to be heard and feeds to catch up before traffic is taken without."""
+    """Longest time after start during which `/ready` answers 503 because sources of engines have not
+    answered yet or feeds are still replaying."""
     engines_max: int = 1024
-    """Servers beyond this many are left out, counted and said."""
+    """Most servers in the fleet; further ones are ignored, counted and logged."""
     api_key_file: str | None = None
-    """File with the key that engines started with ``--api-key`` want; sent with the router's own questions.
-    Clients' requests carry their own ``Authorization``, which passes through."""
+    """File with the key for engines started with ``--api-key``, sent with the router's own requests.
+    Clients' requests keep their own ``Authorization``."""
     file: FileSettings = FileSettings()
     """Engines listed in a watched file."""
     dns: DnsSettings = DnsSettings()

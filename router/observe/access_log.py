@@ -35,22 +35,22 @@ _TAIL_BYTES = 1 << 16
 
 
 class AccessLogSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written of every request for ``kvatlas simulate``: lengths and prefix hashes, no text.
+    """A line for every request, for ``kvatlas simulate``: token counts and prefix hashes, no text.
 
-    Two files at most: ``path``, and ``path`` with ``.1`` behind it, which is older. Every router needs its
-    own ``path``; with the same ``key_file`` their files can be read as one.
+    At most two files: ``path``, and the older ``path`` with ``.1`` appended. Every router needs a ``path`` of
+    its own; files of routers with the same ``key_file`` can be read as one.
     """
 
     path: str = ""
-    """File to append to; "" writes nothing."""
+    """File to append to; empty: no access log."""
     bytes_max: int = 256 << 20
-    """Of both files together; a line takes 200 bytes and 17 more per 512 tokens of its prompt."""
+    """Size of both files together; a line takes 200 bytes and 17 more per 512 tokens of its prompt."""
     key_file: str = ""
-    """Secret of the prefix hashes, made if it is not there; "" is ``path`` with ``.key`` behind it."""
+    """File with the secret of the prefix hashes, made if missing; empty: `path` with `.key` appended."""
     queue_len_max: int = 8192
-    """Requests that wait to be written; more are dropped and counted."""
+    """Most requests waiting to be written; further ones are dropped and counted."""
     queue_tokens_max: int = 8 << 20
-    """Tokens of prompts that wait to be written; more are dropped and counted."""
+    """Most prompt tokens waiting to be written; further requests are dropped and counted."""
 
 
 class AccessLogStats(msgspec.Struct):

@@ -22,7 +22,8 @@ from router.policy.rendezvous import favourite, weight
 
 @dataclass(slots=True)
 class ArmState:
-    """What some arms keep between requests. ``rng`` must be seeded by whoever needs repeatable runs."""
+    """State that some policies keep between requests. ``rng`` must be seeded by whoever needs repeatable
+    runs."""
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     turn: int = 0
@@ -35,12 +36,12 @@ Policy = Callable[[Sequence[Candidate], Ask, PolicySettings, ArmState], Choice]
 def kvatlas(
     candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Place by trunk, account by the exact hit (router/policy/choose.py)."""
+    """The default: lowest cost in seconds, with credit for the trunk and load counted by the exact hit."""
     return choose(candidates, prompt.prompt_tokens, settings, prompt_key=prompt.prompt_key)
 
 
 def exact(candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState) -> Choice:
-    """Cheapest by what the engine holds now: no trunk, no credit, no prompts in flight."""
+    """Lowest cost by what engines hold now: no trunk, no credit, no prompts in flight."""
     blind = [
         msgspec.structs.replace(c, trunk_tokens=c.hit_tokens + c.offloaded_tokens, coming_tokens=0)
         for c in candidates
@@ -51,7 +52,7 @@ def exact(candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings
 def full_attention(
     candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Takes the trunk for the hit, in the account too: what an index without groups does."""
+    """Counts the full-attention prefix as the hit, as an index that ignores groups does."""
     trusting = [
         msgspec.structs.replace(c, hit_tokens=max(c.hit_tokens, c.trunk_tokens - c.offloaded_tokens))
         for c in candidates
@@ -62,7 +63,7 @@ def full_attention(
 def least_load(
     candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Shortest queue in seconds, then fewest requests; blind to caches."""
+    """Shortest queue in seconds, then fewest requests; ignores caches."""
     _need(candidates)
     index = min(range(len(candidates)), key=lambda i: _load_order(candidates[i], prompt.prompt_key))
     return _choice(candidates, index, prompt, settings)
@@ -91,7 +92,8 @@ def power_of_two(
 def hash_prefix(
     candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Rendezvous on the first blocks, skipping engines above ``bounded_load_factor`` times the mean load.
+    """Rendezvous hashing of the first blocks, skipping engines above ``bounded_load_factor`` times the mean
+    load.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018), with requests as load.
     """

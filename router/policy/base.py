@@ -72,6 +72,11 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     trunk_tokens: int
 
     @property
+    def wait_s(self) -> float:
+        """Seconds until the first token: the parts that pass, without credit and premium."""
+        return self.queue_s + self.prefill_s + self.load_s + self.decode_s
+
+    @property
     def service_s(self) -> float:
         """Cost without the wait: what the choice of this engine is worth apart from its load."""
         return self.total_s - self.queue_s
@@ -114,35 +119,46 @@ def ask(prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallba
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Knobs of the choice. Raises ``ValueError`` where a value would make the bound meaningless."""
+    """Parameters of placement: costs in seconds, shares from 0 to 1. Raises ``ValueError`` for a value out of
+    range."""
 
     policy: str = "kvatlas"
+    """Which policy places requests; one of the table below."""
     beta: float = 0.25
-    """Share of prefill(trunk - hit) credited to the engine that holds the trunk; 0 is the exact arm."""
+    """Share of the prefill time of (trunk - hit) tokens that is credited to the engine holding the trunk,
+    0 to 1. 0 looks at exact hits only."""
     eviction_premium: float = 0.75
-    """What the pages a prompt takes cost others later, as a share of its own prefill; 0 looks at it alone."""
+    """Price of the cache pages a prompt takes, as a share of its own prefill time: others have to compute
+    again what these pages held. 0 ignores it."""
     load_s_per_token: float = 2e-6
-    """Copying a token back from host memory: 100 KB of KV at 50 GB/s, a PCIe 5 link."""
+    """Seconds to load one token from host memory. Default: 100 KB of KV per token at 50 GB/s (PCIe 5)."""
     storage_load_s_per_token: float = 5e-5
-    """Fetching a token from storage: 100 KB of KV at 2 GB/s, between one Redis server and a store over TCP
-    that writes straight into host memory."""
+    """Seconds to load one token from storage. Default: 100 KB of KV per token at 2 GB/s, between a Redis
+    server and a store over TCP that writes straight into host memory."""
     queue_gap_s: float = 0.25
-    """Queue difference that is always allowed, however little an engine saves."""
+    """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
+    queue saves."""
     saving_factor: float = 1.0
-    """Wait accepted per second saved; below 1 trades hits for even queues."""
+    """Seconds of extra queue accepted per second saved, above 0 and at most 1; lower values prefer even
+    queues over hits."""
     tie_s: float = 0.001
-    """Costs this close are equal: below the jitter of one scheduler step."""
+    """Costs that differ by at most this many seconds are equal (the jitter of one scheduler step)."""
     tie_fraction: float = 0.02
-    """Also equal: within this share of the prompt's prefill and its premium, the error of a learned rate."""
+    """Costs are also equal within this share of the prompt's whole prefill cost (the error of a learned
+    rate)."""
     cold_fraction: float = 0.1
-    """A prompt is cold when no engine holds more than this share of it as trunk."""
+    """A prompt is cold if no engine's trunk covers more than this share of it; only cold prompts are used
+    as probes."""
     probe_interval_s: float = 30.0
+    """An engine that got no request for this long is preferred for the next cold prompt, so that its rates
+    are learned."""
     probe_cost_max_s: float = 1.0
-    """A probe may cost this much more than the cheapest engine, and no more."""
+    """A probe may cost at most this many seconds more than the cheapest engine."""
     prefix_blocks: int = 64
-    """Blocks that the hash arm looks at: 1,024 tokens at vLLM's default block size."""
+    """Policy `hash`: number of leading blocks that are hashed (64 are 1,024 tokens at vLLM's default block
+    size)."""
     bounded_load_factor: float = 1.25
-    """Most requests an engine may have under the hash arm, as a multiple of the mean."""
+    """Policy `hash`: most requests an engine may have, as a multiple of the mean; above 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:

@@ -20,10 +20,10 @@ import msgspec
 import xxhash
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras
-from router.prompts.messages import Message
+from router.prompts.chat.messages import Message
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import Ids
+from router.prompts.tokens.tokenizer import Ids
 
 _CHAIN_BYTES_PER_TOKEN: Final = 8
 """A block of 16 tokens has a 32-byte hash object (65 B), its integer (32 B) and two list slots."""

@@ -25,25 +25,30 @@ class ModelPrompts(msgspec.Struct, frozen=True):
 
 
 class PromptSettings(msgspec.Struct, frozen=True):
-    """Bounds and budgets. Sizes of the caches are estimates of resident memory."""
+    """Bounds of prompt processing. Sizes of caches are estimates of resident memory."""
 
     prefix_cache_bytes_max: int = 256 << 20
+    """Cache of tokens and block hashes of earlier prompts, shared by all models."""
     segment_cache_bytes_max: int = 64 << 20
-    """Per model."""
+    """Cache of tokenized pieces of text, per model."""
     inline_chars_max: int = 4096
-    """New text above this is tokenized in a worker thread: below, it takes under 4 ms."""
+    """More new text than this is tokenized in a worker thread; less takes under 4 ms."""
     inline_blocks_max: int = 1024
-    """New blocks above this are hashed in a worker thread: below, it takes under 3 ms."""
+    """More new blocks than this are hashed in a worker thread; fewer take under 3 ms."""
     prompt_bytes_max: int = 1 << 20
-    """Bodies above this go by affinity: about 260,000 tokens of English. Raising it is exact too, but taking
-    over a tokenized text holds the GIL, and so the event loop, for 20 to 40 ms per megabyte."""
+    """Larger bodies are placed by text affinity, without tokens (the default is about 260,000 tokens of
+    English). Raising it keeps predictions exact, but each megabyte of new text holds the event loop for 20
+    to 40 ms."""
     worker_threads: int = 2
+    """Threads for tokenizing and hashing."""
     worker_queue_len_max: int = 64
+    """Most prompts waiting for a worker thread; further ones are placed by text affinity."""
     engine_timeout_s: float = 1.0
-    """Budget of one call to an engine's render or tokenize endpoint."""
+    """Time-out of one call to an engine's render or tokenize endpoint, in seconds."""
     engine_calls_max: int = 32
-    """At once; further prompts go by affinity."""
+    """Most such calls at once; further prompts are placed by text affinity."""
     engine_absent_s: float = 60.0
-    """How long an endpoint that answered "not here" is not asked again."""
+    """How long an endpoint that the engine does not serve (403, 404, 405, 501) is not asked again, in
+    seconds."""
     engine_failed_s: float = 5.0
-    """The same after a timeout, a broken connection or a 5xx."""
+    """How long an endpoint is not asked again after a time-out, a broken connection or a 5xx, in seconds."""

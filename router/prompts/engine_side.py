@@ -21,8 +21,8 @@ from publisher.block_hash import MultimodalItem
 from router.prompts.config import PromptSettings
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import Ids
-from router.prompts.truncation import ids_of
+from router.prompts.tokens.tokenizer import Ids
+from router.prompts.tokens.truncation import ids_of
 
 Post = Callable[[str, bytes, float], Awaitable[tuple[int, bytes]]]
 """``post(url, json_body, timeout_s) -> (status, body)``; may raise ``OSError`` or ``TimeoutError``."""

@@ -21,9 +21,10 @@ import msgspec
 
 from publisher.block_hash import PromptExtras
 from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
+from router.prompts.chat.context import ChatContext, chat_context, parse_tools
+from router.prompts.chat.messages import Message, parse_message, without_developer_role
+from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.prompts.context import ChatContext, chat_context, parse_tools
-from router.prompts.messages import Message, parse_message, without_developer_role
 from router.prompts.model_dir import ModelDir, load_chat_template
 from router.prompts.request import (
     ChatBody,
@@ -34,9 +35,8 @@ from router.prompts.request import (
     first_prompt,
 )
 from router.prompts.stats import PromptStats
-from router.prompts.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
-from router.prompts.tokenizer import Ids, SegmentTokenizer, joined
-from router.prompts.truncation import ids_of, truncated
+from router.prompts.tokens.tokenizer import Ids, SegmentTokenizer, joined
+from router.prompts.tokens.truncation import ids_of, truncated
 from router.prompts.workers import Workers
 
 _INLINE_BODY_BYTES: Final = 1 << 18

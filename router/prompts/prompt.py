@@ -11,7 +11,7 @@ from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_b
 from publisher.events import BlockHash
 from router.prompts.cache import Entry
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import Ids
+from router.prompts.tokens.tokenizer import Ids
 
 
 class Prompt:

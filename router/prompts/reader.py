@@ -17,7 +17,8 @@ import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
-from router.errors import ApiError
+from router.openai.errors import ApiError
+from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, chat_pieces, completion_pieces
 from router.prompts.cache import PrefixCache, cached_ids
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -28,7 +29,6 @@ from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion
 from router.prompts.stats import PromptStats
 from router.prompts.workers import Workers
-from router.proxy.base import InboundRequest
 
 __all__ = [
     "ANY_MODEL",

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from router.errors import ApiError, bad_request
-from router.prompts.body import decode_leniently, invalid_json
+from router.openai.body import decode_leniently, invalid_json
+from router.openai.errors import ApiError, bad_request
 
 _NULL = msgspec.Raw(b"null")
 

@@ -11,18 +11,18 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from router.errors import ApiError, bad_request, body_too_large
-from router.prompts.body import Peek, peek
-from router.proxy.base import InboundRequest, Planner
+from router.http.client import UpstreamClient
+from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.openai.body import Peek, peek
+from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.request import InboundRequest, Planner
 from router.proxy.breaker import BreakerBoard
-from router.proxy.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.proxy.forward import Forwarder, Outbound
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import COMPLETION_PATHS, Verdict, judge
 from router.proxy.report_mode import screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
-from router.proxy.upstream import UpstreamClient
 
 _NO_PEEK = Peek()
 _NO_RETRY = ((b"x-should-retry", b"false"),)
@@ -92,9 +92,9 @@ class ProxyApp:
         if verdict is Verdict.FORWARD:
             return
         if verdict is Verdict.UNKNOWN:
-            raise ApiError(404, "path_not_found", "There is nothing at this path.", kind="not_found_error")
+            raise ApiError(404, "path_not_found", "Unknown path.", kind="not_found_error")
         self.stats.paths_refused += 1
-        message = "This path changes an engine for everyone and is not passed on to engines."
+        message = "This path affects every client of an engine and is not forwarded."
         raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
 
     def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:

@@ -1,21 +1,30 @@
 """A circuit breaker per engine: pure, on a clock of its caller, with quick recovery.
 
-Opens after ``failures_max`` connection-level failures in a row, or when at least ``share_max`` of no fewer
-than ``window_min`` recent outcomes failed (error statuses count only here: one poisonous request that every
-engine answers with 500 must not close the fleet). Open for ``open_s_first``, then one probe at a time; each
-failed probe doubles the wait up to ``open_s_max``; the first success closes and forgets. ``block_until``
-is the engine's own wish (Retry-After) and independent of its health.
+An engine is left out for one of three reasons, each with its own end:
+
+- **Failures.** Open after ``failures_max`` connection-level failures in a row, or when at least ``share_max``
+  of no fewer than ``window_min`` recent outcomes failed (error statuses count only here: one poisonous
+  request that every engine answers with 500 must not close the fleet). Open for ``open_s_first``, then one
+  probe at a time; each failed probe doubles the wait up to ``open_s_max``; the first success closes and
+  forgets.
+- **Its own wish** (Retry-After). Heeded once ``wishes_min`` different requests were refused and none has
+  succeeded lately: what one request brings upon itself says nothing of the others. It ends with its time or
+  with the first request that succeeds; so that one can, a probe is let through now and then.
+- **Silence.** Clients gave up waiting for a first byte, or a streamed request has waited for
+  ``silent_s_max``, while the engine answered nobody. One probe each ``silent_probe_s``; ends with the first
+  byte of any answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
 
 
 class BreakerSettings(msgspec.Struct, frozen=True):
-    """Numbers of the rule above."""
+    """Numbers of the rules above."""
 
     failures_max: int = 3
     open_s_first: float = 0.5
@@ -25,6 +34,97 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     share_max: float = 0.5
     window_s: float = 10.0
     window_min: int = 20
+    wishes_min: int = 2
+    wish_success_s: float = 2.0
+    """A success this recent says more than a wish."""
+    wish_probe_s: float = 1.0
+    """From a wish to the first probe; each refused probe doubles it up to ``open_s_max``."""
+    give_up_s: float = 0.5
+    """A client that leaves sooner, beyond twice the expected time, has not waited long enough to count."""
+    give_ups_min: int = 2
+    """A streamed request counts for as many: its first byte comes with the first token."""
+    silent_s_max: float = 15.0
+    silent_probe_s: float = 10.0
+
+
+class Wish:
+    """What an engine asks for itself (Retry-After), and whether it is heeded."""
+
+    __slots__ = ("_probe_at", "_probe_s", "_refused", "_settings", "_success_at", "until")
+
+    def __init__(self, settings: BreakerSettings) -> None:
+        self._settings = settings
+        self._refused: set[int] = set()  # different requests since the last success
+        self._success_at = -math.inf
+        self._probe_at = 0.0
+        self._probe_s = settings.wish_probe_s
+        self.until = 0.0
+
+    def allows(self, now: float) -> bool:
+        return now >= self.until or now >= self._probe_at
+
+    def begin(self, now: float) -> None:
+        if now < self.until:
+            self._probe_at = now + self._probe_s
+            self._probe_s = min(2 * self._probe_s, self._settings.open_s_max)
+
+    def refused(self, request: int, until: float, now: float) -> None:
+        settings = self._settings
+        if len(self._refused) < settings.wishes_min:
+            self._refused.add(request)
+        if len(self._refused) < settings.wishes_min or now - self._success_at < settings.wish_success_s:
+            return
+        if now >= self.until:
+            self._probe_s = settings.wish_probe_s
+            self._probe_at = now + self._probe_s
+        self.until = max(self.until, until)
+
+    def succeeded(self, now: float) -> None:
+        self._success_at = now
+        self.until = 0.0
+        if self._refused:
+            self._refused.clear()
+
+
+class Silence:
+    """Whether an engine answers nobody although it is asked."""
+
+    __slots__ = ("_asked_at", "_give_ups", "_heard_at", "_probe_at", "_settings")
+
+    def __init__(self, settings: BreakerSettings) -> None:
+        self._settings = settings
+        self._asked_at = math.inf  # the first streamed request since an answer
+        self._heard_at = -math.inf
+        self._give_ups = 0
+        self._probe_at = 0.0
+
+    def holds(self, now: float) -> bool:
+        """The engine counts as silent."""
+        settings = self._settings
+        return self._give_ups >= settings.give_ups_min or now - self._asked_at >= settings.silent_s_max
+
+    def allows(self, now: float) -> bool:
+        return now >= self._probe_at or not self.holds(now)
+
+    def begin(self, now: float, *, streams: bool) -> None:
+        if self.holds(now):
+            self._probe_at = now + self._settings.silent_probe_s
+        if streams and self._asked_at == math.inf:
+            self._asked_at = now
+
+    def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
+        """A client left without a byte. Returns whether that is evidence."""
+        waited_s = now - asked_at
+        if self._heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
+            return False
+        self._give_ups += self._settings.give_ups_min if streams else 1
+        self._probe_at = now + self._settings.silent_probe_s
+        return True
+
+    def heard(self, now: float) -> None:
+        self._heard_at = now
+        self._asked_at = math.inf
+        self._give_ups = 0
 
 
 class Breaker:
@@ -35,30 +135,35 @@ class Breaker:
         self._in_a_row = 0
         self._open_s = 0.0  # 0: closed
         self._open_until = 0.0
-        self._blocked_until = 0.0
         self._probing = False
         self._window_end = 0.0
         self._recent = [0, 0]  # ok, failed in this half of the window
         self._before = [0, 0]  # and in the half before it
+        self._wish = Wish(settings)
+        self._silence = Silence(settings)
 
     @property
     def closed(self) -> bool:
-        """No failure is being waited out (a ``block_until`` may still hold)."""
+        """No failure is being waited out (a wish or silence may still keep the engine out)."""
         return self._open_s == 0.0
 
     def allows(self, now: float) -> bool:
         """May this engine be chosen now? No side effect."""
-        return now >= self._blocked_until and (self.closed or now >= self._open_until)
+        return (
+            (self.closed or now >= self._open_until) and self._wish.allows(now) and self._silence.allows(now)
+        )
 
     def waits_s(self, now: float) -> float:
-        """Seconds for which the engine itself asked (``block_until``) to be left alone."""
-        return max(0.0, self._blocked_until - now)
+        """Seconds for which the engine itself asked (``refused``) to be left alone."""
+        return 0.0 if self._wish.allows(now) else self._wish.until - now
 
-    def begin(self, now: float) -> None:
+    def begin(self, now: float, *, streams: bool = False) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
         if not self.closed:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
+        self._wish.begin(now)
+        self._silence.begin(now, streams=streams)
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
@@ -78,9 +183,24 @@ class Breaker:
         elif self._in_a_row >= self._settings.failures_max or self._share_too_high():
             self._open(now, self._settings.open_s_first)
 
-    def block_until(self, time: float) -> None:
-        """Keep the engine out until ``time``; the later of two wishes counts."""
-        self._blocked_until = max(self._blocked_until, time)
+    def succeeded(self, now: float) -> None:
+        """A request was taken: its answer has begun with a status of success."""
+        self.record(True, now)
+        self._wish.succeeded(now)
+
+    def refused(self, request: int, wait_s: float, now: float) -> None:
+        """The engine refused this request (any number that tells requests apart) and asked to be left alone
+        for ``wait_s``."""
+        self._wish.refused(request, now + wait_s, now)
+
+    def heard(self, now: float) -> None:
+        """The first byte of an answer came."""
+        self._silence.heard(now)
+
+    def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
+        """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
+        taken ``expected_s``. Returns whether that counts against the engine."""
+        return self._silence.gave_up(asked_at, now, expected_s=expected_s, streams=streams)
 
     def _open(self, now: float, seconds: float) -> None:
         self._probing = False
@@ -108,7 +228,7 @@ class Breaker:
 
 
 class BreakerBoard:
-    """The breakers of a fleet, by engine id. One that never failed has none and costs a dict look-up."""
+    """The breakers of a fleet, by engine id; made with the first request."""
 
     def __init__(self, clock: Callable[[], float], settings: BreakerSettings | None = None) -> None:
         self._clock = clock
@@ -125,24 +245,32 @@ class BreakerBoard:
         breaker = self._breakers.get(engine_id)
         return 0.0 if breaker is None else breaker.waits_s(self._clock())
 
-    def begin(self, engine_id: str) -> None:
-        """A request is about to be sent there."""
-        breaker = self._breakers.get(engine_id)
-        if breaker is not None:
-            breaker.begin(self._clock())
+    def begin(self, engine_id: str, *, streams: bool = False) -> float:
+        """A request is about to be sent there. Returns the time, for ``gave_up``."""
+        now = self._clock()
+        self._breaker(engine_id).begin(now, streams=streams)
+        return now
 
     def record(self, engine_id: str, ok: bool, *, connection: bool = True) -> None:
         """The outcome of a request (see ``Breaker.record``)."""
-        breaker = self._breakers.get(engine_id)
-        if breaker is None:
-            if ok:
-                return
-            breaker = self._breaker(engine_id)
-        breaker.record(ok, self._clock(), connection=connection)
+        self._breaker(engine_id).record(ok, self._clock(), connection=connection)
 
-    def block_for(self, engine_id: str, seconds: float) -> None:
-        """The engine asked (Retry-After) to be left alone for ``seconds``."""
-        self._breaker(engine_id).block_until(self._clock() + seconds)
+    def succeeded(self, engine_id: str) -> None:
+        """See ``Breaker.succeeded``."""
+        self._breaker(engine_id).succeeded(self._clock())
+
+    def refused(self, engine_id: str, request: int, wait_s: float) -> None:
+        """See ``Breaker.refused``."""
+        self._breaker(engine_id).refused(request, wait_s, self._clock())
+
+    def heard(self, engine_id: str) -> None:
+        """See ``Breaker.heard``."""
+        self._breaker(engine_id).heard(self._clock())
+
+    def gave_up(self, engine_id: str, asked_at: float, *, expected_s: float, streams: bool) -> bool:
+        """See ``Breaker.gave_up``."""
+        breaker = self._breaker(engine_id)
+        return breaker.gave_up(asked_at, self._clock(), expected_s=expected_s, streams=streams)
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet."""

@@ -2,30 +2,48 @@
 
 The answer's head is held until its first body bytes are there, so that an engine that dies during its prefill
 can still be replaced without the client noticing; from the first byte given to the client on there is no
-retry. A placement ends exactly once, with ``finished`` or ``failed``, also when this is cancelled.
+retry. A request that breaks an engine (500, or the connection ends before the first byte) is given to one
+other engine and then to none: some requests break every engine they meet. A placement ends exactly once, with
+``finished`` or ``failed``, also when this is cancelled.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import structlog
+import xxhash
 
-from router.errors import ApiError, engine_timeout, engine_unreachable, no_ready_engine, stream_broken
-from router.proxy.base import InboundRequest, Placement, Planner, Usage
+from router.http.client import REPEATABLE, UpstreamClient
+from router.http.client_connection import UpstreamConnection, UpstreamError
+from router.http.disconnect import Send
+from router.openai.errors import (
+    ApiError,
+    engine_timeout,
+    engine_unreachable,
+    no_ready_engine,
+    retry_after_s,
+    stream_broken,
+)
+from router.openai.request import InboundRequest, Placement, Planner, Usage
 from router.proxy.breaker import BreakerBoard
-from router.proxy.connection import UpstreamConnection, UpstreamError
-from router.proxy.disconnect import Send
-from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head, retry_after_s
+from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head
 from router.proxy.paths import COMPLETION_PATHS
 from router.proxy.settings import ProxySettings
 from router.proxy.sse import SseRelay, read_usage
 from router.proxy.stats import ProxyStats
-from router.proxy.upstream import REPEATABLE, UpstreamClient
 
+_log = structlog.get_logger()
 _TOO_MANY = 429
+_BROKEN = 500
 _REFUSALS = frozenset({_TOO_MANY, 500, 502, 503, 504})
 """Statuses after which another engine is asked: this one is busy, broken or going down."""
+_BREAKS_MAX = 2
+"""A request that broke this many engines is not given to another: it may be the request."""
+_BREAK_LINES_MAX = 10
+"""Log lines per second on broken engines: one that dies breaks with all its requests."""
 
 
 class Outbound(msgspec.Struct, gc=False):
@@ -46,20 +64,44 @@ class Refusal(msgspec.Struct, gc=False):
 
 
 class Visit:
-    """One placement until its end; makes sure that it is told of it once."""
+    """One placement until its end; makes sure that it is told of it once, and the engine's breaker of what it
+    says of the engine."""
 
-    __slots__ = ("_board", "_ended", "_stats", "placement")
+    __slots__ = ("_asked_at", "_board", "_ended", "_heard", "_request", "_stats", "placement")
 
-    def __init__(self, placement: Placement, board: BreakerBoard, stats: ProxyStats) -> None:
+    def __init__(
+        self, placement: Placement, request: InboundRequest, board: BreakerBoard, stats: ProxyStats
+    ) -> None:
         self.placement = placement
+        self._request = request
         self._board = board
         self._stats = stats
-        self._ended = False
-        board.begin(placement.engine_id)
+        self._ended = self._heard = False
+        self._asked_at = board.begin(placement.engine_id, streams=request.stream)
 
-    def answered(self) -> None:
+    def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""
-        self._board.record(self.placement.engine_id, True)
+        if status < 400:
+            self._board.succeeded(self.placement.engine_id)
+        else:
+            self._board.record(self.placement.engine_id, True)
+
+    def first_byte(self, status: int) -> None:
+        """The first byte of its body came, of a stream the first event: the engine works."""
+        self._heard = True
+        self._board.heard(self.placement.engine_id)
+        if 200 <= status < 300:
+            self.placement.first_byte()
+
+    def gave_up(self) -> None:
+        """The client left."""
+        if not self._heard and self._board.gave_up(
+            self.placement.engine_id,
+            self._asked_at,
+            expected_s=self.placement.expected_s,
+            streams=self._request.stream,
+        ):
+            self._stats.clients_gave_up += 1
 
     def broke(self, error: UpstreamError) -> None:
         """The connection failed."""
@@ -74,7 +116,7 @@ class Visit:
         engine_id = self.placement.engine_id
         self._board.record(engine_id, status == _TOO_MANY, connection=False)
         if wait_s > 0:
-            self._board.block_for(engine_id, wait_s)
+            self._board.refused(engine_id, xxhash.xxh3_64_intdigest(self._request.body), wait_s)
         self._fail("status")
 
     def finish(self, usage: Usage | None) -> None:
@@ -109,6 +151,8 @@ class Forwarder:
         self._settings = settings
         self._stats = stats
         self._clock = clock
+        self._lines = 0
+        self._lines_second = 0
 
     async def forward(self, out: Outbound, send: Send) -> None:
         """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.
@@ -118,6 +162,7 @@ class Forwarder:
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
+        breaks = 0
         for attempt in range(self._settings.attempts_max):
             if attempt and self._clock() >= retry_end:
                 break
@@ -136,7 +181,33 @@ class Forwarder:
             sent = not isinstance(outcome, UpstreamError) or outcome.sent
             if sent and out.request.method not in REPEATABLE:
                 break
+            if _broke(outcome):
+                breaks += 1
+                self._tell_break(out.request, placement.engine_id, outcome, last=breaks == _BREAKS_MAX)
+                if breaks == _BREAKS_MAX:
+                    break
         await self._give_up(outcome, send)
+
+    def _tell_break(
+        self, request: InboundRequest, engine_id: str, outcome: Refusal | UpstreamError, *, last: bool
+    ) -> None:
+        """Count and log a request that broke an engine; ``last``: it is not given to another one."""
+        self._stats.engines_broken += 1
+        self._stats.requests_quarantined += last
+        second = int(self._clock())
+        if second != self._lines_second:
+            self._lines_second, self._lines = second, 0
+        self._lines += 1
+        if self._lines > _BREAK_LINES_MAX:
+            return
+        _log.warning(
+            "request broke two engines; it is not sent to another" if last else "request broke an engine",
+            request_id=request.request_id.decode("latin-1"),
+            engine=engine_id,
+            path=request.path,
+            model=request.model,
+            problem=outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}",
+        )
 
     async def _give_up(self, outcome: Refusal | UpstreamError | None, send: Send) -> None:
         if isinstance(outcome, Refusal):
@@ -147,14 +218,14 @@ class Forwarder:
         if reason == "timeout":
             raise engine_timeout("The engine did not answer in time.")
         if reason == "overflow":
-            raise no_ready_engine("The engines have no free connection; try again shortly.")
+            raise no_ready_engine("All connections to the engines are in use; retry shortly.")
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
     async def _attempt(
         self, placement: Placement, out: Outbound, send: Send
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
-        visit = Visit(placement, self._board, self._stats)
+        visit = Visit(placement, out.request, self._board, self._stats)
         connection: UpstreamConnection | None = None
         try:
             connection = await self._ask(placement, out)
@@ -165,7 +236,7 @@ class Forwarder:
                     connection.status, retry_after_s(head.retry_after, self._settings.retry_after_s_max)
                 )
                 return Refusal(connection.status, head.fields, body)
-            visit.answered()
+            visit.answered(connection.status)
             first = connection.take()
             if first is None:
                 first = await connection.read()
@@ -176,6 +247,9 @@ class Forwarder:
         except UpstreamError as error:
             visit.broke(error)
             return error
+        except asyncio.CancelledError:
+            visit.gave_up()
+            raise
         else:
             return None
         finally:
@@ -219,8 +293,8 @@ class Forwarder:
         path: str,
     ) -> None:
         success = 200 <= connection.status < 300
-        if success and data:
-            visit.placement.first_byte()
+        if data or connection.finished:
+            visit.first_byte(connection.status if data else 0)
         await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
         wants_usage = success and not head.encoded and path in COMPLETION_PATHS
         seen: list[bytes] = []
@@ -253,7 +327,7 @@ class Forwarder:
         self, connection: UpstreamConnection, visit: Visit, head: AnswerHead, data: bytes, send: Send
     ) -> None:
         relay = SseRelay()
-        begun = not 200 <= connection.status < 300  # an error's events are no tokens
+        begun = False
         started = False
         while True:
             out = relay.feed(data) if data else relay.end()
@@ -262,7 +336,7 @@ class Forwarder:
                 out += relay.end()
             if not begun and relay.begun:
                 begun = True
-                visit.placement.first_byte()
+                visit.first_byte(connection.status)  # an error's events are no tokens
             if not started and (out or not more):
                 started = True
                 await send(
@@ -291,3 +365,10 @@ class Forwarder:
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         event = stream_broken(f"The engine {said} before its answer was complete.").body()
         await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})
+
+
+def _broke(outcome: Refusal | UpstreamError) -> bool:
+    """Whether the request may have broken the engine: it was there, and no answer came of it."""
+    if isinstance(outcome, Refusal):
+        return outcome.status == _BROKEN
+    return outcome.sent and outcome.reason != "overflow"

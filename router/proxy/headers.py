@@ -141,13 +141,3 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
     return AnswerHead(fields, sse, encoded, retry_after)
-
-
-def retry_after_s(value: bytes | None, limit_s: float) -> float:
-    """Seconds of a Retry-After field, 0 without one. A date (which needs a shared clock) counts as 1 s."""
-    if value is None:
-        return 0.0
-    try:
-        return min(max(float(value), 0.0), limit_s)
-    except ValueError:
-        return min(1.0, limit_s)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.errors import ApiError, bad_request
+from router.openai.errors import ApiError, bad_request
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
@@ -67,7 +67,7 @@ def _asks_leniently(body: bytes) -> bool:
 def _refused() -> ApiError:
     return bad_request(
         "kv_cache_report_mode_refused",
-        f"{_FIELD}.{_KEY} is not accepted here: leave it out.",
+        f"{_FIELD}.{_KEY} is not accepted by this router; remove it.",
         param=f"{_FIELD}.{_KEY}",
     )
 

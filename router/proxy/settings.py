@@ -39,63 +39,87 @@ REFUSED_PATHS = frozenset(
 
 
 class ProxySettings(msgspec.Struct, frozen=True):
-    """How engines are asked, how long they are waited for, and when another one is tried."""
+    """Forwarding to engines: time-outs, retries, connections and refused paths."""
 
     body_bytes_max: int = 8 * 1024 * 1024
+    """Largest request body; a larger one is answered with 413."""
     refused_paths: frozenset[str] = REFUSED_PATHS
+    """Paths answered with 403 `path_not_proxied`, since they change an engine for every client."""
     passed_paths: frozenset[str] = frozenset()
-    """Passed on although refused or unknown, e.g. ``/reset_prefix_cache``: to one engine, which is then taken
-    to hold nothing."""
+    """Paths passed on although they are refused or unknown, e.g. ``/reset_prefix_cache``. The request goes
+    to one engine; after a cache reset that engine is taken to hold nothing."""
     kv_cache_report_mode: ReportMode = "pass"
-    """What to do with requests that ask for it: ``pass``, ``strip`` (that field only) or ``refuse`` (400)."""
+    """Requests with a ``kv_cache_report_mode`` field: ``pass`` them on, ``strip`` the field, or ``refuse``
+    them with 400."""
 
     connect_timeout_s: float = 3.0
+    """Time-out of a connection to an engine, in seconds."""
     stream_head_timeout_s: float = 30.0
-    """For streams: until the status line. vLLM sends it before the prefill, so a silent engine hangs."""
+    """Streams: time-out until the engine's status line, in seconds. vLLM sends it before the prefill, so
+    an engine that is silent for longer hangs."""
     first_byte_timeout_s: float = 600.0
-    """Until the first body byte: queueing and prefill; without streaming, the whole generation."""
+    """Time-out until the first byte of the answer's body, in seconds: queue and prefill; without
+    streaming, the whole generation."""
     idle_timeout_s: float = 120.0
-    """Between two pieces of a body that has begun."""
+    """Longest pause between two pieces of an answer that has begun, in seconds."""
 
     attempts_max: int = 3
+    """Most engines that are tried for one request."""
     retry_time_s_max: float = 60.0
-    """No further attempt is begun later than this after the first one."""
+    """No further engine is tried later than this many seconds after the first attempt."""
     retry_after_s_max: float = 60.0
-    """An engine's own Retry-After keeps it out for at most this long."""
+    """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
     kept_answer_bytes_max: int = 256 * 1024
-    """Of a refusal that may have to be passed on when no other engine answers."""
+    """Largest error answer of an engine that is kept, to be passed on if no other engine answers."""
 
     engine_connections_max: int = 4096
+    """Most open connections to one server; requests beyond it try another engine, or get 503."""
     idle_connections_max: int = 256
+    """Most idle connections kept open to one server."""
     keepalive_s: float = 4.0
-    """Below the 5 s after which vLLM's server closes an idle connection, so that reuse rarely races it."""
+    """How long an idle connection to an engine is kept. Less than the 5 s after which vLLM closes it, so
+    that reuse rarely meets a closing connection."""
     head_bytes_max: int = 64 * 1024
+    """Largest answer head of an engine."""
     read_ahead_bytes_max: int = 256 * 1024
-    """Held for a slow client before reading from the engine pauses."""
+    """Bytes of an answer held for a slow client; beyond it, reading from the engine pauses."""
     usage_bytes_max: int = 4 * 1024 * 1024
-    """A longer answer is not searched for its usage."""
+    """Largest answer that is searched for its `usage`; longer ones give receipts without reported tokens."""
 
 
 class ListenSettings(msgspec.Struct, frozen=True):
-    """What a client may hold, and for how long."""
+    """Limits and time-outs of client connections."""
 
     header_timeout_s: float = 10.0
-    """For a complete request head, from the connection's start or the head's first byte."""
+    """Time-out for a complete request head, in seconds, from the connection's start or the head's first
+    byte; and for a trailer."""
     body_timeout_s: float = 30.0
-    """Between two pieces of a request body."""
+    """Longest pause between two pieces of a request body, in seconds."""
+    body_bytes_per_s_min: int = 4096
+    """Slowest request body, in bytes per second; one that falls ``body_grace_s`` behind is answered with
+    408."""
+    body_grace_s: float = 30.0
+    """How far a request body may fall behind ``body_bytes_per_s_min``, in seconds: a small body may take so
+    long as a whole."""
     keepalive_timeout_s: float = 75.0
-    """Above the 60 s that load balancers in front usually keep idle connections."""
+    """How long an idle client connection is kept, in seconds; more than the 60 s that load balancers
+    usually keep theirs."""
     stall_timeout_s: float = 120.0
-    """A client that does not read its answer is cut off after this."""
+    """A client that does not read its answer for this long is disconnected."""
     linger_s_max: float = 2.0
-    """After an early answer (413): how long the rest of the request is thrown away before closing."""
+    """After an early answer such as 413: how long the rest of the request is read and dropped before the
+    connection closes."""
     drain_delay_s: float = 0.0
-    """From SIGTERM until no new connection is taken: how long load balancers may need to see that ``/ready``
-    says no. Meanwhile requests are still answered, each closing its connection."""
+    """Seconds from SIGTERM until new connections are refused: the time load balancers need to notice that
+    ``/ready`` answers 503. Requests that come meanwhile are answered, and close their connection."""
     drain_s_max: float = 30.0
-    """From then on: how long running answers may take before they are cut."""
+    """Seconds from then on that running answers may take before they are cut."""
     header_bytes_max: int = 64 * 1024
+    """Largest request head, and trailer; a larger one is answered with 431."""
     body_ahead_bytes_max: int = 256 * 1024
-    """Received before the application asked for it; then reading pauses."""
+    """Bytes of a request body received before they are asked for; beyond it, reading from the client
+    pauses."""
     connections_max: int = 10_000
+    """Most client connections; further ones are answered with 503 and closed."""
     pipelined_max: int = 16
+    """Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.proxy.base import Usage
+from router.openai.request import Usage
 
 _LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
 _MARK_BYTES = 32  # enough of what was passed on to recognise its end

@@ -18,12 +18,18 @@ class ProxyStats(msgspec.Struct):
     engine_pool_overflows: int = 0
     """Requests that found ``engine_connections_max`` connections of an engine in use."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason (``router.proxy.base.FAILURES``)."""
+    """By reason (``router.openai.request.FAILURES``)."""
     read_pauses: int = 0
     """Times reading from an engine paused because the client was slower."""
     streams_broken: int = 0
     """Answers that broke off after their first byte had been given to the client."""
+    engines_broken: int = 0
+    """Requests whose engine answered 500 or ended the connection before the first byte, each time."""
+    requests_quarantined: int = 0
+    """Requests not tried again because they had broken two engines."""
     clients_gone: int = 0
+    clients_gave_up: int = 0
+    """Clients that left without a byte although the engine had had the time, and answered nobody."""
     bodies_too_large: int = 0
     paths_refused: int = 0
     usage_unread: int = 0

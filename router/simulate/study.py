@@ -18,10 +18,10 @@ import msgspec
 
 from publisher.groups import Family, GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.arms import ARMS, Arm
-from router.simulate.fleet import FleetRun, FleetSetup, FleetSim
 from router.simulate.outcome import Result, result_of
-from router.simulate.workload import Request, WorkloadError
+from router.simulate.run.arms import ARMS, Arm
+from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.workload.requests import Request, WorkloadError
 
 POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2

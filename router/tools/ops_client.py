@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from router.config import OPS_PORT
+from router.config.schema import OPS_PORT
 
 OPS_URL = f"http://127.0.0.1:{OPS_PORT}"
 TOKEN_VARIABLE = "KVATLAS_OPS_TOKEN"  # noqa: S105  # its name

@@ -12,7 +12,7 @@ import aiohttp
 import structlog
 from app.rig import Rig, configure, routing
 
-from router.admin.settings import AdminSettings
+from router.api.admin.settings import AdminSettings
 
 TOKEN = "ann-0123456789abcdef"
 OTHER = "bob-0123456789abcdef"

@@ -11,10 +11,10 @@ from app.rig import run, running
 from fastapi import Request
 
 from admin.desk import OTHER, administered, audited, token_file
-from router.admin import limit
-from router.admin.door import Doorkeeper
-from router.admin.tokens import TokenFile
-from router.errors import ApiError
+from router.api.admin import rate_limit as limit
+from router.api.admin.door import Doorkeeper
+from router.api.admin.tokens import TokenFile
+from router.openai.errors import ApiError
 
 
 class Counting(TokenFile):

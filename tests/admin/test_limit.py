@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admin.limit import TURN_S, WAITING_MAX, RateLimit, Turns
+from router.api.admin.rate_limit import TURN_S, WAITING_MAX, RateLimit, Turns
 from router.observe.seldom import Seldom
 
 

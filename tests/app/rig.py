@@ -15,11 +15,11 @@ import uvloop
 
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
-from router.config import ANY_MODEL, Config, ModelConfig, ServerConfig
-from router.fleet.engine import Engine
+from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.proxy.settings import ListenSettings
-from router.serving import RouterServer, make_server
+from router.serve import RouterServer, make_server
 
 T = TypeVar("T")
 WAIT_S = 30.0

@@ -16,10 +16,10 @@ from app.front import fronting
 from app.rig import MODEL, QUICK, TEXT, Rig, configure, routing, run, running, until
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
-from router.fleet.engine import Engine
+from router.fleet.identity import Engine
+from router.openai.request import InboundRequest
 from router.placed import Placed
 from router.policy.inflight import InflightSettings
-from router.proxy.base import InboundRequest
 
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.rig import LOCAL, MODEL, QUICK, TEXT, configure, routing, run, running, until
 from publisher.engine import EngineSettings, SimulatedEngine
 from router import __version__
-from router.config import ANY_MODEL, Config, ServerConfig
-from router.fleet.engine import Engine
+from router.config.schema import ANY_MODEL, Config, ServerConfig
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.policy.base import PolicySettings
 from router.proxy.settings import ProxySettings

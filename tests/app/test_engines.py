@@ -19,11 +19,12 @@ from publisher.block_pool import HybridBlockPool
 from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
-from router.config import ANY_MODEL, ShadowConfig, parse_engine
-from router.fleet.engine import Engine
+from router.config.load import parse_engine
+from router.config.schema import ANY_MODEL, ShadowConfig
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
+from router.openai.request import InboundRequest
 from router.prompts.config import PromptSettings
-from router.proxy.base import InboundRequest
 
 NEVER = FleetSettings(poll_interval_s=1000.0, gauge_interval_s=1000.0, poll_timeout_s=10.0)
 """Polled once: later changes are for requests to find out."""

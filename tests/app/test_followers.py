@@ -10,10 +10,10 @@ import pytest
 from app.rig import run, until
 from publisher.events import AllBlocksCleared, DecodedBatch
 from publisher.zmq_publisher import ZmqPublisher
-from router import followers as module
+from router.feeds import manager as module
 from router.feeds.base import FeedSettings
-from router.fleet.engine import Engine
-from router.followers import Followers
+from router.feeds.manager import Followers
+from router.fleet.identity import Engine
 
 
 class Sink:

@@ -11,16 +11,17 @@ import pytest
 import structlog
 
 from app.rig import MODEL, Rig, configure, number, routing, run, running
-from router.admin.settings import AdminSettings
-from router.config import OPS_PORT, Config, ServerConfig, load
-from router.config_checks import ConfigError
-from router.doctor.examine import ask_router
-from router.doctor.http import Http
-from router.serving import ListenError, check
-from router.simulate.advise_command import see
-from router.simulate.fetch import fetch_access_log
-from router.tools.explain_command import ExplainOptions, run_explain
-from router.tools.top import take
+from router.api.admin.settings import AdminSettings
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import OPS_PORT, Config, ServerConfig
+from router.serve import ListenError, check
+from router.simulate.advise.command import see
+from router.simulate.advise.fetch import fetch_access_log
+from router.tools.doctor.examine import ask_router
+from router.tools.doctor.http import Http
+from router.tools.explain.command import ExplainOptions, run_explain
+from router.tools.top.command import take
 
 TOKEN = "0123456789abcdefgh"
 PATHS = [

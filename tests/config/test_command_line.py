@@ -53,10 +53,10 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["serve"], "no engine: give --engine URL"),
+        (["serve"], "no engine configured: give --engine URL"),
         (["serve", "--engine", "nonsense"], "engine 'nonsense': expected http://HOST:PORT"),
         (["serve", "--engine", "http://h", "--set", "policy.beta"], "expected SECTION.KEY=VALUE"),
-        (["serve", "--engine", "http://h", "--set", "policy.betta=1"], "policy.betta is not a setting"),
+        (["serve", "--engine", "http://h", "--set", "policy.betta=1"], "policy.betta is not a known setting"),
         (["serve", "--engine", "http://h", "--policy", "nope"], "policy.policy: unknown policy 'nope'"),
         (["serve", "--engine", "http://h", "--tokenizer", "/nowhere"], "models.*.tokenizer: /nowhere"),
         (["serve", "--engine", "http://h", "--config", "/nowhere.toml"], "/nowhere.toml"),

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
-from router.config_checks import ConfigError
-from router.fleet.engine import Engine
+from router.config.errors import ConfigError
+from router.config.load import SECTIONS, load, parse_engine, plain_keys
+from router.config.schema import ANY_MODEL, Config
+from router.fleet.identity import Engine
 from router.policy.shadow import ShadowFleet
-from router.serving import check, describe
+from router.serve import check, describe
 
 EXAMPLE = f"""
 [server]
@@ -36,6 +37,7 @@ retention_interval = "dense"
 lora_paths = {{ sql = "/adapters/sql" }}
 kinds = {{ 0 = "full_attention", 1 = "sliding_window" }}
 windows = {{ 1 = 128 }}
+attention_chunk_sizes = {{ 2 = 64, 3 = 8192 }}
 eagle_groups = [0]
 
 [models."org/name".shadow]
@@ -74,6 +76,7 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
     assert model.retention() is None
     assert model.facts().kinds == {0: "full_attention", 1: "sliding_window"}
     assert model.facts().windows == {1: 128}
+    assert model.facts().attention_chunk_sizes == {2: 64, 3: 8192}
     assert model.facts().eagle_groups == (0,)
     assert model.prompts().lora_paths == {"sql": "/adapters/sql"}
     assert model.shadow_spec().num_blocks == 5000
@@ -156,7 +159,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[[engines]]\nbase_url = "http://h:99999"', "engine 'http://h:99999': expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://u:p@h"', "expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://h"\nevents = "h:5557"', "events='h:5557' is not a tcp://"),
-        ('[[engines]]\nbase_url = "http://h"\nreplay = "tcp://h:1"', "replay= without events="),
+        ('[[engines]]\nbase_url = "http://h"\nreplay = "tcp://h:1"', "replay= needs events="),
         ('[[engines]]\nbase_url = "http://h"\ndp_rank = -1', "dp_rank=-1 is negative"),
         (
             '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://h/"',
@@ -206,8 +209,8 @@ def test_environment_texts_become_values() -> None:
 
 
 def test_unknown_flags_are_refused(tmp_path: Path) -> None:
-    assert "polcy.beta is not a setting" in refused(tmp_path, flags={"polcy.beta": "1"})
-    assert "beta is not a setting" in refused(tmp_path, flags={"beta": "1"})
+    assert "polcy.beta is not a known setting" in refused(tmp_path, flags={"polcy.beta": "1"})
+    assert "beta is not a known setting" in refused(tmp_path, flags={"beta": "1"})
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

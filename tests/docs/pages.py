@@ -22,7 +22,9 @@ def files() -> list[Path]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
-        return [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+        return [
+            path for path in ROOT.rglob("*.md") if not any(part.startswith(".venv") for part in path.parts)
+        ]
     names = sorted(set(listed.stdout.decode().split("\0")) - {""})
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
@@ -69,7 +71,7 @@ def transfer_configs(page: Path) -> list[dict[str, Any]]:
 
 def connector_metrics() -> dict[str, tuple[str, ...]]:
     """Metrics of the connectors as exported, with their labels; read from the source, which needs vLLM."""
-    source = (ROOT / "connectors" / "stats.py").read_text(encoding="utf-8")
+    source = (ROOT / "connectors" / "messages" / "stats.py").read_text(encoding="utf-8")
     values: dict[str, Any] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from router.config import load
+from router.config.load import load
 
 from .pages import ROOT
 
@@ -27,6 +27,13 @@ def reference() -> ModuleType:
 def test_page_is_what_the_code_says(reference: ModuleType, name: str) -> None:
     kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert kept == reference.PAGES[name](), f"docs/{name} is out of date: run `make docs`"
+
+
+@pytest.mark.parametrize("name", ["cli.md", "configuration.md"])
+def test_every_key_and_flag_is_explained(name: str) -> None:
+    rows = [line for line in (ROOT / "docs" / name).read_text().splitlines() if line.startswith("| `")]
+    assert rows
+    assert [row for row in rows if row.endswith("|  |")] == []
 
 
 def test_no_page_is_left_out(reference: ModuleType) -> None:

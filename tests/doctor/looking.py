@@ -14,11 +14,11 @@ from app.rig import LOCAL
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
-from router.config import ANY_MODEL, Config, ModelConfig
-from router.doctor.checks import run_checks
-from router.doctor.examine import ExamineSettings, examine
-from router.doctor.findings import Finding, Severity
-from router.fleet.engine import Engine
+from router.config.schema import ANY_MODEL, Config, ModelConfig
+from router.fleet.identity import Engine
+from router.tools.doctor.checks import run_checks
+from router.tools.doctor.examine import ExamineSettings, examine
+from router.tools.doctor.finding import Finding, Severity
 
 MODELS = {"data": [{"id": "m", "root": "m", "parent": None, "max_model_len": 4096}]}
 VERSION = {"version": "0.32.0"}

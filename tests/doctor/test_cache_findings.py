@@ -16,8 +16,8 @@ from app.rig import LOCAL, run, running
 from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
-from router.config import ModelConfig
-from router.doctor.findings import Severity
+from router.config.schema import ModelConfig
+from router.tools.doctor.finding import Severity
 
 from .looking import Findings, at, look, publishing, saying, server, stored
 

@@ -33,7 +33,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "nothing to look at: give --engine URL"),
+        ([], "nothing to check: give --engine URL"),
         (["--engine", "nonsense"], "expected http://HOST:PORT"),
         (["--router", "nonsense"], "--router 'nonsense'"),
         (["--engine", DOWN, "--seconds", "-1"], "--seconds: -1.0"),

@@ -15,9 +15,9 @@ from app.rig import run, running, until
 
 from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
 from publisher.zmq_publisher import ZmqPublisher
-from router.doctor.findings import Severity
-from router.doctor.tap import EventTap
-from router.fleet.engine import Engine
+from router.fleet.identity import Engine
+from router.tools.doctor.finding import Severity
+from router.tools.doctor.listener import EventTap
 
 from .looking import Findings, at, bound, look, publishing, saying, server, stored
 

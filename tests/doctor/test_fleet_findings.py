@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from app.rig import configure, routing, run, running
 
-from router.config import Config, ModelConfig
-from router.doctor import registry
-from router.doctor.findings import Finding, Severity, Told, exit_status, info
-from router.doctor.registry import run_checks
-from router.doctor.seen import Seen
-from router.fleet.engine import Engine
+from router.config.schema import Config, ModelConfig
+from router.fleet.identity import Engine
+from router.tools.doctor import registry
+from router.tools.doctor.finding import Finding, Severity, Told, exit_status, info
+from router.tools.doctor.findings import Seen
+from router.tools.doctor.registry import run_checks
 
 from .looking import Answers, at, look, publishing, saying, server, stored
 
@@ -252,7 +252,7 @@ def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("router.index.scopes.Scopes.apply", broken)
+    monkeypatch.setattr("router.index.models.Scopes.apply", broken)
 
     async def main() -> None:
         async with saying(server()) as url:

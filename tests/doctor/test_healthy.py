@@ -9,9 +9,9 @@ import pytest
 from app.front import fronting
 from app.rig import LOCAL, configure, routing, run, running
 
-from router.config import ModelConfig
-from router.doctor.checks import names
-from router.doctor.findings import Severity
+from router.config.schema import ModelConfig
+from router.tools.doctor.checks import names
+from router.tools.doctor.finding import Severity
 
 from .looking import look
 

@@ -14,8 +14,8 @@ from app.rig import run, running
 
 from publisher.events import AllBlocksCleared
 from publisher.zmq_publisher import ZmqPublisher
-from router.doctor.findings import Severity
-from router.fleet.engine import Engine
+from router.fleet.identity import Engine
+from router.tools.doctor.finding import Severity
 
 from .looking import MODELS, Answers, Findings, at, look, publishing, saying, server
 

@@ -16,8 +16,8 @@ from publisher.zmq_publisher import END_SEQ
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 from tests.engine.support import DEADLINE_S, LONG_TEXT, client, engine, request, until
 
 Residency = list[Counter[int | bytes]]

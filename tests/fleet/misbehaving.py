@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
-from router.fleet.engine import Engine
+from router.fleet.identity import Engine
 from router.fleet.poller import FleetPoller
-from router.fleet.registry import EngineStatus, Fleet
 from router.fleet.settings import FleetSettings
+from router.fleet.status import EngineStatus, Fleet
 
 WAIT_S = 20.0
 MODELS = {"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 100}]}

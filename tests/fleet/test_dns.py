@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.dns_server import CNAME, DnsServer, a, dns_server, name, srv
-from router.fleet.dns.message import AAAA, SRV, A, BadMessageError, Service, parse, question
-from router.fleet.dns.resolver import ResolveError, Resolver, Where, parse_server, read_resolv_conf
-from router.fleet.dns.source import DnsSource
-from router.fleet.engine import Engine
+from router.fleet.identity import Engine
 from router.fleet.settings import DnsSettings
-from router.fleet.source import Sighting
+from router.fleet.sources.base import Sighting
+from router.fleet.sources.dns.message import AAAA, SRV, A, BadMessageError, Service, parse, question
+from router.fleet.sources.dns.resolver import ResolveError, Resolver, Where, parse_server, read_resolv_conf
+from router.fleet.sources.dns.source import DnsSource
 
 
 class Seeing:

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine import Engine
-from router.fleet.engine_list import BadListError, read_list
-from router.fleet.file_source import FileSource
+from router.fleet.identity import Engine
 from router.fleet.settings import FileSettings
-from router.fleet.source import Sighting
+from router.fleet.sources.base import Sighting
+from router.fleet.sources.engine_list import BadListError, read_list
+from router.fleet.sources.file import FileSource
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'
 TWO = ONE + '[[engines]]\nbase_url = "http://b:2/"\nevents = "tcp://b:5557"\ndrain = true\n'

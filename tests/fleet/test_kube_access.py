@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from fleet.kube_api import PODS, kube_api
 from fleet.kube_objects import pod
 from fleet.test_kube_source import certificates, seeing
-from router.fleet.kube.access import Access, AccessError, find_access, read_kubeconfig
-from router.fleet.kube.client import BadAnswerError, LineSplitter
 from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.kubernetes.access import Access, AccessError, find_access, read_kubeconfig
+from router.fleet.sources.kubernetes.client import BadAnswerError, LineSplitter
 
 IN_CLUSTER = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
 

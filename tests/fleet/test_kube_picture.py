@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.kube_objects import Json, endpoint, endpoint_slice, pod
-from router.fleet.engine import Engine
-from router.fleet.kube.objects import EndpointSlice, Pod
-from router.fleet.kube.picture import Picture, picture
+from router.fleet.identity import Engine
 from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod
+from router.fleet.sources.kubernetes.picture import Picture, picture
 
 PODS = KubernetesSettings(selector="app=vllm")
 SLICES = KubernetesSettings(service_selector="app=vllm")

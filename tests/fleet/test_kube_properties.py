@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.kube_objects import Json, pod
-from router.fleet.kube.objects import Pod
-from router.fleet.kube.picture import picture
-from router.fleet.kube.store import ObjectStore
 from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.kubernetes.objects import Pod
+from router.fleet.sources.kubernetes.picture import picture
+from router.fleet.sources.kubernetes.store import ObjectStore
 
 SETTINGS = KubernetesSettings(selector="app=vllm")
 NAMES = ("a", "b", "c")

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from fleet.misbehaving import HANG, MODELS, QUICK, page, watching
-from router.fleet.engine import Engine
+from router.fleet.desired import Wanted
 from router.fleet.gauges import read_gauges
+from router.fleet.identity import Engine
 from router.fleet.poller import reachable
-from router.fleet.roster import Wanted
 from router.fleet.settings import FleetSettings
 
 SOURCE = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine import Engine
-from router.fleet.registry import Fleet, ModelCard, Reassigned
-from router.fleet.roster import Wanted
+from router.fleet.desired import Wanted
+from router.fleet.identity import Engine
+from router.fleet.status import Fleet, ModelCard, Reassigned
 
 URL = "http://h:1"
 

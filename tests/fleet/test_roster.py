@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine import Engine
-from router.fleet.registry import Fleet
-from router.fleet.roster import ORDER, FleetFullError, Roster
-from router.fleet.source import Sighting
+from router.fleet.desired import ORDER, FleetFullError, Roster
+from router.fleet.identity import Engine
+from router.fleet.sources.base import Sighting
+from router.fleet.status import Fleet
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 

@@ -12,9 +12,9 @@ from publisher.events import BlockHash
 from publisher.groups import GroupSpec
 from publisher.pool.layout import pool_layout
 from router.index.base import Plane, Rows
-from router.index.hits import WordHits, evaluate
-from router.index.layout import CacheLayout, ModelFacts, make_layout
-from router.index.memory import MemoryIndex
+from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
+from router.index.rules.hits import WordHits, evaluate
+from router.index.store.memory import MemoryIndex
 
 ENGINE = "engine"
 

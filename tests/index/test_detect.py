@@ -9,11 +9,11 @@ import pytest
 
 from publisher.block_hash import DEFAULT_SEED, NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
 from publisher.events import BlockStored, encode_tokens
-from router.index import detect
-from router.index.detect import Detection
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
-from router.index.residency import EngineResidency
+from router.index.engine import EngineResidency
+from router.index.learn import hash_scheme as detect
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 from tests.index.engines import WINDOW, Prompt, Writer, batch, random_chain, tokens
 
 DEFAULT = HashScheme()

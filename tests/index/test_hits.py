@@ -7,9 +7,9 @@ import pytest
 from publisher.events import BlockHash
 from publisher.groups import GroupSpec
 from router.index.base import Plane
-from router.index.hits import evaluate
-from router.index.layout import CacheLayout, ModelFacts
-from router.index.memory import MemoryIndex
+from router.index.learn.layout import CacheLayout, ModelFacts
+from router.index.rules.hits import evaluate
+from router.index.store.memory import MemoryIndex
 from tests.index.layouts import (
     chunked,
     evaluate_one,

@@ -15,9 +15,9 @@ from publisher.groups import Family, GroupSpec, SpecClass
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout
 from router.index.base import Plane
-from router.index.fixed_point import order_matters
-from router.index.layout import CacheLayout, ModelFacts, make_layout
-from router.index.predict import FleetResidency
+from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
+from router.index.model import FleetResidency
+from router.index.rules.eagle import order_matters
 from tests.index.layouts import (
     chunked,
     evaluate_one,

@@ -13,11 +13,12 @@ from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptEx
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockRemoved, BlockStored, Event, decode_batch, encode_batch
 from publisher.groups import GroupSpec
-from router.index import detect, learned
-from router.index.detect import Detection
-from router.index.layout import ModelFacts
-from router.index.learned import LearnedKeys
-from router.index.predict import FleetResidency
+from router.index.learn import hash_scheme as detect
+from router.index.learn import prefixes as learned
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.layout import ModelFacts
+from router.index.learn.prefixes import LearnedKeys
+from router.index.model import FleetResidency
 from tests.index.engines import WINDOW, Prompt, Writer, batch, random_chain, tokens
 from tests.index.layouts import full, window
 

@@ -16,12 +16,12 @@ from publisher.groups import scheduler_block_size
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout
 from router.index.base import Plane, Rows
-from router.index.hits import evaluate
-from router.index.layout import CacheLayout
-from router.index.memory import MemoryIndex
-from router.index.offload import loaded, reach, shared_part, tiers, usable
-from router.index.outside import PLACES_MAX, Outside
-from router.index.places import is_shared, medium_of, owner_of
+from router.index.learn.layout import CacheLayout
+from router.index.media import is_shared, medium_of, owner_of
+from router.index.offloaded import PLACES_MAX, Outside
+from router.index.rules.hits import evaluate
+from router.index.rules.offload import loaded, reach, shared_part, tiers, usable
+from router.index.store.memory import MemoryIndex
 from tests.index.layouts import ENGINE, full, hashes_of, layout_of, mamba, models, residencies, window
 
 Units = dict[int, set[int]]

@@ -20,12 +20,13 @@ from publisher.events import (
 )
 from publisher.groups import Family
 from publisher.snapshot import SnapshotLedger
-from router.index import detect, residency
+from router.index import engine as residency
 from router.index.base import Plane
-from router.index.detect import Detection
-from router.index.layout import ModelFacts
-from router.index.predict import EngineHit, FleetResidency
-from router.index.scopes import Scopes
+from router.index.learn import hash_scheme as detect
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.layout import ModelFacts
+from router.index.model import EngineHit, FleetResidency
+from router.index.models import Scopes
 from tests.index.engines import WINDOW, Prompt, Writer, batch, removed, tokens
 
 SCHEME = HashScheme()
@@ -291,6 +292,24 @@ class TestGroupsAndMedia:
         assert (found.mode, found.hit_tokens) == ("unknown", 0)
         assert missing in found.why_unknown
         assert fleet.engine("a").missing_facts == (missing,)
+
+    def test_groups_may_have_chunks_of_their_own(self) -> None:
+        """At 192 a chunk of 64 starts and needs nothing; one of 128 needs the four blocks before it."""
+        kind = "chunked_local_attention"
+        groups = [Writer(SCHEME, group=group, kind=kind) for group in (1, 2)]
+        events = (
+            DENSE.stored(PROMPT),
+            groups[0].stored(PROMPT, keep=[]),
+            groups[1].stored(PROMPT, keep=[8, 9]),
+        )
+        hits = {
+            sizes: hit(
+                told(fleet_of(attention_chunk_size=64, attention_chunk_sizes=dict(sizes)), *events), PROMPT
+            )
+            for sizes in ((), ((2, 128),), ((1, 128), (2, 64)))
+        }
+        assert hits == {(): 192, ((2, 128),): 128, ((1, 128), (2, 64)): 128}
+        assert hit(told(fleet_of(attention_chunk_sizes={2: 64}), *events), PROMPT) == 0
 
     def test_a_chunk_of_no_whole_blocks_is_named_too(self) -> None:
         writer = Writer(SCHEME, kind="chunked_local_attention")

@@ -9,19 +9,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
-from router.admin.stats import AdminStats
+from router.api.admin.stats import AdminStats
+from router.api.metrics import _GAUGES, Sources, render_metrics
 from router.books import Books
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.engine import Engine
-from router.fleet.registry import Fleet
-from router.fleet.roster import Roster
+from router.fleet.desired import Roster
+from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
-from router.fleet.source import SourceStats
-from router.fleet.sources import FleetSources
-from router.index.layout import ModelFacts
-from router.index.scopes import Scopes
-from router.index.shared.pending import MirrorStats
-from router.observe.metrics import _GAUGES, Sources, render_metrics
+from router.fleet.sources.base import SourceStats
+from router.fleet.sources.runner import FleetSources
+from router.fleet.status import Fleet
+from router.index.learn.layout import ModelFacts
+from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
 from router.policy.affinity import AffinityStats
 from router.policy.inflight import InflightStats
@@ -30,11 +29,12 @@ from router.policy.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
-from router.replicas.flights import FlightStats
-from router.replicas.keeper import LeaseStats
-from router.replicas.service import SharedIndex
-from router.replicas.settings import IndexSettings
-from router.replicas.sight import SightStats
+from router.replication.gossip.inflight import FlightStats
+from router.replication.leases.lease_manager import LeaseStats
+from router.replication.lookup import SightStats
+from router.replication.service import SharedIndex
+from router.replication.settings import IndexSettings
+from router.replication.writer.dirty import MirrorStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')
 PARTS: dict[str, type[msgspec.Struct]] = {

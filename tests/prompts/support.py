@@ -20,8 +20,8 @@ from tokenizers import (
     trainers,
 )
 
+from router.openai.request import InboundRequest
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
-from router.proxy.base import InboundRequest
 
 TEMPLATES = Path(__file__).parent.parent / "data" / "templates"
 SPECIAL = (

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.errors import ApiError
-from router.prompts.body import Peek, peek
+from router.openai.body import Peek, peek
+from router.openai.errors import ApiError
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
 from tests.prompts.support import chat, local_reader, model_dir, read, reader, say
 

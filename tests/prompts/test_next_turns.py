@@ -15,7 +15,7 @@ from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hash
 from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys, token_keys
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.stats import PromptStats
-from router.prompts.truncation import ids_of
+from router.prompts.tokens.truncation import ids_of
 from tests.prompts import cases
 from tests.prompts.support import chat, local_reader, metaspace_tokenizer, model_dir, read_exact, request, say
 

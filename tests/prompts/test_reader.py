@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
-from router.errors import ApiError
+from router.openai.errors import ApiError
 from router.prompts.engine_side import without_tensors
 from router.prompts.reader import (
     ModelDirError,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from router.prompts import tokenizer as module
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import SegmentTokenizer, find_barriers
+from router.prompts.tokens import tokenizer as module
+from router.prompts.tokens.tokenizer import SegmentTokenizer, find_barriers
 from tests.prompts.support import SPECIAL, byte_level_tokenizer, metaspace_tokenizer
 
 KINDS = {

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from router.prompts import soft_cuts
-from router.prompts.soft_cuts import soft_cuts_hold
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import SegmentTokenizer
+from router.prompts.tokens import soft_cuts
+from router.prompts.tokens.soft_cuts import soft_cuts_hold
+from router.prompts.tokens.tokenizer import SegmentTokenizer
 from tests.prompts.support import byte_level_tokenizer, metaspace_tokenizer
 
 # The word patterns of well-known vocabularies, each under the name of one that uses it.

@@ -8,16 +8,16 @@ import time
 import minijinja
 import pytest
 
-from router.prompts.content_format import detect_content_format
-from router.prompts.messages import parse_message
-from router.prompts.stats import PromptStats
-from router.prompts.template import (
+from router.prompts.chat.content_format import detect_content_format
+from router.prompts.chat.messages import parse_message
+from router.prompts.chat.template import (
     ChatTemplate,
     TemplateRejectsError,
     message_shape,
     reference_environment,
     tojson,
 )
+from router.prompts.stats import PromptStats
 from tests.prompts import cases
 from tests.prompts.support import TEMPLATES, template_text
 

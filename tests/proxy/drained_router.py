@@ -6,9 +6,9 @@ import sys
 
 import structlog
 
+from router.http.server import ProxyServer, listen_config
+from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
-from router.proxy.base import InboundRequest
-from router.proxy.server import ProxyServer, listen_config
 from router.proxy.settings import ListenSettings
 
 

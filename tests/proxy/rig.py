@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from router.errors import no_ready_engine
+from router.http.server import ProxyServer, listen_config
+from router.openai.errors import no_ready_engine
+from router.openai.request import InboundRequest, Usage
 from router.proxy.app import ProxyApp
-from router.proxy.base import InboundRequest, Usage
-from router.proxy.server import ProxyServer, listen_config
 from router.proxy.settings import ListenSettings, ProxySettings
 
 T = TypeVar("T")
@@ -199,6 +199,7 @@ class FakePlacement:
         self.engine_id = self.base_url = url
         self.engine_headers = engine_headers
         self.client_headers = client_headers
+        self.expected_s = 0.0
         self.told: list[str] = []
         self.usage: Usage | None = None
 

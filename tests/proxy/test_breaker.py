@@ -85,13 +85,109 @@ def test_old_failures_leave_the_window() -> None:
     assert breaker.allows(2 * S.window_s)
 
 
-def test_block_until_is_independent_of_health() -> None:
+def test_a_wish_needs_refusals_of_different_requests() -> None:
     breaker = Breaker(S)
-    breaker.block_until(5.0)
-    breaker.block_until(3.0)
-    breaker.record(True, 1.0)
-    assert not breaker.allows(4.9)
+    for _ in range(50):
+        breaker.refused(1, 30.0, 0.0)
+    assert breaker.allows(0.0)
+    assert breaker.waits_s(0.0) == 0.0
+    breaker.refused(2, 30.0, 0.0)
+    assert not breaker.allows(0.0)
+    assert breaker.waits_s(0.0) == 30.0
+
+
+def test_a_wish_is_independent_of_health_and_the_later_of_two_counts() -> None:
+    breaker = _wishing(5.0)
+    breaker.refused(3, 3.0, 0.0)
+    breaker.record(True, 0.5)  # an answer, but of an error
+    assert not breaker.allows(0.9)
     assert breaker.allows(5.0)
+
+
+def test_a_wish_ends_with_the_first_success() -> None:
+    breaker = _wishing(30.0)
+    breaker.succeeded(0.1)
+    assert breaker.allows(0.1)
+
+
+def test_requests_that_succeed_say_more_than_those_that_are_refused() -> None:
+    """One client's requests are refused, all others' are served."""
+    breaker, now = Breaker(S), 0.0
+    for number in range(100):
+        breaker.succeeded(now)
+        breaker.refused(2 * number, 60.0, now)
+        breaker.refused(2 * number + 1, 60.0, now)
+        assert breaker.allows(now)
+        now += S.wish_success_s / 2
+
+
+def test_a_wish_lets_a_probe_through_now_and_then() -> None:
+    breaker, now, probes = _wishing(60.0), 0.0, []
+    while now < 55.0:
+        if breaker.allows(now):
+            breaker.begin(now)
+            probes.append(now)
+            assert not breaker.allows(now)
+            breaker.refused(len(probes), 60.0, now)
+        now += 0.25
+    assert probes == [1.0, 2.0, 4.0, 8.0, 16.0, 26.0, 36.0, 46.0]
+
+
+def test_a_client_that_gives_up_on_a_stream_shows_a_silent_engine() -> None:
+    breaker = Breaker(S)
+    breaker.begin(0.0, streams=True)
+    assert breaker.gave_up(0.0, 2.0, expected_s=0.1, streams=True)
+    assert not breaker.allows(2.0)
+    assert not breaker.allows(2.0 + S.silent_probe_s - 0.1)
+    now = 2.0 + S.silent_probe_s
+    assert breaker.allows(now)
+    breaker.begin(now, streams=True)
+    assert not breaker.allows(now + 1.0)
+    breaker.heard(now + 1.0)
+    assert breaker.allows(now + 1.0)
+
+
+def test_whole_answers_take_their_time_so_one_that_is_given_up_says_little() -> None:
+    breaker = Breaker(S)
+    assert breaker.gave_up(0.0, 2.0, expected_s=0.0, streams=False)
+    assert breaker.allows(2.0)
+    assert breaker.gave_up(2.0, 4.0, expected_s=0.0, streams=False)
+    assert not breaker.allows(4.0)
+
+
+def test_who_leaves_early_or_while_others_are_answered_says_nothing() -> None:
+    breaker = Breaker(S)
+    for _ in range(10):
+        assert not breaker.gave_up(0.0, S.give_up_s / 2, expected_s=0.0, streams=True)
+        assert not breaker.gave_up(0.0, 9.0, expected_s=5.0, streams=True)
+    breaker.heard(9.5)
+    assert not breaker.gave_up(0.0, 30.0, expected_s=0.0, streams=True)
+    assert breaker.allows(30.0)
+
+
+def test_a_stream_that_waits_too_long_shows_a_silent_engine_too() -> None:
+    breaker = Breaker(S)
+    breaker.begin(0.0, streams=False)
+    assert breaker.allows(100.0)  # a long generation
+    breaker.begin(100.0, streams=True)
+    assert breaker.allows(100.0 + S.silent_s_max - 1)
+    assert not_probed(breaker, 100.0 + S.silent_s_max)
+    breaker.heard(150.0)
+    assert breaker.allows(150.0)
+
+
+def not_probed(breaker: Breaker, now: float) -> bool:
+    """Silent: one request may go there, and no second one."""
+    first = breaker.allows(now)
+    breaker.begin(now)
+    return first and not breaker.allows(now)
+
+
+def _wishing(seconds: float) -> Breaker:
+    breaker = Breaker(S)
+    breaker.refused(1, seconds, 0.0)
+    breaker.refused(2, seconds, 0.0)
+    return breaker
 
 
 step = st.tuples(st.floats(0, 3), st.sampled_from(["ok", "fail", "status", "begin"]))
@@ -137,7 +233,8 @@ def test_board_knows_engines_by_id_and_forgets() -> None:
     assert not board.available("a")
     assert board.available("b")
     assert board.open_engines() == ["a"]
-    board.block_for("b", 2.0)
+    board.refused("b", 1, 2.0)
+    board.refused("b", 2, 2.0)
     assert board.open_engines() == ["a", "b"]
     now[0] = 0.5
     assert board.available("a")
@@ -153,10 +250,15 @@ def test_the_board_says_for_how_long_an_engine_asked_to_be_left_alone() -> None:
     now = [100.0]
     board = BreakerBoard(lambda: now[0])
     assert board.waits_s("e") == 0
-    board.block_for("e", 7)
-    now[0] += 5
-    assert board.waits_s("e") == 2
-    now[0] += 5
+    board.refused("e", 1, 7)
+    board.refused("e", 2, 7)
+    assert board.waits_s("e") == 7
+    board.begin("e")
+    now[0] += 1
+    board.begin("e")
+    now[0] += 1.5
+    assert board.waits_s("e") == 4.5
+    now[0] += 7.5
     assert board.waits_s("e") == 0
     for _ in range(5):
         board.record("f", ok=False)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import uvicorn
 
+from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
-from router.proxy.base import InboundRequest
 
 from .rig import (
     CHAT,
+    DONE,
+    END,
     SSE_HEAD,
     STREAM,
     Engine,
     FakePlacement,
     FakePlanner,
+    Rig,
     Script,
     chunk,
     event,
+    read_answer,
     request,
     reset,
     routing,
@@ -65,6 +70,40 @@ def test_upstream_is_closed(stage: str, how: str) -> None:
             assert rig.stats.requests_active == 0
             assert rig.app.client.origin(engine.url).open == 0
             assert rig.app.board.available(engine.url)
+
+    run(main())
+
+
+def placed(rig: Rig, number: int) -> bool:
+    return len(rig.planner.placements) == number
+
+
+@pytest.mark.parametrize("hung", ["no head", "head only"])
+def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung: str) -> None:
+    """Its server may live on (vLLM's sends a stream's head at once) while its engine does nothing."""
+
+    async def main() -> None:
+        stuck = writes(then="hang") if hung == "no head" else writes(SSE_HEAD, then="hang")
+        alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
+        async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
+            now = [0.0]
+            rig.app.board._clock = lambda: now[0]
+            for number in range(1, 13):
+                reader, writer = await rig.connect()
+                writer.write(request(STREAM))
+                await until(partial(placed, rig, number), "it is placed")
+                placement = rig.planner.placements[-1]
+                if placement.base_url == bad.url:
+                    await until(lambda: bool(bad.calls), "the engine is asked")
+                    now[0] += 2.0
+                else:
+                    await read_answer(reader)
+                writer.close()
+                await until(lambda: rig.planner.placements[-1].over, "over")
+            assert len(bad.calls) == 1
+            assert rig.stats.clients_gave_up == 1
+            now[0] += 10.0
+            assert rig.app.board.available(bad.url)  # for a probe
 
     run(main())
 

@@ -6,9 +6,14 @@ import asyncio
 
 from router.proxy.settings import ProxySettings
 
-from .rig import STREAM, Engine, ask, request, routing, run, says, until, unused_port
+from .rig import STREAM, Call, Engine, answer, ask, request, routing, run, says, until, unused_port
 
 GOOD = says(200, b"{}")
+
+
+def different(number: int) -> bytes:
+    """A chat that no other number makes."""
+    return b'{"model": "m", "messages": [{"role": "user", "content": "%d"}]}' % number
 
 
 def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
@@ -18,12 +23,29 @@ def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
             Engine(GOOD) as good,
             routing(busy.url, good.url) as rig,
         ):
-            for _ in range(5):
-                assert (await ask(rig)).status == 200
-            assert len(busy.calls) == 1
+            for number in range(5):
+                assert (await ask(rig, request(different(number)))).status == 200
+            assert len(busy.calls) == 2  # the second refusal shows that it was not the request
             await until(lambda: rig.app.board.available(busy.url), "the time is over")
             await ask(rig)
-            assert len(busy.calls) == 2
+            assert len(busy.calls) == 3
+
+    run(main())
+
+
+def test_one_refused_request_keeps_nobody_else_away() -> None:
+    async def main() -> None:
+        async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            bad = b"evil" in call.body
+            writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
+
+        async with Engine(moody) as engine, routing(engine.url) as rig:
+            rig.app.board._clock = lambda: 0.0  # all of it happens at once
+            for number in range(20):
+                assert (await ask(rig, request(b'{"model": "m", "messages": "evil"}'))).status == 429
+                assert (await ask(rig, request(different(number)))).status == 200
+                for more in range(3):
+                    assert (await ask(rig, request(b'{"model": "m", "evil": %d}' % more))).status == 429
 
     run(main())
 
@@ -66,6 +88,8 @@ def test_an_engines_wish_is_bounded() -> None:
             routing(one.url, two.url, settings=settings) as rig,
         ):
             await ask(rig)
+            await ask(rig, request(different(1)))
+            assert len(one.calls) == 2
             await until(lambda: rig.app.board.available(one.url), "back")
 
     run(main())

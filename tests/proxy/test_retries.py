@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 
 import pytest
+import structlog
 
 from router.proxy.settings import ProxySettings
 
 from .rig import (
+    CHAT,
     SSE_HEAD,
     Call,
     Engine,
@@ -93,13 +95,60 @@ def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
             engines = [
-                await stack.enter_async_context(Engine(says(500, b"from %d" % i, f"x-from: {i}")))
+                await stack.enter_async_context(Engine(says(503, b"from %d" % i, f"x-from: {i}")))
                 for i in range(4)
             ]
             rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
             got = await ask(rig)
-            assert (got.status, got.body, got.head["x-from"]) == (500, b"from 2", "2")
+            assert (got.status, got.body, got.head["x-from"]) == (503, b"from 2", "2")
             assert [len(engine.calls) for engine in engines] == [1, 1, 1, 0]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "script", [says(500, b"boom"), writes(then="close"), writes(SSE_HEAD, then="reset")], ids=str
+)
+def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None:
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(Engine(script)) for _ in range(4)]
+            rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
+            assert (await ask(rig, request(CHAT, "x-request-id: poison-7"))).status in (500, 502)
+            assert [len(engine.calls) for engine in engines] == [1, 1, 0, 0]
+            assert (rig.stats.engines_broken, rig.stats.requests_quarantined) == (2, 1)
+
+    with structlog.testing.capture_logs() as lines:
+        run(main())
+    told = [line for line in lines if line.get("request_id") == "poison-7"]
+    assert [line["log_level"] for line in told] == ["warning"] * 2
+    assert "not sent to another" in told[1]["event"]
+
+
+def test_a_request_that_ends_an_engine_over_a_kept_connection_counts_too() -> None:
+    """The engine takes the request on an old connection, ends, and refuses new ones: this was no refusal."""
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(Engine(GOOD)) for _ in range(4)]
+
+            async def mortal(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+                if b"poison" in call.body:
+                    engine.server.close()
+                    reset(writer)
+                else:
+                    writer.write(answer(200, b"{}"))
+
+            for engine in engines:
+                engine.script = mortal
+            rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
+            for index in range(4):  # a kept connection to each
+                rig.planner.urls = [engine.url for engine in engines[index:]]
+                assert (await ask(rig)).status == 200
+            rig.planner.urls = [engine.url for engine in engines]
+            assert (await ask(rig, request(b'{"model": "poison"}'))).status == 502
+            assert [len(engine.calls) for engine in engines] == [2, 2, 1, 1]
+            assert rig.stats.requests_quarantined == 1
 
     run(main())
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.base import Usage
+from router.openai.request import Usage
 from router.proxy.settings import ProxySettings
 from router.proxy.sse import SseRelay
 

@@ -11,10 +11,10 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
 from publisher.groups import GroupSpec
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.removals import Removals
-from router.index.residency import EngineResidency
+from router.index.engine import EngineResidency
+from router.index.learn.layout import ModelFacts
+from router.index.learn.removals import Removals
+from router.index.store.memory import MemoryIndex
 
 FULL = Plane("GPU", 0)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.errors import ApiError
+from router.openai.errors import ApiError
 from router.proxy.report_mode import screen
 
 PLAIN = b'{"model": "m",  "messages":[{"role":"user","content":"kv_cache_report_mode \\u00e9 {}[],:"}]}'

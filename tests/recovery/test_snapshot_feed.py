@@ -23,8 +23,8 @@ from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 
 ANY = "tcp://127.0.0.1:*"
 FULL = Plane("GPU", 0)

@@ -33,9 +33,9 @@ from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
 from router.feeds.machine import FeedMachine
 from router.feeds.wire import Frame, parse_live
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.index.store.memory import MemoryIndex
 
 SETTINGS = FeedSettings(
     hold_batches_max=48, recent_batches_max=32, resync_backoff_s=2.0, resync_backoff_s_max=8.0

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Slot
-from router.index.shared.connect import connect
-from router.index.shared.leases import Leases
-from router.index.shared.mirror import MirroredIndex
-from router.index.shared.reader import SharedReader, SharedRows
-from router.index.shared.settings import SharedSettings
+from router.replication.leases.leases import Leases
+from router.replication.reader import SharedReader, SharedRows
+from router.replication.redis.client import connect
+from router.replication.redis.settings import SharedSettings
+from router.replication.writer.mirror import MirroredIndex
 
 MODEL = "org/model-{7b} instruct"
 _NAMESPACES = count()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from router.index.shared.settings import SharedSettings
+from router.replication.redis.settings import SharedSettings
 from tests.redis.backend import SharedIndex, make_settings
 from tests.redis.servers import Cluster, Server, any_program, program
 

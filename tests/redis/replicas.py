@@ -8,12 +8,12 @@ from types import TracebackType
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.index.shared.connect import Client, connect
-from router.index.shared.leases import Leases
-from router.index.shared.link import IndexUnavailable
-from router.index.shared.mirror import MirroredIndex
-from router.index.shared.reader import SharedReader, SharedRows
-from router.index.shared.settings import SharedSettings
+from router.replication.leases.leases import Leases
+from router.replication.reader import SharedReader, SharedRows
+from router.replication.redis.client import Client, connect
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.settings import SharedSettings
+from router.replication.writer.mirror import MirroredIndex
 from tests.redis.backend import MODEL, bits
 
 FULL, WINDOW, CPU = Plane("GPU", 0), Plane("GPU", 1), Plane("CPU", 0)

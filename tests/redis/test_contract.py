@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from router.index.base import Index
-from router.index.shared.settings import SharedSettings
+from router.replication.redis.settings import SharedSettings
 from tests.index.contract import IndexContract, IndexMachine
 from tests.redis.backend import SharedIndex, make_settings
 from tests.redis.servers import Cluster, Server, any_program

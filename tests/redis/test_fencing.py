@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from router.index.shared import write_scripts
-from router.index.shared.codec import pack_records
-from router.index.shared.keys import as_words
-from router.index.shared.registry import EngineFacts, LeaseLost, Registry
-from router.index.shared.sweep import Sweep
+from router.replication.schema import write_scripts
+from router.replication.schema.codec import pack_records
+from router.replication.schema.keys import as_words
+from router.replication.schema.registry import EngineFacts, LeaseLost, Registry
+from router.replication.writer.gc import Sweep
 from tests.redis.backend import MODEL, make_settings
 from tests.redis.replicas import CPU, FULL, Replicas, blocks, until
 from tests.redis.servers import Cluster, Server

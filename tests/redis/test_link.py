@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.index.shared.link import IndexUnavailable, Link, pack, within
+from router.replication.redis.connection import IndexUnavailable, Link, pack, within
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -90,7 +90,7 @@ def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.index.shared.link._WAITING_MAX", 3)
+    monkeypatch.setattr("router.replication.redis.connection._WAITING_MAX", 3)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         del writer

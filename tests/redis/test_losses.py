@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.index.shared.link import IndexUnavailable
-from router.index.shared.registry import EngineFacts, IndexRefused
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.schema.registry import EngineFacts, IndexRefused
 from tests.redis.backend import MODEL, make_settings
 from tests.redis.replicas import CPU, FULL, Replicas, Writer, blocks, until
 from tests.redis.servers import Cluster, Server, any_program

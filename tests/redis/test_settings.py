@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.index.shared.settings import (
+from router.replication.redis.settings import (
     SettingsError,
     SharedSettings,
     Target,

@@ -7,14 +7,14 @@ import asyncio
 from publisher.block_hash import HashScheme
 from publisher.events import BlockStored, encode_tokens
 from router.feeds.base import FeedState
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
-from router.index.shared.registry import EngineFacts
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 from router.policy.load import LoadAccount
 from router.policy.rates import RateBook
-from router.replicas.exchange import LoadExchange
-from router.replicas.service import engine_facts
-from router.replicas.sight import Sight
+from router.replication.gossip.load import LoadExchange
+from router.replication.lookup import Sight
+from router.replication.schema.registry import EngineFacts
+from router.replication.service import engine_facts
 from tests.index.engines import Prompt, Writer, batch, tokens
 from tests.redis.backend import MODEL, make_settings
 from tests.redis.replicas import Replicas

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from router.index.detect import Detection
-from router.index.predict import FleetResidency, Seat, seat_hits
-from router.index.shared.registry import EngineFacts
-from router.index.shared.settings import SharedSettings
-from router.tools.traces import read_trace, trace_facts
-from router.tools.verify import RECORDED, ProbePrompt, apply_line
+from router.index.learn.hash_scheme import Detection
+from router.index.model import FleetResidency, Seat, seat_hits
+from router.replication.redis.settings import SharedSettings
+from router.replication.schema.registry import EngineFacts
+from router.tools.verify.run import RECORDED, ProbePrompt, apply_line
+from router.tools.verify.traces import read_trace, trace_facts
 from tests.redis.backend import SharedIndex, make_settings
 from tests.redis.servers import Cluster, Server
 

@@ -16,12 +16,12 @@ import msgspec
 from publisher.engine import EngineSettings
 from replicas.servers import Replica, replicas
 from router.demo.run import engine_process
-from router.index.shared.connect import connect
-from router.index.shared.link import IndexUnavailable
-from router.replicas.settings import IndexSettings
-from router.tools.index_books import read_books
-from router.tools.index_command import verify_scope
-from router.tools.index_verify import EngineDiff
+from router.replication.redis.client import connect
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.settings import IndexSettings
+from router.tools.index.command import verify_scope
+from router.tools.index.scan import read_books
+from router.tools.index.verify import EngineDiff
 
 T = TypeVar("T")
 WORDS = ("the", "quick", "router", "reads", "a", "long", "story", "about", "an", "engine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.replicas.division import Member, divide
+from router.replication.leases.assignment import Member, divide
 
 ENGINES = [f"http://e{number}" for number in range(9)]
 REPLICAS = [f"r{number}" for number in range(5)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from router.policy.load import LoadAccount, OthersLoad
 from router.policy.rates import RateBook
-from router.replicas.exchange import LoadExchange
-from router.replicas.pulse import Pulse
+from router.replication.gossip.load import LoadExchange
+from router.replication.leases.heartbeat import Pulse
 
 E = "http://e"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from publisher.events import BlockHash
-from router.replicas.flights import Happened, Told, ToldInflight
+from router.replication.gossip.inflight import Happened, Told, ToldInflight
 
 E = "http://e"
 HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]

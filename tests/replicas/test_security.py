@@ -11,7 +11,7 @@ import msgspec
 
 from replicas.fleet import fleet, run
 from replicas.servers import RedisServer
-from router.config import load
+from router.config.load import load
 
 DOCS = Path(__file__).parents[2] / "docs" / "redis.md"
 SECRET = "correct-horse"

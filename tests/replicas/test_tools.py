@@ -11,7 +11,7 @@ import msgspec
 
 from replicas.fleet import fleet, run
 from replicas.servers import RedisServer
-from router.index.shared.keys import SCHEMA, schema_key
+from router.replication.schema.keys import SCHEMA, schema_key
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "tests" / "data" / "traces"

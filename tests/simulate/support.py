@@ -9,11 +9,11 @@ from typing import Any
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
-from router.simulate.arms import ARMS
-from router.simulate.engine import SimEngine, Visit
-from router.simulate.fleet import FleetRun, FleetSetup, FleetSim
-from router.simulate.timing import Timing
-from router.simulate.workload import Request, block_hashes
+from router.simulate.run.arms import ARMS
+from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.timing import Timing
+from router.simulate.workload.requests import Request, block_hashes
 
 FULL = (GroupSpec(0, "full_attention", 64),)
 HYBRID = (GroupSpec(0, "full_attention", 64), GroupSpec(1, "sliding_window", 64, sliding_window=128))

@@ -12,10 +12,10 @@ import pytest
 from app.rig import TEXT, configure, routing, run, running
 
 from router.cli import app
-from router.config_checks import ConfigError
-from router.simulate.advise import Advice, Told, judge, reusable_share, trials
-from router.simulate.advise_command import see
-from router.simulate.fleet import FleetSetup
+from router.config.errors import ConfigError
+from router.simulate.advise.command import see
+from router.simulate.advise.trials import Advice, Told, judge, reusable_share, trials
+from router.simulate.run.fleet import FleetSetup
 from tests.simulate.support import FULL, HYBRID, request
 
 SETUP = FleetSetup(groups=HYBRID, num_blocks=1000, engines=4)

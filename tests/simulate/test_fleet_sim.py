@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from router.simulate.arms import ARMS
-from router.simulate.fleet import FleetSetup, FleetSim
-from router.simulate.generate import agents, chat
-from router.simulate.workload import continued
+from router.simulate.run.arms import ARMS
+from router.simulate.run.fleet import FleetSetup, FleetSim
+from router.simulate.workload.generate import agents, chat
+from router.simulate.workload.requests import continued
 from tests.simulate.support import FAST, HYBRID, fleet_run, request
 
 REQUESTS = continued(agents(120, 120.0, 3))

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from router.simulate.generate import GENERATORS, agents, chat, tenants
-from router.simulate.workload import UNIT_TOKENS, continued
+from router.simulate.workload.generate import GENERATORS, agents, chat, tenants
+from router.simulate.workload.requests import UNIT_TOKENS, continued
 
 
 @pytest.mark.parametrize("name", GENERATORS)

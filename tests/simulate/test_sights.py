@@ -10,9 +10,9 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from router.policy.shadow import ShadowSpec
-from router.simulate.arms import ARMS, arms_of
-from router.simulate.sight import NOTHING, Blind, History, Rules, Seen, Truth, history_blocks
-from router.simulate.workload import block_hashes
+from router.simulate.run.arms import ARMS, arms_of
+from router.simulate.run.router_view import NOTHING, Blind, History, Rules, Seen, Truth, history_blocks
+from router.simulate.workload.requests import block_hashes
 from tests.simulate.support import FULL, HYBRID, request
 
 paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.simulate.arms import arms_of
-from router.simulate.fleet import FleetSetup
 from router.simulate.models import ModelError, groups_of
 from router.simulate.outcome import result_of
 from router.simulate.plan import Plan, check_layout, run_plan
-from router.simulate.sources import Source
+from router.simulate.run.arms import arms_of
+from router.simulate.run.fleet import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_all, run_one, speed_for
-from router.simulate.workload import Request, WorkloadError
+from router.simulate.workload.requests import Request, WorkloadError
+from router.simulate.workload.sources import Source
 from tests.simulate.support import FAST, HYBRID, line, request, write_lines
 
 WORKLOADS = Source(name="tenants", requests_max=60).draws(range(2))

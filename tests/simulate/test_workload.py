@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.simulate.workload import Asked, Request, WorkloadError, block_hashes, continued, read, spread
+from router.simulate.workload.requests import (
+    Asked,
+    Request,
+    WorkloadError,
+    block_hashes,
+    continued,
+    read,
+    spread,
+)
 from tests.simulate.support import line, write_lines
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.verify import verify_trace
+from router.tools.verify.run import verify_trace
 
 TRACES = sorted((Path(__file__).parents[1] / "data" / "traces").glob("*.jsonl.gz"))
 

@@ -25,8 +25,8 @@ import aiohttp
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.groups import GroupSpec
-from router.tools.capture_writer import CaptureWriter
-from router.tools.record import RecordSource, SourceRecorder
+from router.tools.capture.writer import CaptureWriter
+from router.tools.record.recorder import RecordSource, SourceRecorder
 
 FOLDER = Path(__file__).parents[1] / "data" / "captures"
 REQUESTS, RESET_AFTER = 36, 30

@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from publisher.events import EventDecodeError, decode_batch, encode_batch
-from router.config_checks import ConfigError
-from router.index.layout import ModelFacts
-from router.tools.capture import CapturedFrame, CaptureError, read_capture
-from router.tools.capture_redact import redact
-from router.tools.explain_command import ExplainOptions, parse_scheme, run_explain
-from router.tools.replay import Player
-from router.tools.replay_command import ReplayOptions, run_replay
-from router.tools.traces import TraceError, read_trace
-from router.tools.verify_command import run_verify
+from router.config.errors import ConfigError
+from router.index.learn.layout import ModelFacts
+from router.tools.capture.file import CapturedFrame, CaptureError, read_capture
+from router.tools.capture.redact import redact
+from router.tools.explain.command import ExplainOptions, parse_scheme, run_explain
+from router.tools.replay.command import ReplayOptions, run_replay
+from router.tools.replay.player import Player
+from router.tools.verify.command import run_verify
+from router.tools.verify.traces import TraceError, read_trace
 
 from .capture_files import BLOCK, CAPTURES, DATA, TRACES, removed, stored, tokens, write
 

@@ -17,11 +17,11 @@ import zmq
 from app.rig import MODEL, TEXT, configure, routing, run, running
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.tools.capture import read_capture
-from router.tools.explain_command import ExplainOptions, run_explain
-from router.tools.record_command import resolve
-from router.tools.replay import Player
-from router.tools.replay_command import facts_of
+from router.tools.capture.file import read_capture
+from router.tools.explain.command import ExplainOptions, run_explain
+from router.tools.record.command import resolve
+from router.tools.replay.command import facts_of
+from router.tools.replay.player import Player
 
 from .capture_files import BLOCK, CAPTURES, stored, tokens, truth, write
 
@@ -72,7 +72,7 @@ def test_explain_from_the_command_line(tmp_path: Path) -> None:
         (["replay", str(CAPTURES[0]), "--publish", "h:1"], "'h:1' is not a tcp://"),
         (["replay", str(CAPTURES[0]), "--publish", "tcp://256.0.0.1:1"], "--publish: "),
         (["replay", str(CAPTURES[0]), "--source", "nobody"], "no frames of nobody"),
-        (["replay", str(CAPTURES[0]), "--diff-seq", "1", "--diff", str(CAPTURES[0])], "one of them"),
+        (["replay", str(CAPTURES[0]), "--diff-seq", "1", "--diff", str(CAPTURES[0])], "exclude each other"),
         (["explain", "--request", "/nowhere.json"], "either a capture FILE or --router"),
         (["explain", str(CAPTURES[0]), "--request", "/nowhere.json"], "/nowhere.json: cannot be read"),
         (["explain", str(CAPTURES[0])], "--request"),
@@ -101,7 +101,7 @@ def test_publish_serves_what_is_told_and_ends_at_ctrl_c(tmp_path: Path) -> None:
         asking.setsockopt(zmq.RCVTIMEO, 30_000)
         found = re.search(r"replay (tcp://\S+)", process.stderr.readline())
         assert found is not None
-        assert "all 2 frames are sent" in process.stderr.readline()
+        assert "all 2 frames sent" in process.stderr.readline()
         asking.connect(found[1])
         asking.send_multipart([b"", (0).to_bytes(8, "big")])
         answer = [asking.recv_multipart() for _ in range(3)]

@@ -17,15 +17,15 @@ import zmq
 
 from publisher.events import BlockStored, decode_batch, encode_batch, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
-from router.config_checks import ConfigError
+from router.config.errors import ConfigError
 from router.feeds.base import FeedSettings
-from router.tools.capture import CaptureError, CaptureLine, read_capture
-from router.tools.capture_redact import redact
-from router.tools.capture_writer import CaptureWriter
-from router.tools.record import RecordSource, SourceRecorder
-from router.tools.record_command import RecordOptions, resolve, run_record
-from router.tools.replay import Player
-from router.tools.replay_command import facts_of
+from router.tools.capture.file import CaptureError, CaptureLine, read_capture
+from router.tools.capture.redact import redact
+from router.tools.capture.writer import CaptureWriter
+from router.tools.record.command import RecordOptions, resolve, run_record
+from router.tools.record.recorder import RecordSource, SourceRecorder
+from router.tools.replay.command import facts_of
+from router.tools.replay.player import Player
 
 from .capture_files import BLOCK, CAPTURES, TRACES, stored, tokens
 

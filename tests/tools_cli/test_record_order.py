@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tools.capture import CaptureLine
-from router.tools.record_order import CaptureOrder, Request, SourceStats
+from router.tools.capture.file import CaptureLine
+from router.tools.record.order import CaptureOrder, Request, SourceStats
 
 
 def frame(seq: int, run: int = 0) -> CaptureLine:

@@ -17,16 +17,16 @@ from publisher.events import BlockHash, decode_batch
 from publisher.zmq_publisher import ZmqPublisher
 from router.feeds.wire import parse_live
 from router.index.base import Plane
-from router.index.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.predict import FleetResidency
-from router.tools.capture import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
-from router.tools.record import RecordSource, SourceRecorder
-from router.tools.replay import Player
-from router.tools.replay_command import ReplayOptions, facts_of, run_replay
-from router.tools.replay_ledger import Ledger, Position
-from router.tools.replay_publish import Endpoint, paced, publish_frame, publishers, topics_of
-from router.tools.traces import read_trace
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.index.store.memory import MemoryIndex
+from router.tools.capture.file import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
+from router.tools.record.recorder import RecordSource, SourceRecorder
+from router.tools.replay.command import ReplayOptions, facts_of, run_replay
+from router.tools.replay.ledger import Ledger, Position
+from router.tools.replay.player import Player
+from router.tools.replay.publish import Endpoint, paced, publish_frame, publishers, topics_of
+from router.tools.verify.traces import read_trace
 
 from .capture_files import BLOCK, CAPTURES, CLEARED, ENGINE, TRACES, removed, stored, tokens, write
 

@@ -11,10 +11,10 @@ import pytest
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.replicas.settings import IndexSettings
-from router.tools.capture import read_capture
-from router.tools.replay_command import ReplayOptions, facts_of, run_replay
-from router.tools.replay_shared import opened
+from router.replication.settings import IndexSettings
+from router.tools.capture.file import read_capture
+from router.tools.replay.command import ReplayOptions, facts_of, run_replay
+from router.tools.replay.shared import opened
 from tests.redis.servers import Server, any_program
 
 from .capture_files import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, write

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from router.tools.top import pictures
-from router.tools.top_picture import EngineRow, Picture, make_picture
-from router.tools.top_table import render
+from router.tools.top.command import pictures
+from router.tools.top.picture import EngineRow, Picture, make_picture
+from router.tools.top.table import render
 
 ROOT = Path(__file__).parents[2]
 TOP = [sys.executable, "-m", "router.cli", "top"]

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.tools.verify import verify_trace
-from router.tools.verify_command import run_verify
+from router.tools.verify.command import run_verify
+from router.tools.verify.run import verify_trace
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDED = REPOSITORY / "tests" / "data" / "traces"

@@ -32,9 +32,9 @@ from publisher.events import AllBlocksCleared, BlockHash, BlockStored, DecodedBa
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
 from router.feeds.wire import Frame
-from router.index.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.index.store.memory import MemoryIndex
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -22,8 +22,8 @@ from publisher.events import BlockHash, BlockStored, DecodedBatch, to_block_hash
 from publisher.groups import GroupSpec
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.errors import ApiError
+from router.openai.errors import ApiError
 from router.prompts.reader import Prompt
 from tests.prompts import cases
 from tests.prompts.support import (

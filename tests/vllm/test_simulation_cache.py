@@ -21,12 +21,12 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.engine import SimEngine, Visit
-from router.simulate.generate import GENERATORS
 from router.simulate.models import MODELS, groups_of
+from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.timing import Timing
 from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
-from router.simulate.timing import Timing
-from router.simulate.workload import Request, block_hashes, continued
+from router.simulate.workload.generate import GENERATORS
+from router.simulate.workload.requests import Request, block_hashes, continued
 
 pytestmark = pytest.mark.vllm
 

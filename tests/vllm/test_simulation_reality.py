@@ -32,14 +32,14 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.advise_command import Seen, see
-from router.simulate.arms import ARMS
-from router.simulate.capture import Captured
-from router.simulate.engine import SimEngine, Visit
-from router.simulate.fit import fit_capture
-from router.simulate.fleet import FleetSetup, FleetSim
-from router.simulate.timing import Timing
-from router.simulate.workload import Asked, Request, block_hashes
+from router.simulate.advise.command import Seen, see
+from router.simulate.advise.fit import fit_capture
+from router.simulate.run.arms import ARMS
+from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.fleet import FleetSetup, FleetSim
+from router.simulate.run.timing import Timing
+from router.simulate.workload.access_log import Captured
+from router.simulate.workload.requests import Asked, Request, block_hashes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

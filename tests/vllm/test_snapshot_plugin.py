@@ -13,8 +13,8 @@ from vllm_engine import VllmEngine
 
 from router.feeds.base import FeedSettings
 from router.feeds.subscriber import Feed
-from router.index.layout import ModelFacts
-from router.index.predict import FleetResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -32,7 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connectors.layout import CacheView, Piece, group_pages
+from connectors.layout.blocks import CacheView, Piece, group_pages
 from connectors.multi import HybridMultiConnector
 
 POSITIONS = 64

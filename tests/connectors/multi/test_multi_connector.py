@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connectors.errors import ConfigError
 from connectors.multi import HybridMultiConnector
-from connectors.multi_stats import MultiStats
+from connectors.multi.stats import MultiStats
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -35,12 +35,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connectors.errors import ConfigError
-from connectors.host_pool import PinnedHostPool
-from connectors.layout import LayoutError
+from connectors.layout.blocks import LayoutError
 from connectors.offload_spec import HostOffloadingSpec, view_of
-from connectors.offload_worker import RowOffloadingWorker, chunk_moves
 from connectors.transfer.base import TransferJob
 from connectors.transfer.host import HostTransferEngine
+from connectors.transfer.host_pool import PinnedHostPool
+from connectors.worker.offload_worker import RowOffloadingWorker, chunk_moves
 
 BLOCKS = 12
 PAGES = (96, 96, 40)

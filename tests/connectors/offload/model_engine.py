@@ -15,14 +15,14 @@ from typing import Any
 
 from sim_memory import SimEngine, SimMemory
 
-from connectors.group_shapes import GroupKind, GroupShape
-from connectors.host_tier import HostTier
-from connectors.jobs import StepResults
-from connectors.keys import block_key
-from connectors.policies import LruPolicy
-from connectors.scheduler import OffloadScheduler
+from connectors.hits.group_shapes import GroupKind, GroupShape
+from connectors.messages.jobs import StepResults
+from connectors.messages.keys import block_key
+from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
-from connectors.worker import OffloadWorker
+from connectors.tier.eviction.policies import LruPolicy
+from connectors.tier.host import HostTier
+from connectors.worker.worker import OffloadWorker
 
 BLOCK = 4
 WINDOW_BLOCKS = 2

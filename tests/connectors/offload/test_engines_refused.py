@@ -20,7 +20,7 @@ from tiny_model import write_tiny_model
 
 from connectors import compat
 from connectors.errors import ConfigError
-from connectors.multi_children import read_children
+from connectors.multi.children import read_children
 from connectors.offload import HybridOffloadConnector
 from connectors.shared_store import SharedStoreConnector
 

@@ -21,10 +21,10 @@ from tiny_model import write_tiny_model
 
 from connectors import compat
 from connectors.errors import ConfigError
-from connectors.jobs import StepResults
+from connectors.messages.jobs import StepResults
+from connectors.messages.stats import COUNTERS, OffloadPromMetrics, OffloadStats
 from connectors.offload import HybridOffloadConnector
 from connectors.register import CONNECTORS
-from connectors.stats import COUNTERS, OffloadPromMetrics, OffloadStats
 from connectors.tiered import TieredConnector, WorkerResults, check_engine
 
 GROUPS = ({"kind": "full_attention", "block_size": 16},)

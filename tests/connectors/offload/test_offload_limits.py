@@ -11,13 +11,13 @@ pytest.importorskip("numpy", reason="needs numpy")
 
 from model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
-from connectors.host_tier import HostTier
-from connectors.jobs import StepResults
-from connectors.plans import PlannedBlock
-from connectors.policies import LruPolicy
-from connectors.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
+from connectors.messages.jobs import StepResults
+from connectors.scheduler.plans import PlannedBlock
+from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
 from connectors.settings import OffloadSettings
-from connectors.tier import TierChanges
+from connectors.tier.base import TierChanges
+from connectors.tier.eviction.policies import LruPolicy
+from connectors.tier.host import HostTier
 from connectors.transfer.base import Direction, TransferResult
 
 

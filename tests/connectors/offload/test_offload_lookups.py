@@ -11,9 +11,9 @@ pytest.importorskip("numpy", reason="needs numpy")
 
 from model_engine import BLOCK, ModelRequest, ModelResolver
 
-from connectors.keys import block_key
-from connectors.lookups import REST, Lookups
-from connectors.tally import Tally
+from connectors.messages.keys import block_key
+from connectors.messages.tally import Tally
+from connectors.scheduler.lookups import REST, Lookups
 
 COST_S = 0.5
 

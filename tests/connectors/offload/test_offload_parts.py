@@ -11,17 +11,17 @@ pytest.importorskip("numpy", reason="needs numpy")
 
 from model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
-from connectors.engines import make_engine, slots_of
 from connectors.errors import ConfigError
-from connectors.job_book import JobBook
-from connectors.jobs import StepJobs, StepResults
-from connectors.layout import CacheView, LayoutError
-from connectors.pins import SourcePins
-from connectors.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
-from connectors.requests import RequestState
-from connectors.tally import Tally
+from connectors.layout.blocks import CacheView, LayoutError
+from connectors.messages.jobs import StepJobs, StepResults
+from connectors.messages.tally import Tally
+from connectors.scheduler.open_jobs import JobBook
+from connectors.scheduler.pins import SourcePins
+from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
+from connectors.scheduler.requests import RequestState
 from connectors.transfer.base import Direction, TransferJob, TransferResult
-from connectors.worker import OffloadWorker, device_type
+from connectors.worker.engines import make_engine, slots_of
+from connectors.worker.worker import OffloadWorker, device_type
 
 RESOLVER: Any = ModelResolver()
 

@@ -15,10 +15,10 @@ pytest.importorskip("vllm.v1.core.kv_cache_coordinator", reason=WHY)
 from publisher.events import BlockHash  # noqa: E402
 from publisher.groups import GroupSpec  # noqa: E402
 from router.index.base import Plane  # noqa: E402
-from router.index.hits import evaluate  # noqa: E402
-from router.index.layout import CacheLayout, ModelFacts, make_layout  # noqa: E402
-from router.index.memory import MemoryIndex  # noqa: E402
-from router.index.offload import loaded, reach  # noqa: E402
+from router.index.learn.layout import CacheLayout, ModelFacts, make_layout  # noqa: E402
+from router.index.rules.hits import evaluate  # noqa: E402
+from router.index.rules.offload import loaded, reach  # noqa: E402
+from router.index.store.memory import MemoryIndex  # noqa: E402
 from tests.connectors.tier.engine_groups import MIXES, Mix, hashes, keys_of  # noqa: E402
 from tests.connectors.tier.test_hits_engine import residency  # noqa: E402
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from connectors.model_identity import weights_digest
-from connectors.namespace import EPOCHS_MAX, Namespace
+from connectors.store.model_identity import weights_digest
+from connectors.store.namespace import EPOCHS_MAX, Namespace
 
 ENGINE = "engine-1"
 
@@ -126,7 +126,7 @@ class TestOfVllm:
         )
 
     def _of(self, config: Any, cache: Any = None, label: str = "") -> Namespace:
-        from connectors.namespace import namespace_of  # noqa: PLC0415
+        from connectors.store.namespace import namespace_of  # noqa: PLC0415
 
         return namespace_of(config, cache or self._cache(), label=label)
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from store_kit import MemoryStore
 
-from connectors.layout import CacheView
-from connectors.namespace import Namespace
-from connectors.staged import StagedTransfers
-from connectors.staged_jobs import StagingSettings, staging_row_bytes
+from connectors.layout.blocks import CacheView
 from connectors.store.frame import FRAME_BYTES
+from connectors.store.namespace import Namespace
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
 from connectors.transfer.host import BufferMemory, HostTransferEngine
+from connectors.worker.staged import StagedTransfers
+from connectors.worker.staged_jobs import StagingSettings, staging_row_bytes
 from tests.connectors.transfer_host.contract import NUM_BLOCKS, WAIT_S, PoolPart, TransferEngineContract
 from tests.connectors.transfer_host.handmade import UNIFORM, Bytes, HandmadeCache
 
@@ -366,7 +366,7 @@ def test_loads_do_not_wait_behind_stores(rig: Rig) -> None:
 
 
 def test_a_pool_in_use_by_a_hanging_store_is_not_let_go_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connectors.staged._CLOSE_S", 0.1)
+    monkeypatch.setattr("connectors.worker.staged._CLOSE_S", 0.1)
     engine = rig.open()
     rig.store.gate = threading.Event()
     engine.submit(rig.job(Direction.LOAD, BLOCKS))

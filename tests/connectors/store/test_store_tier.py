@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_kit import MemoryStore
 
-from connectors.namespace import Namespace
-from connectors.store_tier import StoreTier
-from connectors.store_tier_settings import StoreTierSettings
+from connectors.store.namespace import Namespace
+from connectors.tier.store import StoreTier
+from connectors.tier.store_settings import StoreTierSettings
 
 WAIT_S = 30.0
 ONE_RANK = Namespace({"model": "m"}, ((0, 0, 0),), "engine-1")

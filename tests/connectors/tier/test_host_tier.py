@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from connectors.group_shapes import GroupKind, GroupShape
-from connectors.host_tier import HostTier
-from connectors.keys import block_key
-from connectors.policies import POLICY_NAMES, LruPolicy, make_policy
+from connectors.hits.group_shapes import GroupKind, GroupShape
+from connectors.messages.keys import block_key
+from connectors.tier.eviction.policies import POLICY_NAMES, LruPolicy, make_policy
+from connectors.tier.host import HostTier
 
 SHAPES = (GroupShape(0, GroupKind.FULL, 4), GroupShape(1, GroupKind.WINDOW, 4, 8))
 PROMPTS = 4

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.group_shapes import GroupKind, GroupShape
-from connectors.host_tier import HostTier
-from connectors.keys import block_key
-from connectors.policies import POLICY_NAMES, ArcPolicy, LruPolicy, make_policy
-from connectors.policies_boundary import BoundaryPolicy
-from connectors.policies_tree import Node
+from connectors.hits.group_shapes import GroupKind, GroupShape
+from connectors.messages.keys import block_key
+from connectors.tier.eviction.boundary import BoundaryPolicy
+from connectors.tier.eviction.policies import POLICY_NAMES, ArcPolicy, LruPolicy, make_policy
+from connectors.tier.eviction.prefix_tree import Node
+from connectors.tier.host import HostTier
 from tests.connectors.tier import eviction_simulation
 
 FULL, WINDOW, STATE = 0, 1, 2

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.layout import CacheView, GroupPages, Region
+from connectors.layout.blocks import CacheView, GroupPages, Region
 from connectors.transfer import cuda_lane
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 from connectors.transfer.calibrate import Calibration

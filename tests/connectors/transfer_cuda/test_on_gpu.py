@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.host_pool import PinnedHostPool
-from connectors.layout import CacheView
+from connectors.layout.blocks import CacheView
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine, open_cuda
 from connectors.transfer.cuda_device import TorchDevice
 from connectors.transfer.driver import CudaDriver
+from connectors.transfer.host_pool import PinnedHostPool
 from tests.connectors.transfer_host.contract import PoolPart, TransferEngineContract
 from tests.connectors.transfer_host.handmade import UNIFORM, Bytes, HandmadeCache
 

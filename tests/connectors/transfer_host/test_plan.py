@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.layout import (
+from connectors.layout.blocks import (
     CacheView,
     GroupPages,
     LayoutError,

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
-from connectors.layout import CacheView, LayoutError, layout_digest, row_bytes_from_config  # noqa: E402
+from connectors.layout.blocks import CacheView, LayoutError, layout_digest, row_bytes_from_config  # noqa: E402
 from connectors.transfer.base import Direction  # noqa: E402
 from connectors.transfer.host import HostTransferEngine  # noqa: E402
 from tests.connectors.transfer_host.contract import ArrayMemory, job, move  # noqa: E402

@@ -1,0 +1,1 @@
+"""The engine's hit rules over blocks held outside the GPU."""

@@ -1,0 +1,1 @@
+"""Where the bytes of a block lie in device memory."""

@@ -1,0 +1,1 @@
+"""What a connector's two halves tell each other."""

@@ -1,0 +1,147 @@
+"""KV events of blocks outside the GPU, as vLLM's structs, for routers to read beside the engine's own.
+
+An event is made when a block became loadable or ceased to be; what it says about the block's tokens was kept
+when its store began. Neighbouring blocks of a group that were stored one after another share one event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from connectors.compat import (
+    BlockRemoved,
+    BlockStored,
+    generate_block_hash_extra_keys,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from connectors.messages.keys import split_key
+from connectors.scheduler.plans import PlannedBlock
+from connectors.tier.base import TierChanges
+
+
+@dataclass(frozen=True, slots=True)
+class EventPlace:
+    """What all events of one tier say about where its blocks lie."""
+
+    medium: str
+    """``CPU`` or ``STORAGE``."""
+    locality: str
+    """``LOCAL``, or ``REMOTE`` where other engines can load the blocks too."""
+    ownership: str
+    """The store's name; tells apart connectors that hold the same block in one medium."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    kind: str
+    sliding_window: int | None
+
+
+@dataclass(slots=True)
+class _Block:
+    """What is known of a block whose store is under way."""
+
+    parent: bytes | None
+    tokens: list[int]
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+
+class KvEventLog:
+    """Keeps what events will say; bounded by the blocks whose stores are under way."""
+
+    def __init__(self, kv_cache_config: Any, hash_block_tokens: int, place: EventPlace) -> None:
+        self._place = place
+        self._hash_block_tokens = hash_block_tokens
+        self._groups: Mapping[int, _Group] = {
+            index: _Group(
+                kind=get_kv_cache_spec_kind(group.kv_cache_spec).value,
+                sliding_window=get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+            )
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        }
+        self._blocks: dict[bytes, _Block] = {}
+
+    def submitted(self, request: Any, block: PlannedBlock) -> None:
+        """Copy what the event needs: the request may be gone when the store ends."""
+        lora = request.lora_request
+        extra, _ = generate_block_hash_extra_keys(request, block.start_token, block.end_token, 0)
+        before = block.start_token // self._hash_block_tokens
+        self._blocks[block.key] = _Block(
+            parent=request.block_hashes[before - 1] if before else None,
+            tokens=list(request.all_token_ids[block.start_token : block.end_token]),
+            lora_id=lora.adapter_id if lora else None,
+            lora_name=lora.name if lora else None,
+            extra_keys=extra,
+        )
+
+    def dropped(self, key: bytes) -> None:
+        self._blocks.pop(key, None)
+
+    def events(self, changes: TierChanges) -> list[Any]:
+        """Events in the order of the changes. A block that another engine stored is not ours to announce."""
+        events: list[Any] = []
+        tail: tuple[int, bytes] | None = None
+        """Group and hash that the last event ends with, if a stored block may be added to it."""
+        for stored, key in changes.changes:
+            block_hash, group_idx = split_key(key)
+            if not stored:
+                self._removed(events, block_hash, group_idx)
+                tail = None
+                continue
+            block = self._blocks.pop(key, None)
+            if block is None:
+                continue
+            if tail == (group_idx, block.parent) and _alike(events[-1], block):
+                self._extend(events[-1], block_hash, block)
+            else:
+                events.append(self._stored(block_hash, group_idx, block))
+            tail = (group_idx, block_hash)
+        return events
+
+    def _stored(self, block_hash: bytes, group_idx: int, block: _Block) -> Any:
+        group = self._groups[group_idx]
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(block_hash)],
+            parent_block_hash=None if block.parent is None else maybe_convert_block_hash(block.parent),
+            token_ids=block.tokens,
+            block_size=len(block.tokens),
+            lora_id=block.lora_id,
+            medium=self._place.medium,
+            lora_name=block.lora_name,
+            extra_keys=to_event_extra_keys([block.extra_keys]),
+            group_idx=group_idx,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.sliding_window,
+            locality=self._place.locality,
+            ownership=self._place.ownership,
+        )
+
+    def _extend(self, event: Any, block_hash: bytes, block: _Block) -> None:
+        event.block_hashes.append(maybe_convert_block_hash(block_hash))
+        event.token_ids.extend(block.tokens)
+        event.extra_keys.extend(to_event_extra_keys([block.extra_keys]))
+
+    def _removed(self, events: list[Any], block_hash: bytes, group_idx: int) -> None:
+        if events and isinstance(events[-1], BlockRemoved) and events[-1].group_idx == group_idx:
+            events[-1].block_hashes.append(maybe_convert_block_hash(block_hash))
+            return
+        events.append(
+            BlockRemoved(
+                block_hashes=[maybe_convert_block_hash(block_hash)],
+                medium=self._place.medium,
+                group_idx=group_idx,
+                locality=self._place.locality,
+                ownership=self._place.ownership,
+            )
+        )
+
+
+def _alike(event: Any, block: _Block) -> bool:
+    return bool(event.block_size == len(block.tokens) and event.lora_name == block.lora_name)

@@ -1,0 +1,300 @@
+"""The scheduler's half: decides what is loaded and stored, and follows every job to its end.
+
+Methods carry the names vLLM gives them and take its objects, of which only attributes are read, so that the
+whole half runs without vLLM. One writer, on the engine core's thread; no call waits for anything.
+
+What always holds: a job ends when every rank answered, and is good only if all were; what it held in the tier
+and in the GPU's pool is given back then and not before. A request whose load failed is computed next: it is
+offered nothing until it was admitted without a load. Stores never delay a step and never fail a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from connectors.messages.jobs import StepJobs, StepResults
+from connectors.messages.tally import Tally
+from connectors.scheduler.lookups import Lookups
+from connectors.scheduler.open_jobs import Job, JobBook
+from connectors.scheduler.pending_events import EventBook, EventLog
+from connectors.scheduler.pins import SourcePins
+from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
+from connectors.scheduler.requests import EngineRequest, RequestState
+from connectors.settings import OffloadSettings
+from connectors.tier.base import Tier, TierChanges
+from connectors.transfer.base import Direction, TransferJob
+
+if TYPE_CHECKING:
+    from connectors.hits.resolver import HitResolver
+
+log = logging.getLogger(__name__)
+
+BLOCK_FREES_WAIT_S = 0.25
+"""How long an engine short of blocks waits for stores of which none ends, before it preempts after all."""
+
+
+class OffloadScheduler:
+    """Drives one tier for one engine. ``bind_gpu_block_pool`` must be called before the first step."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        resolver: HitResolver,
+        settings: OffloadSettings,
+        *,
+        world_size: int,
+        event_log: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``world_size``: ranks that answer each job. ``event_log``: None where KV events are off."""
+        self.tally = Tally()
+        self._tier = tier
+        self._resolver = resolver
+        self._settings = settings
+        self._events = EventBook(event_log)
+        self._clock = clock
+        self._pins = SourcePins(settings.pinned_source_blocks_max)
+        self._requests: dict[str, RequestState] = {}
+        self._jobs = JobBook(world_size)
+        self._next = StepJobs()
+        self._lookups = Lookups(
+            resolver, tier, self.tally, deadline_s=settings.lookup_deadline_s, clock=clock
+        )
+        self._changes: list[tuple[bool, bytes]] = []
+        """The tier's changes since events were taken."""
+        self._frees_awaited_since: float | None = None
+        """When the engine was first told to wait for a store; None: one has ended since."""
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        """The engine's pool, whose ref counts keep the sources of stores."""
+        self._pins.bind(pool)
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """Follow a request from now on."""
+        self._requests[request.request_id] = RequestState(request)
+
+    def get_num_new_matched_tokens(
+        self, request: EngineRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that could be loaded beyond the local ones; None: ask again in the next step.
+
+        Changes nothing but what it remembers, so it may be called any number of times.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or state.must_compute or request.skip_reading_prefix_cache:
+            return 0, False
+        state.num_local_tokens = num_computed_tokens
+        hit = self._lookups.hit(request, num_computed_tokens)
+        if hit is None:
+            return None, False
+        external = hit - num_computed_tokens
+        if external < self._settings.load_min_tokens:
+            return 0, False
+        return external, True
+
+    def update_state_after_alloc(self, request: EngineRequest, blocks: Any, num_external_tokens: int) -> None:
+        """The request was admitted; with external tokens, its blocks are filled before it runs."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        self._lookups.forget(request.request_id)
+        if num_external_tokens == 0:
+            if request.num_computed_tokens == 0:  # not after a load, which was counted when it began
+                self.tally.add("lookups/computed")
+            state.must_compute = False
+            return
+        self.tally.add("lookups/loaded")
+        self.tally.add("hit_tokens", num_external_tokens)
+        self._begin_load(state, blocks.get_block_ids(), num_external_tokens)
+
+    def request_finished_all_groups(
+        self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The engine may free the blocks at once: those that stores read are pinned by ref count."""
+        del block_ids
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self.tally.add("blocks_refused", state.refused_blocks)
+            self._lookups.forget(request.request_id)
+            self._tier.forget_request(request.request_id)
+        return False, None
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
+        """The loads of requests admitted in this step, and the stores of blocks it fills."""
+        step, self._next = self._next, StepJobs()
+        block_state = scheduler_output.kv_connector_block_state
+        offers: dict[str, list[tuple[int, int, int]]] = {}
+        if block_state is not None:
+            offers = block_state.boundary_state_offloads
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in [*scheduled, *(i for i in offers if i not in scheduled)]:
+            state = self._requests.get(request_id)
+            if state is None or block_state is None:
+                continue
+            blocks = self._due_blocks(state, scheduled.get(request_id, 0), block_state)
+            states = plan_states(
+                self._resolver, state.request, offers.get(request_id, ()), self._storable_tokens(state)
+            )
+            if (blocks or states) and (job := self._begin_store(state, blocks, states)) is not None:
+                step.stores.append(job)
+        self._note_changes()
+        return step
+
+    def update_connector_output(self, results: StepResults) -> None:
+        """Take the ranks' answers; whatever every rank has answered ends here."""
+        for job in self._jobs.take(results):
+            if job.direction is Direction.STORE:
+                self._end_store(job)
+            else:
+                self._end_load(job)
+        self._note_changes()
+
+    def take_events(self) -> list[Any]:
+        """KV events of what became loadable, or ceased to be, since the last call."""
+        self._note_changes()
+        changes, self._changes = TierChanges(tuple(self._changes)), []
+        return self._events.take(changes)
+
+    def has_pending_push_work(self) -> bool:
+        """The engine must keep stepping: answers arrive only with steps."""
+        return bool(self._jobs) or bool(self._next.loads) or self._tier.busy()
+
+    def has_pending_block_frees(self) -> bool:
+        """Waiting gives the engine blocks that it would otherwise preempt a request for, and soon."""
+        if not self._pins.frees_on_completion():
+            return False
+        if self._frees_awaited_since is None:
+            self._frees_awaited_since = self._clock()
+        return self._clock() - self._frees_awaited_since < BLOCK_FREES_WAIT_S
+
+    def reset_cache(self) -> bool:
+        """Drop everything held and what is on its way to be. False: transfers are under way; ask again."""
+        self._jobs.spoil_all()
+        gone = self._tier.reset()
+        self._note_changes()
+        return gone and not self._jobs
+
+    def counts(self) -> dict[str, int]:
+        """What is held at this moment, for tests and metrics."""
+        pinned = self._pins.count
+        return {"requests": len(self._requests), "jobs": len(self._jobs), "pinned_blocks": pinned}
+
+    def _note_changes(self) -> None:
+        """Take the tier's changes at once, or a request could be offered what was just given up."""
+        changes = self._tier.take_changes().changes
+        if not changes:
+            return
+        self._changes += changes
+        removed = frozenset(key for stored, key in changes if not stored)
+        self.tally.add("blocks_removed", sum(not stored for stored, _ in changes))
+        self.tally.add("blocks_stored", sum(stored for stored, _ in changes))
+        self._lookups.removed(removed)
+
+    # -- loads -------------------------------------------------------------------------------------------
+
+    def _begin_load(self, state: RequestState, table: Sequence[Sequence[int]], num_external: int) -> None:
+        request, local = state.request, state.num_local_tokens
+        blocks = plan_load(self._resolver, request, table, local, local + num_external)
+        slots = self._tier.begin_load([block.key for block in blocks]) if blocks else None
+        if blocks is None or slots is None:
+            # The engine waits for this load already. A job without blocks is one that every rank fails.
+            log.warning("request %s: what was found for it can no longer be loaded", request.request_id)
+            blocks, slots = [], []
+        job_id = self._jobs.open(Direction.LOAD, request.request_id, blocks)
+        self._next.loads.append(make_job(job_id, Direction.LOAD, blocks, slots))
+        self._next.load_requests[job_id] = request.request_id
+
+    # -- stores ------------------------------------------------------------------------------------------
+
+    def _storable_tokens(self, state: RequestState) -> int:
+        request = state.request
+        if self._settings.store_generated:
+            return request.num_tokens
+        return request.num_prompt_tokens
+
+    def _due_blocks(self, state: RequestState, num_scheduled: int, block_state: Any) -> list[PlannedBlock]:
+        """Blocks of this request that are full and hashed once this step has run, and not tried before."""
+        request, unit = state.request, self._resolver.hash_block_tokens
+        if request.num_computed_tokens < state.next_token:  # preempted, or a load of it failed
+            self.tally.add("blocks_refused", state.refused_blocks)
+            state.next_token = state.refused_blocks = 0
+        computed = min(
+            request.num_computed_tokens + num_scheduled,
+            len(request.block_hashes) * unit,
+            self._storable_tokens(state),
+        )
+        if not num_scheduled or computed < state.next_token // unit * unit + unit:
+            return []
+        if state.refused_blocks and self._pins.room < 1:
+            return []
+        table = block_state.get_block_ids(request.request_id)
+        if table is None:
+            return []
+        blocks = plan_store(self._resolver, state, table, computed)
+        state.next_token, state.refused_blocks = computed, 0
+        return blocks
+
+    def _begin_store(
+        self, state: RequestState, blocks: list[PlannedBlock], states: list[PlannedBlock]
+    ) -> TransferJob | None:
+        """Reserve rows for the blocks that are new to the tier and pin them, up to the cap."""
+        if not self._pins.bound:
+            raise RuntimeError("stores need the engine's block pool: bind_gpu_block_pool was never called")
+        chosen: list[PlannedBlock] = []
+        slots: list[int] = []
+        # States first: they are offered once, blocks are tried again.
+        refused_states = self._reserve(state, states, chosen, slots)
+        refused = self._reserve(state, blocks, chosen, slots)
+        self.tally.add("blocks_refused", len(refused_states))
+        if refused:
+            state.refused_blocks = len(refused)
+            state.next_token = min(block.start_token for block in refused)
+        if not chosen:
+            return None
+        self._events.begun(state.request, chosen)
+        self._pins.pin([block.block_id for block in chosen])
+        job_id = self._jobs.open(Direction.STORE, state.request.request_id, chosen)
+        return make_job(job_id, Direction.STORE, chosen, slots)
+
+    def _reserve(
+        self,
+        state: RequestState,
+        blocks: list[PlannedBlock],
+        chosen: list[PlannedBlock],
+        slots: list[int],
+    ) -> list[PlannedBlock]:
+        """Extend ``chosen`` and ``slots`` by what the tier takes; returns the blocks the cap left out."""
+        at = 0
+        while at < len(blocks) and (room := self._pins.room - len(chosen)) > 0:
+            part = {block.key: block for block in blocks[at : at + room]}
+            at += room
+            for key, slot in self._tier.begin_store(list(part), state.request.block_hashes):
+                chosen.append(part[key])
+                slots.append(slot)
+        return blocks[at:]
+
+    # -- the end of jobs ---------------------------------------------------------------------------------
+
+    def _end_store(self, job: Job) -> None:
+        for block in job.blocks:
+            good = job.good(block)
+            self._events.ended(block.key, ok=good)
+            self._tier.end_store(block.key, ok=good)
+            self.tally.add("blocks_bad/store", not good)
+        self._pins.unpin([block.block_id for block in job.blocks])
+        self._frees_awaited_since = None
+
+    def _end_load(self, job: Job) -> None:
+        for block in job.blocks:
+            good = job.good(block)
+            self._tier.end_load(block.key, ok=good)
+            self.tally.add("blocks_bad/load", not good)
+        if job.failed and (state := self._requests.get(job.request_id)) is not None:
+            state.must_compute = True

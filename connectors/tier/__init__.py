@@ -1,0 +1,1 @@
+"""What is held outside the GPU, and what gives way."""

@@ -1,0 +1,1 @@
+"""Which block gives way when a tier is full."""

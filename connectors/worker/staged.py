@@ -1,0 +1,247 @@
+"""A transfer engine that goes on to a shared store: device <-> staging row <-> store.
+
+A job is cut into chunks, and each takes free staging rows when there are some: a store copies blocks into its
+rows and hands them to the store's threads, a load has them fetched and copies what arrived, checked, to the
+device. The copies are another ``TransferEngine``'s, asked only from the thread that calls this one, so that
+its order with the device's work holds. What always holds: nothing that did not pass its frame's check is
+copied to the device; a job ends by its deadline (a copy under way is waited for), once, and its blocks are
+not written to afterwards; rows are reused only when nobody touches them any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from connectors.layout.blocks import CacheView
+from connectors.store.base import BlockStore, Deadline
+from connectors.store.frame import FRAME_BYTES
+from connectors.store.namespace import Namespace
+from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
+from connectors.worker.staged_jobs import Chunk, Job, StagedView, StagingSettings, staging_row_bytes
+from connectors.worker.store_threads import Errand, StagedValue, StoreErrands
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 8 << 20
+_GRACE_S = 0.5
+"""How long after a deadline the store may say itself what went wrong."""
+_CLOSE_S = 10.0
+_NAP_S = 0.005
+
+
+class RowPool(Protocol):
+    """The staging rows."""
+
+    def row(self, slot: int) -> memoryview: ...
+
+    def close(self) -> None: ...
+
+
+class StagedTransfers:
+    """``connectors.transfer.base.TransferEngine`` to a store. Every method is called from one thread.
+
+    ``copies``: moves rows of ``pool``; this object closes ``copies``, ``pool`` and ``store``. ``rank``: whose
+    blocks these are. Slots of jobs are tickets of the namespace (``connectors.tier.store``).
+    """
+
+    def __init__(
+        self,
+        view: CacheView,
+        copies: TransferEngine,
+        pool: RowPool,
+        store: BlockStore,
+        namespace: Namespace,
+        rank: int,
+        settings: StagingSettings,
+    ) -> None:
+        if settings.rows < 1 or settings.threads < 1:
+            raise ValueError(f"{settings}: at least one row and one thread are needed")
+        self._view = StagedView(view, namespace, rank)
+        self._copies = copies
+        self._pool = pool
+        self._store = store
+        self._settings = settings
+        # Two chunks per direction and thread at least, so that copies and calls overlap.
+        most = max(1, settings.rows // (2 * settings.threads))
+        self._chunk_blocks = min(most, max(1, _CHUNK_BYTES // staging_row_bytes(view.row_bytes)))
+        self._errands = StoreErrands(store, settings.threads)
+        self._free = list(range(settings.rows))
+        self._jobs: dict[int, Job] = {}
+        self._queues: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        """Jobs with chunks that wait for rows: loads, then stores."""
+        self._copying: dict[int, Chunk] = {}
+        self._visiting: dict[int, tuple[Errand, Chunk]] = {}
+        """Chunks that are with the store, by the identity of their errand."""
+        self._copy_ids = itertools.count(1)
+        self._results: list[TransferResult] = []
+        self._closed = False
+
+    # -- the transfer engine's interface -----------------------------------------------------------------
+
+    def submit(self, job: TransferJob) -> None:
+        if job.job_id in self._jobs:
+            log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
+            return
+        try:
+            if self._closed:
+                raise ValueError("the transfer engine is closed")
+            epoch = self._view.check(job)
+        except ValueError as error:
+            self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, str(error)))
+            return
+        taken = Job.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction))
+        self._jobs[job.job_id] = taken
+        self._queues[0 if job.direction is Direction.LOAD else 1].append(taken)
+        self._advance()
+
+    def poll(self) -> list[TransferResult]:
+        self._advance()
+        results, self._results = self._results, []
+        return results
+
+    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
+        deadline = Deadline(timeout_s)
+        while True:
+            self._advance()
+            if not any(job_id in self._jobs for job_id in job_ids):
+                return True
+            if deadline.passed():
+                return False
+            nap_s = min(_NAP_S, deadline.left_s())
+            if self._copying:
+                self._copies.wait(list(self._copying), nap_s)
+            else:
+                self._errands.wait_done(nap_s)
+
+    def close(self) -> None:
+        """Finish what was taken, but not longer than ten seconds for a store that hangs."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.wait(list(self._jobs), _CLOSE_S):
+            for job in list(self._jobs.values()):
+                self._abandon(job, "the store did not answer before the engine was closed")
+        idle = self._errands.close(timeout_s=1.0)
+        self._copies.close()
+        self._advance()
+        self._store.close()
+        if idle:
+            self._pool.close()
+
+    def counters(self) -> dict[str, int]:
+        """What went otherwise than hoped with the store, by reason; grows only."""
+        return self._store.counters() | self._errands.counters.snapshot()
+
+    # -- moving on ---------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        for result in self._copies.poll():
+            chunk = self._copying.pop(result.job_id)
+            if chunk.job.direction is Direction.STORE and result.ok and not chunk.abandoned:
+                self._visit_store(chunk)
+            else:
+                self._end_chunk(chunk, result.ok, result.error)
+        for errand in self._errands.take_done():
+            _, chunk = self._visiting.pop(id(errand))
+            if chunk.job.direction is Direction.LOAD and not errand.failed and not chunk.abandoned:
+                self._copy(chunk)
+            else:
+                self._end_chunk(chunk, not errand.failed, errand.error, errand.failed)
+        for job in list(self._jobs.values()):
+            limit_s = self._settings.limit_s(job.direction)
+            if not job.overdue and time.monotonic() - job.started > limit_s + _GRACE_S:
+                self._abandon(job, f"no end after {limit_s:g} s")
+        for queued in self._queues:
+            while queued and self._start(queued[0]):
+                queued.popleft()
+        for job in list(self._jobs.values()):
+            if not job.waiting and not job.running:
+                del self._jobs[job.job_id]
+                self._results.append(job.result())
+
+    def _start(self, job: Job) -> bool:
+        """Begin as many chunks as there are rows for. True: none of them waits any more."""
+        if job.failed and job.direction is Direction.LOAD:
+            job.waiting.clear()
+        # Stores leave half of the rows to loads: requests wait for those.
+        spared = 0 if job.direction is Direction.LOAD else self._settings.rows // 2
+        while job.waiting:
+            if len(job.waiting[0]) > len(self._free) - spared:
+                return False
+            blocks = job.waiting.popleft()
+            chunk = Chunk(job, blocks, [self._free.pop() for _ in blocks])
+            job.running += 1
+            if job.direction is Direction.STORE:
+                self._copy(chunk)
+            else:
+                self._visit_store(chunk)
+        return True
+
+    def _copy(self, chunk: Chunk) -> None:
+        by_group: dict[int, tuple[list[int], list[int]]] = {}
+        for block, row in zip(chunk.blocks, chunk.rows, strict=True):
+            ids, rows = by_group.setdefault(block.group_idx, ([], []))
+            ids.append(block.block_id)
+            rows.append(row)
+        copy_id = next(self._copy_ids)
+        self._copying[copy_id] = chunk
+        self._copies.submit(
+            TransferJob(
+                copy_id,
+                chunk.job.direction,
+                tuple(
+                    GroupMoves(group, np.array(ids, np.int64), np.array(rows, np.int64))
+                    for group, (ids, rows) in by_group.items()
+                ),
+            )
+        )
+
+    def _visit_store(self, chunk: Chunk) -> None:
+        prefix, seal = self._view.digests(chunk.job.epoch)
+        values = [
+            StagedValue(
+                block.key, prefix + block.key, self._pool.row(row)[: self._view.value_bytes[block.group_idx]]
+            )
+            for block, row in zip(chunk.blocks, chunk.rows, strict=True)
+        ]
+        errand = Errand(chunk.job.direction, values, seal, chunk.job.deadline)
+        self._visiting[id(errand)] = errand, chunk
+        self._errands.begin(errand)
+
+    # -- endings -----------------------------------------------------------------------------------------
+
+    def _end_chunk(self, chunk: Chunk, ok: bool, error: str, failed: set[bytes] | None = None) -> None:
+        self._free += chunk.rows
+        if chunk.abandoned:
+            return
+        job = chunk.job
+        job.running -= 1
+        blamed = failed if failed or ok else {block.key for block in chunk.blocks}
+        job.failed |= blamed or set()
+        job.error = job.error or error
+        for block in chunk.blocks:
+            if block.key not in (blamed or ()):
+                size = self._view.value_bytes[block.group_idx] - FRAME_BYTES
+                job.bytes_by_group[block.group_idx] = job.bytes_by_group.get(block.group_idx, 0) + size
+
+    def _abandon(self, job: Job, reason: str) -> None:
+        """Answer without what is still with the store; its rows come back when the store lets go of them."""
+        job.overdue = True
+        for blocks in job.waiting:
+            job.failed.update(block.key for block in blocks)
+        job.waiting.clear()
+        for _, chunk in self._visiting.values():
+            if chunk.job is job and not chunk.abandoned:
+                chunk.abandoned = True
+                job.running -= 1
+                job.failed.update(block.key for block in chunk.blocks)
+        if job.failed:
+            job.error = job.error or reason
+            self._errands.counters.add(f"{job.direction.value}_overdue")

@@ -1,0 +1,128 @@
+"""What an administrator may do to the fleet, without HTTP: list, add, remove, drain, undrain.
+
+Each change takes effect at once and says what became of it. Raises ``ApiError`` for what makes no sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from router.books import Books
+from router.fleet.desired import FleetFullError, Roster
+from router.fleet.identity import Engine
+from router.fleet.sources.base import SourceStats
+from router.fleet.sources.engine_list import check_address
+from router.fleet.status import EngineStatus, Fleet
+from router.openai.errors import ApiError, bad_request
+
+
+class FleetDesk:
+    """``apply`` makes the fleet what the roster says."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        fleet: Fleet,
+        books: Books,
+        *,
+        sources: Callable[[], Mapping[str, SourceStats]],
+        feed_state: Callable[[str], str],
+        apply: Callable[[], None],
+    ) -> None:
+        self._roster = roster
+        self._fleet = fleet
+        self._books = books
+        self._sources = sources
+        self._feed_state = feed_state
+        self._apply = apply
+
+    def listing(self) -> dict[str, Any]:
+        """Every engine, every server kept out, every source."""
+        return {
+            "engines": [self._describe(status) for status in self._fleet],
+            "removed": [{"base_url": url, "by": one.by} for url, one in self._roster.removed.items()],
+            "sources": {name: msgspec.to_builtins(stats) for name, stats in self._sources().items()},
+        }
+
+    def add(self, engine: Engine) -> tuple[bool, dict[str, Any]]:
+        """An engine more, or another address of one. False where it was there just so."""
+        engine = msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
+        try:
+            check_address(engine)
+        except ValueError as error:
+            raise bad_request("invalid_engine", str(error), param="base_url") from None
+        try:
+            changed = self._roster.add(engine)
+        except FleetFullError:
+            message = "The fleet has fleet.engines_max servers; remove one, or raise the limit."
+            raise ApiError(409, "fleet_full", message, headers=((b"x-should-retry", b"false"),)) from None
+        self._apply()
+        return changed, {"engine": engine.engine_id, "sources": self._roster.sources(engine.base_url)}
+
+    def remove(self, name: str, who: str) -> dict[str, Any]:
+        """A server less; streams that run there go on. It stays out while other sources still name it."""
+        if "#" in name:
+            message = (
+                f"{name} is one rank of a server; drain it, or remove the server {name.partition('#')[0]}."
+            )
+            raise bad_request("not_a_server", message, param="engine")
+        if not self._roster.remove(name, who):
+            raise _not_found(name)
+        self._apply()
+        return {"engine": name, "kept_out": name in self._roster.removed}
+
+    def drain(self, name: str, who: str) -> dict[str, Any]:
+        """No new requests for an engine, or for all ranks of a server. Streams that run there go on."""
+        self._affected(name)
+        self._roster.drain(name, who)
+        self._apply()
+        return {"engine": name, "requests": self._requests(name)}
+
+    def undrain(self, name: str) -> dict[str, Any]:
+        """New requests again, unless something else keeps them away."""
+        self._affected(name)
+        was = self._roster.undrain(name)
+        self._apply()
+        held = next((status.held for status in self._affected(name) if status.held), "")
+        return {"engine": name, "was_drained": was, "held": held}
+
+    def _affected(self, name: str) -> list[EngineStatus]:
+        found = [s for s in self._fleet if name in {s.engine_id, s.engine.base_url}]
+        if not found:
+            raise _not_found(name)
+        return found
+
+    def _requests(self, name: str) -> int:
+        return sum(self._in_flight(status) for status in self._affected(name))
+
+    def _in_flight(self, status: EngineStatus) -> int:
+        """Requests of this router that are at the engine now."""
+        load = self._books.load.load(status.engine_id, self._books.now())
+        return max(0, load.running + load.waiting - load.foreign)
+
+    def _describe(self, status: EngineStatus) -> dict[str, Any]:
+        return {
+            "engine": status.engine_id,
+            **msgspec.to_builtins(status.engine),
+            "sources": self._roster.sources(status.engine.base_url),
+            "up": status.up,
+            "problem": status.problem,
+            "held": status.held,
+            "feed_state": self._feed_state(status.engine_id),
+            "models": [card.id for card in status.models],
+            "requests": self._in_flight(status),
+        }
+
+
+def _not_found(name: str) -> ApiError:
+    return ApiError(
+        404,
+        "engine_not_found",
+        f"Engine {name!r} not found; GET /admin/engines lists the engines.",
+        kind="not_found_error",
+        param="engine",
+        headers=((b"x-should-retry", b"false"),),
+    )

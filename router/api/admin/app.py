@@ -1,0 +1,47 @@
+"""The admin API of one router, as configured: its application, and its own port where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from router.api.admin.actions import FleetDesk
+from router.api.admin.door import Doorkeeper
+from router.api.admin.listener import make_admin_server
+from router.api.admin.routes import PREFIX, create_admin
+from router.api.admin.settings import AdminSettings
+from router.api.admin.stats import AdminStats
+from router.api.admin.tokens import TokenFile
+from router.http.side_server import SideServer
+
+
+class AdminOffice:
+    """``settings.enabled`` must be on. Raises ``AdminFileError`` for files of no use."""
+
+    def __init__(self, settings: AdminSettings, desk: FleetDesk, *, clock: Callable[[], float]) -> None:
+        self.stats = AdminStats()
+        self.server: SideServer | None = None
+        tokens = TokenFile(Path(settings.token_file)) if settings.token_file is not None else None
+        door = Doorkeeper(
+            tokens,
+            mutual=settings.client_ca_file is not None,
+            per_minute=settings.requests_per_minute,
+            clock=clock,
+        )
+        self._app: Any = create_admin(desk, door, self.stats)
+        if settings.port is not None:
+            self.server = make_admin_server(self._app, settings)
+
+    def here(self, path: str) -> bool:
+        """Whether the router's own port answers this path by ``__call__``."""
+        return self.server is None and path.startswith(PREFIX)
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """ASGI 3."""
+        await self._app(scope, receive, send)
+
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        """Its own port is open, if it has one. Raises ``OSError`` where it cannot be had."""
+        return nullcontext() if self.server is None else self.server.listening()

@@ -1,0 +1,54 @@
+"""The admin API's own port, with TLS where configured; the router's own connections serve it.
+
+Always true: with a client authority configured, no byte of a request is read from somebody without a
+certificate of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from router.api.admin.door import PEER
+from router.api.admin.settings import AdminSettings
+from router.api.admin.tokens import AdminFileError
+from router.http.server_config import ListenConfig
+from router.http.server_connection import ClientConnection
+from router.http.side_server import SIDE_LISTEN, SideServer
+
+
+class _Connection(ClientConnection):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        certificate = transport.get_extra_info("peercert")
+        if certificate:
+            self._scope[PEER] = common_name(certificate)
+
+
+def make_admin_server(app: Any, settings: AdminSettings) -> SideServer:
+    """The server of the separate port. Raises ``AdminFileError`` for TLS files of no use."""
+    config = ListenConfig(
+        app,
+        protocol=_Connection,
+        host=settings.host,
+        port=settings.port or 0,
+        listen=SIDE_LISTEN,
+        lifespan="off",
+        ssl_certfile=settings.tls_cert_file,
+        ssl_keyfile=settings.tls_key_file,
+        ssl_ca_certs=settings.client_ca_file,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.client_ca_file else ssl.CERT_NONE,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise AdminFileError(f"admin.tls_cert_file, tls_key_file or client_ca_file: {error}") from None
+    return SideServer(config, name="admin API", key="admin.port")
+
+
+def common_name(certificate: dict[str, Any]) -> str:
+    """The common name in a checked certificate, or its whole subject."""
+    subject = [pair for part in certificate.get("subject", ()) for pair in part]
+    names = [value for key, value in subject if key == "commonName"]
+    return str(names[0] if names else subject or "certificate")[:64]

@@ -1,0 +1,289 @@
+"""The router's own endpoints: health, readiness, metrics, models, and why a request goes where it goes.
+
+Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
+have OpenAI's shape here too. There are two applications: ``create_control`` for everybody, which knows
+nothing of what clients send, and ``create_ops``, which has all of it (``router.ops`` says who gets there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from router import __version__
+from router.api.metrics import Sources, render_metrics
+from router.api.readiness import Readiness
+from router.explain import explain
+from router.fleet.status import EngineStatus, Fleet
+from router.openai.body import decode_leniently, peek
+from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.request import InboundRequest
+from router.planner import Planner
+
+CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
+CONTROL_PREFIX = "/kvatlas/"
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+def is_control(path: str) -> bool:
+    """Whether the router answers this path itself."""
+    return path in CONTROL_PATHS or path.startswith((CONTROL_PREFIX, "/v1/models/"))
+
+
+def create_control(
+    planner: Planner,
+    sources: Sources,
+    *,
+    readiness: Callable[[], Readiness],
+    refusal: Callable[[str], ApiError],
+) -> FastAPI:
+    """The application for ``is_control`` paths of the public port; ``refusal`` is for those it has not."""
+    app = _create(planner, sources, readiness)
+
+    @app.api_route("/metrics", methods=_METHODS)
+    @app.api_route(CONTROL_PREFIX + "{rest:path}", methods=_METHODS)
+    async def elsewhere(request: Request) -> Response:
+        """Answered on the ops port."""
+        raise refusal(request.scope["path"])
+
+    return app
+
+
+def create_ops(
+    planner: Planner,
+    sources: Sources,
+    *,
+    readiness: Callable[[], Readiness],
+    body_bytes_max: int,
+) -> FastAPI:
+    """The application with everything, for the ops port."""
+    app = _create(planner, sources, readiness)
+    _add_metrics(app, sources)
+    _add_insight(app, planner, sources, body_bytes_max)
+    return app
+
+
+def _create(planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> FastAPI:
+    app = FastAPI(
+        title="kvatlas",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    add_errors(app)
+    _add_health(app, planner, sources, readiness)
+    _add_models(app, sources.fleet)
+    return app
+
+
+def add_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error_answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        """What the framework refuses by itself: an unknown path, a method that a path does not have."""
+        if error.status_code == 405:
+            message = f"{request.url.path} does not support {request.method}."
+            allow = ((b"allow", (error.headers or {}).get("Allow", "GET").encode()),)
+            return error_answer(ApiError(405, "method_not_allowed", message, headers=allow))
+        message = f"Unknown path {request.url.path}."
+        return error_answer(ApiError(error.status_code, "path_not_found", message, kind="not_found_error"))
+
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:
+        """A fault of ours; the server logs it."""
+        return error_answer(
+            ApiError(
+                500,
+                "internal_error",
+                "Internal error in the router; its log has the details.",
+                kind="server_error",
+            )
+        )
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        """Nobody is there to be answered."""
+        return Response(status_code=400)
+
+
+def error_answer(error: ApiError) -> Response:
+    """An error in OpenAI's shape."""
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return Response(error.body(), error.status, headers, media_type="application/json")
+
+
+def _get(app: FastAPI, path: str) -> Callable[[Any], Any]:
+    """A route for GET, and for HEAD as probes send it."""
+    return app.api_route(path, methods=["GET", "HEAD"])
+
+
+def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> None:
+    @_get(app, "/health")
+    async def health() -> dict[str, str]:
+        """The process lives."""
+        return {"status": "ok"}
+
+    @_get(app, "/ready")
+    async def ready() -> JSONResponse:
+        """200 once at least one engine answers and its feed has caught up (or had its time)."""
+        state = readiness()
+        engines = {status.engine_id: _brief(planner, status) for status in sources.fleet}
+        content = {"ready": state.ready, "reason": state.reason, "engines": engines}
+        return JSONResponse(content, 200 if state.ready else 503)
+
+    @_get(app, "/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+def _add_metrics(app: FastAPI, sources: Sources) -> None:
+    @_get(app, "/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format. Made in the loop's thread: the numbers are its objects."""
+        return Response(render_metrics(sources), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_models(app: FastAPI, fleet: Fleet) -> None:
+    @_get(app, "/v1/models")
+    async def models() -> Response:
+        """Models of all engines that are up."""
+        cards = [msgspec.to_builtins(card) for card in fleet.model_cards()]
+        return json_answer({"object": "list", "data": cards})
+
+    @_get(app, "/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        """One model's card."""
+        card = next((card for card in fleet.model_cards() if card.id == model), None)
+        if card is None:
+            raise ApiError(
+                404, "model_not_found", f"The model {model!r} is not served here.", kind="not_found_error"
+            )
+        return json_answer(msgspec.to_builtins(card))
+
+
+def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
+    @_get(app, "/kvatlas/engines")
+    async def engines() -> Response:
+        """Every engine as the router sees it."""
+        return json_answer([_full(planner, sources, status) for status in sources.fleet])
+
+    @_get(app, "/kvatlas/sources")
+    async def fleet_sources() -> Response:
+        """Where engines come from, and how well that works."""
+        known = {} if sources.origins is None else sources.origins.stats
+        return json_answer({name: msgspec.to_builtins(stats) for name, stats in known.items()})
+
+    @_get(app, "/kvatlas/receipts")
+    async def receipts() -> Response:
+        """The latest receipts, oldest first."""
+        return json_answer(
+            [
+                {**msgspec.to_builtins(r), "hit_by_medium": r.by_medium, "outcome": r.outcome}
+                for r in sources.books.receipts.latest
+            ]
+        )
+
+    @_get(app, "/kvatlas/access_log")
+    async def access_log() -> Response:
+        """Lengths and keyed prefix hashes of the latest requests, for `kvatlas advise --router`."""
+        log = sources.books.access
+        if log is None:
+            raise ApiError(
+                404,
+                "access_log_off",
+                "The access log is off; set access_log.path.",
+                kind="not_found_error",
+            )
+        return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
+
+    @app.post("/kvatlas/explain")
+    async def explain_request(request: Request) -> Response:
+        """What would happen to this completion request, and why; nothing is forwarded."""
+        body = await read_body(request, body_bytes_max)
+        peeked = peek(body)
+        raw = _fields(body)
+        if "messages" not in raw and "prompt" not in raw:
+            raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
+        path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
+        headers = list(request.scope["headers"])
+        inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
+        return json_answer(explain(await planner.explain(inbound), planner.feed_state))
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """A request's body. Raises ``ApiError`` for one over the limit."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            error = body_too_large(limit_bytes)
+            error.headers = (*error.headers, (b"connection", b"close"))  # the rest is not read
+            raise error
+    return body
+
+
+def _fields(body: bytes) -> set[str]:
+    """Names of the body's fields; as lenient as ``peek``."""
+    try:
+        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return set(decode_leniently(body, error))
+
+
+def json_answer(content: Any, status: int = 200) -> Response:
+    """``content`` as JSON."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _brief(planner: Planner, status: EngineStatus) -> dict[str, Any]:
+    return {
+        "up": status.up,
+        "problem": status.problem,
+        "held": status.held,
+        "feed": planner.feed_state(status.engine_id),
+    }
+
+
+def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str, Any]:
+    feed = sources.feeds.get(status.engine_id)
+    engine = sources.scopes.engine(status.engine_id)
+    load = sources.books.load.load(status.engine_id, sources.books.now())
+    receipts = sources.books.receipts.engines.get(status.engine_id)
+    return {
+        "engine": status.engine_id,
+        "up": status.up,
+        "problem": status.problem,
+        "held": status.held,
+        "models": [card.id for card in status.models],
+        "available": sources.board.available(status.engine_id),
+        "publishes_events": status.publishes_events,
+        "kv_usage": status.kv_usage,
+        "feed": None if feed is None else msgspec.to_builtins(feed),
+        "feed_state": planner.feed_state(status.engine_id),
+        "followed_by": None if sources.shared is None else sources.shared.follower(status.engine_id),
+        "mode": "shadow"
+        if status.engine_id in sources.books.shadows
+        else None
+        if engine is None
+        else engine.detection,
+        "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
+        "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
+        "shared_stores": [] if engine is None else sorted(engine.stores),
+        "rejected_events": {} if engine is None else dict(engine.rejected),
+        "load": msgspec.to_builtins(load),
+        "receipts": {} if receipts is None else receipts.outcomes,
+        "drifting": receipts is not None and receipts.drifting,
+    }

@@ -1,0 +1,305 @@
+"""The Prometheus page: every counter of every part, read when scraped.
+
+Parts keep plain numbers in small structs and know nothing of Prometheus; ``RouterCollector`` turns them into
+metric families. Names are ``kvatlas_<part>_<what>``, units at the end; labels are engine ids, models and
+fixed words only, so the number of series is bounded by the fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from router.api.admin.stats import AdminStats
+from router.books import Books
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.sources.runner import FleetSources
+from router.fleet.status import Fleet
+from router.index.models import Scopes
+from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from router.prompts.stats import PromptStats
+from router.proxy.breaker import BreakerBoard
+from router.proxy.stats import ListenStats, ProxyStats
+from router.replication.service import SharedIndex
+
+_GAUGES = frozenset(
+    {
+        "feed_held_batches",
+        "feed_known_batches",
+        "feed_waiting_batches",
+        "feed_lag_s",
+        "feed_last_batch_monotonic",
+        "feed_last_seq",
+        "feed_missing_batches",
+        "flight_others",
+        "inflight_blocks",
+        "lease_held",
+        "lease_replicas",
+        "lease_wanted",
+        "inflight_prompts",
+        "prompts_prefix_bytes",
+        "prompts_segment_bytes",
+        "proxy_requests_active",
+        "source_engines",
+        "source_failing",
+        "source_synced",
+    }
+)
+"""Numbers of the stats structs that may fall; every other one is a counter."""
+_NOT_NUMBERS = frozenset({"state", "reason"})
+
+
+class Sources(msgspec.Struct):
+    """Where the numbers are; all of them live objects."""
+
+    fleet: Fleet
+    feeds: Mapping[str, FeedStats]
+    scopes: Scopes
+    books: Books
+    board: BreakerBoard
+    proxy: ProxyStats
+    prompts: PromptStats
+    listen: Callable[[], ListenStats | None]
+    shared: SharedIndex | None = None
+    origins: FleetSources | None = None
+    """Where engines come from."""
+    admin: AdminStats | None = None
+
+
+class RouterCollector:
+    """A ``prometheus_client`` collector over ``Sources``."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in a fixed order."""
+        s = self._sources
+        yield from self._engines()
+        yield from _by_engine("feed", s.feeds)
+        yield from self._residency()
+        yield from self._removals()
+        yield from self._receipts()
+        yield from self._load()
+        yield from _numbers("proxy", s.proxy)
+        listen = s.listen()
+        if listen is not None:
+            yield from _numbers("listen", listen)
+        yield from _numbers("prompts", s.prompts)
+        yield from _numbers("inflight", s.books.inflight.stats)
+        yield from _numbers("affinity", s.books.affinity.stats)
+        yield from _numbers("shadow", s.books.shadows.stats)
+        if s.books.access is not None:
+            yield from _numbers("access_log", s.books.access.stats)
+        if s.shared is not None:
+            yield from _numbers("lease", s.shared.keeper.stats)
+            yield from _numbers("look", s.shared.sight.stats)
+            yield from _numbers("flight", s.shared.inflight.flights)
+            yield from _by_label("model", "mirror", s.shared.mirror_stats())
+        if s.origins is not None:
+            yield from _by_label("source", "source", s.origins.stats)
+        if s.admin is not None:
+            yield from _numbers("admin", s.admin)
+
+    def _engines(self) -> Iterator[Metric]:
+        s = self._sources
+        up = GaugeMetricFamily("kvatlas_engine_up", "1 if the engine answers", labels=["engine"])
+        held = GaugeMetricFamily(
+            "kvatlas_engine_held",
+            "1 if it gets no new requests (drained, not ready, leaving)",
+            labels=["engine"],
+        )
+        opened = GaugeMetricFamily(
+            "kvatlas_engine_breaker_open", "1 if its breaker is open", labels=["engine"]
+        )
+        usage = GaugeMetricFamily(
+            "kvatlas_engine_kv_usage_ratio", "KV blocks in use, by the engine", labels=["engine"]
+        )
+        states = GaugeMetricFamily("kvatlas_feed_state", "1 for the feed's state", labels=["engine", "state"])
+        open_engines = set(s.board.open_engines())
+        for status in s.fleet:
+            up.add_metric([status.engine_id], float(status.up))
+            held.add_metric([status.engine_id], float(bool(status.held)))
+            opened.add_metric([status.engine_id], float(status.engine_id in open_engines))
+            if status.kv_usage is not None:
+                usage.add_metric([status.engine_id], status.kv_usage)
+            stats = s.feeds.get(status.engine_id)
+            for state in FeedState if stats is not None else ():
+                states.add_metric(
+                    [status.engine_id, str(state)], float(stats is not None and stats.state == state)
+                )
+        yield from (up, held, opened, usage, states)
+
+    def _residency(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("kvatlas_index_blocks", "Distinct block hashes held", labels=["model"])
+        held = GaugeMetricFamily(
+            "kvatlas_index_residencies", "(engine, plane, block) triples", labels=["model"]
+        )
+        extra = GaugeMetricFamily("kvatlas_index_extra_copies", "Copies beyond the first", labels=["model"])
+        rows = GaugeMetricFamily("kvatlas_index_patterns", "Distinct residency rows", labels=["model"])
+        unknown = CounterMetricFamily(
+            "kvatlas_index_unknown_removals", "Removals of absent blocks", labels=["model"]
+        )
+        rejected = CounterMetricFamily(
+            "kvatlas_index_rejected_events",
+            "Events that made no sense, by reason",
+            labels=["engine", "reason"],
+        )
+        mode = GaugeMetricFamily("kvatlas_index_mode", "1 for how hashes are had", labels=["engine", "mode"])
+        for model, scope in self._sources.scopes.models().items():
+            stats = scope.stats()
+            blocks.add_metric([model], stats.blocks)
+            held.add_metric([model], stats.residencies)
+            extra.add_metric([model], stats.extra_copies)
+            rows.add_metric([model], stats.patterns)
+            unknown.add_metric([model], stats.unknown_removals)
+        for status in self._sources.fleet:
+            engine = self._sources.scopes.engine(status.engine_id)
+            if engine is not None:
+                mode.add_metric([status.engine_id, str(engine.detection)], 1.0)
+                for reason, count in engine.rejected.items():
+                    rejected.add_metric([status.engine_id, reason], count)
+        yield from (blocks, held, extra, rows, unknown, rejected, mode)
+
+    def _removals(self) -> Iterator[Metric]:
+        """How each publisher's removals are read (``router.index.learn.removals``), and by what evidence."""
+        read = GaugeMetricFamily(
+            "kvatlas_index_removals", "1 for how removals are read", labels=["engine", "semantics"]
+        )
+        evidence = CounterMetricFamily(
+            "kvatlas_index_removal_evidence",
+            "Evidence for it since the engine's start: removed_again (blocks), told_counts (events), "
+            "phantoms (audits that found more copies than blocks)",
+            labels=["engine", "evidence"],
+        )
+        again = GaugeMetricFamily(
+            "kvatlas_index_re_reports_suspected",
+            "1 if stored events seem to repeat what was told before",
+            labels=["engine"],
+        )
+        for status in self._sources.fleet:
+            engine = self._sources.scopes.engine(status.engine_id)
+            if engine is not None:
+                removals = engine.removals
+                read.add_metric([status.engine_id, str(removals.semantics)], 1.0)
+                for name in ("removed_again", "told_counts", "phantoms"):
+                    evidence.add_metric([status.engine_id, name], float(getattr(removals, name)))
+                again.add_metric([status.engine_id], float(removals.re_reports_suspected))
+        yield from (read, evidence, again)
+
+    def _receipts(self) -> Iterator[Metric]:
+        outcomes = CounterMetricFamily(
+            "kvatlas_receipts", "Receipts by outcome", labels=["engine", "outcome"]
+        )
+        predicted = CounterMetricFamily(
+            "kvatlas_predicted_hit_tokens", "Predicted, where reported", labels=["engine"]
+        )
+        by_medium = CounterMetricFamily(
+            "kvatlas_predicted_hit_medium_tokens",
+            "Predicted, where reported, by where they lie",
+            labels=["engine", "medium"],
+        )
+        farthest = CounterMetricFamily(
+            "kvatlas_predictions_compared",
+            "Compared receipts by the farthest medium that the prediction rests on, and outcome",
+            labels=["engine", "medium", "outcome"],
+        )
+        actual = CounterMetricFamily(
+            "kvatlas_reported_hit_tokens", "Reported by the engine", labels=["engine"]
+        )
+        lengths = CounterMetricFamily(
+            "kvatlas_prompt_mismatches",
+            "Prompts whose token count the engine reports differently: tokenizer or template differ",
+            labels=["engine"],
+        )
+        drifting = GaugeMetricFamily("kvatlas_prediction_drifting", "1 if too often wrong", labels=["engine"])
+        errors = HistogramMetricFamily(
+            "kvatlas_prediction_error_tokens", "Predicted minus reported hit tokens", labels=["engine"]
+        )
+        for engine_id, sums in self._sources.books.receipts.engines.items():
+            for outcome, count in sums.outcomes.items():
+                outcomes.add_metric([engine_id, outcome], count)
+            predicted.add_metric([engine_id], sums.predicted_tokens)
+            for medium, tokens in sums.predicted_by_medium.items():
+                by_medium.add_metric([engine_id, medium], tokens)
+            for (medium, outcome), count in sums.by_medium.items():
+                farthest.add_metric([engine_id, medium, outcome], count)
+            actual.add_metric([engine_id], sums.actual_tokens)
+            lengths.add_metric([engine_id], sums.prompt_mismatches)
+            drifting.add_metric([engine_id], float(sums.drifting))
+            errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+        yield from (outcomes, farthest, predicted, by_medium, actual, lengths, drifting, errors)
+
+    def _load(self) -> Iterator[Metric]:
+        load = self._sources.books.load
+        queue = GaugeMetricFamily(
+            "kvatlas_queue_ahead_seconds", "Prefill still to do there", labels=["engine"]
+        )
+        rate = GaugeMetricFamily("kvatlas_prefill_seconds_per_token", "Learned rate", labels=["engine"])
+        now = self._sources.books.now()
+        for status in self._sources.fleet:
+            queue.add_metric([status.engine_id], load.queue_ahead_s(status.engine_id, now))
+            rate.add_metric([status.engine_id], load.rates.prefill_s_per_token(status.engine_id, now))
+        yield from (queue, rate)
+        yield from _numbers("load", load.stats)
+
+
+def render_metrics(sources: Sources) -> bytes:
+    """The page in Prometheus text format."""
+    registry = CollectorRegistry()
+    registry.register(RouterCollector(sources))
+    return generate_latest(registry)
+
+
+def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
+    buckets, running = [], 0
+    for bound, count in zip((*ERROR_BUCKETS, "+Inf"), sums.errors, strict=True):
+        running += count
+        buckets.append((str(bound), float(running)))
+    return buckets
+
+
+def _numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
+    """One family per number of a stats struct; a dict becomes a ``reason`` label."""
+    for name in stats.__struct_fields__:
+        value = getattr(stats, name)
+        family = _family(part, name, ["reason"] if isinstance(value, dict) else [])
+        for label, number in value.items() if isinstance(value, dict) else [(None, value)]:
+            family.add_metric([] if label is None else [str(label)], float(number))
+        yield family
+
+
+def _by_engine(part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
+    """One family per number over several engines' stats structs of one type."""
+    return _by_label("engine", part, stats_of)
+
+
+def _by_label(label: str, part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
+    """One family per number over several stats structs of one type, each with its value of ``label``."""
+    if not stats_of:
+        return
+    for name in next(iter(stats_of.values())).__struct_fields__:
+        values = {engine: getattr(stats, name) for engine, stats in stats_of.items()}
+        if name in _NOT_NUMBERS or any(isinstance(v, str) for v in values.values()):
+            continue
+        by_reason = any(isinstance(v, dict) for v in values.values())
+        family = _family(part, name, [label, "reason"] if by_reason else [label])
+        for engine, value in values.items():
+            for labels, number in _labelled(engine, value):
+                family.add_metric(labels, number)
+        yield family
+
+
+def _labelled(engine: str, value: object) -> Iterable[tuple[list[str], float]]:
+    if isinstance(value, dict):
+        return [([engine, str(reason)], float(number)) for reason, number in value.items()]
+    return [([engine], float(value))] if isinstance(value, int | float) else []
+
+
+def _family(part: str, name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = GaugeMetricFamily if f"{part}_{name}" in _GAUGES else CounterMetricFamily
+    return kind(f"kvatlas_{part}_{name}", f"{part}: {name.replace('_', ' ')}", labels=labels)

@@ -1,0 +1,70 @@
+"""Whether traffic should come to this router: what ``/ready`` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from router.feeds.base import FeedState
+from router.fleet.status import EngineStatus, Fleet
+
+_WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
+
+
+class Readiness(msgspec.Struct):
+    """Whether traffic should come here, and if not, why."""
+
+    ready: bool
+    reason: str
+
+
+class Judge:
+    """Ready: not draining, an engine answers, every source of engines was heard and every feed has caught up.
+
+    Sources and feeds are waited for once, at the start and for at most ``warm_up_s_max``: an engine that
+    joins later is cold at first, which is no reason to take the others away from their clients.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        feed_state: Callable[[str], str],
+        unheard: Callable[[], Sequence[str]],
+        index_problem: Callable[[], str],
+        clock: Callable[[], float],
+        warm_up_s_max: float,
+    ) -> None:
+        self._fleet = fleet
+        self._feed_state = feed_state
+        self._unheard = unheard
+        self._index_problem = index_problem
+        self._clock = clock
+        self._warm_up_s_max = warm_up_s_max
+        self._started_s = clock()
+        self._warmed_up = False
+
+    def judge(self, *, draining: bool) -> Readiness:
+        """The answer now."""
+        if draining:
+            return Readiness(False, "draining")
+        waited = self._clock() - self._started_s > self._warm_up_s_max
+        unheard = self._unheard()
+        up = self._fleet.ready(None)
+        if not up:
+            unheard_of = f"; not heard yet: {', '.join(unheard)}" if unheard else ""
+            return Readiness(False, f"no engine answers yet{unheard_of}")
+        if unheard and not waited and not self._warmed_up:
+            return Readiness(False, f"sources of engines not heard yet: {', '.join(unheard)}")
+        problem = self._index_problem()
+        if problem:
+            return Readiness(True, f"without the shared index: {problem}")
+        cold = [s.engine_id for s in up if not self._warm(s)]
+        self._warmed_up = self._warmed_up or waited or not cold
+        if not self._warmed_up:
+            return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
+        return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
+
+    def _warm(self, status: EngineStatus) -> bool:
+        return not status.publishes_events or self._feed_state(status.engine_id) in _WARM_STATES

@@ -1,0 +1,1 @@
+"""The router's configuration: schema, loading and checks."""

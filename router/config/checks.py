@@ -1,0 +1,179 @@
+"""What a configuration must hold to be used, beyond the types of its fields.
+
+Each rule names the key, the value and what would be right; nothing is contacted and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import msgspec
+
+from publisher.groups import GroupSpec
+from router.config.errors import ConfigError
+from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
+from router.fleet.identity import Engine
+from router.fleet.sources.engine_list import check_address
+from router.observe.access_log import AccessLogSettings
+from router.policy.shadow import ShadowFleet
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_MAY_BE_ZERO = frozenset(
+    {
+        "drain_delay_s",
+        "drain_s_max",
+        "idle_connections_max",
+        "inline_blocks_max",
+        "inline_chars_max",
+        "linger_s_max",
+        "partitions",
+        "port",
+        "replay_backoff_s",
+        "retry_after_s_max",
+        "retry_time_s_max",
+        "warm_up_s_max",
+        "worker_queue_len_max",
+    }
+)
+
+
+def _check_server(server: ServerConfig) -> None:
+    if server.log_level not in LOG_LEVELS:
+        raise ConfigError(f"server.log_level: {server.log_level!r} is none of {', '.join(LOG_LEVELS)}")
+    if server.log_format not in {"console", "json"}:
+        raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
+    if not 0 <= server.port < 1 << 16:
+        raise ConfigError(f"server.port: {server.port} is not a port number")
+
+
+def _check_ops(config: Config) -> None:
+    server = config.server
+    number = server.ops_listens_on
+    if number is None:
+        return
+    if not 0 <= number < 1 << 16:
+        raise ConfigError(f"server.ops_port: {number} is not a port number")
+    if number == server.port != 0:
+        raise ConfigError(
+            f"server.ops_port: {number} is the public port (server.port); give another one, or public to let "
+            "everybody ask there"
+        )
+    if number == config.admin.port != 0 and config.admin.enabled:
+        raise ConfigError(f"server.ops_port: {number} is admin.port; give another one")
+    if server.ops_open and server.ops_token_file is not None:
+        raise ConfigError("server.ops_open: with it nobody needs a token; leave out server.ops_token_file")
+    if not is_loopback(server.ops_host) and config.ops_tokens is None and not server.ops_open:
+        raise ConfigError(
+            f"server.ops_host = {server.ops_host!r}: everybody who reaches it could read what others send; "
+            "give server.ops_token_file, or set server.ops_open where a network policy or firewall guards it"
+        )
+
+
+def _check_access_log(settings: AccessLogSettings) -> None:
+    for name in ("path", "key_file"):
+        text = getattr(settings, name)
+        if text and not _can_be_written(Path(text)):
+            raise ConfigError(
+                f"access_log.{name} = {text!r}: expected a file in a folder that can be written"
+            )
+
+
+def _can_be_written(path: Path) -> bool:
+    """As far as can be told without writing."""
+    try:
+        if path.exists():
+            return not path.is_dir() and os.access(path, os.W_OK)
+        return path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # a folder that may not be searched, a name that cannot be one
+        return False
+
+
+def check_config(config: Config) -> None:
+    """Every rule that no single field can check. Raises ``ConfigError``."""
+    ids = [engine.engine_id for engine in config.engines]
+    for engine in config.engines:
+        check_engine(engine)
+        if ids.count(engine.engine_id) > 1:
+            raise ConfigError(f"engines: {engine.engine_id} is listed twice")
+    _check_server(config.server)
+    _check_ops(config)
+    _check_access_log(config.access_log)
+    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"):
+        _check_numbers(section, getattr(config, section))
+    for source in ("file", "dns", "kubernetes"):
+        _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
+    _check_admin(config)
+    try:
+        config.fleet.headers()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name, model in config.models.items():
+        if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
+            where = f"models.{name}.tokenizer"
+            raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
+        for key in ("kinds", "windows", "attention_chunk_sizes"):
+            if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
+                raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
+        if model.retention_interval != "dense" and model.retention_interval < 0:
+            raise ConfigError(
+                f"models.{name}.retention_interval = {model.retention_interval}: 0 or more, or dense"
+            )
+        if not 0 < model.shared_store_ttl_s < math.inf:
+            where = f"models.{name}.shared_store_ttl_s"
+            raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
+        _check_kinds(name, model)
+        _check_shadow(name, model)
+
+
+def _check_admin(config: Config) -> None:
+    admin = config.admin
+    if not admin.enabled:
+        return
+    if config.server.log_level not in {"debug", "info"}:
+        raise ConfigError(
+            "admin.enabled: changes must be logged, but server.log_level = "
+            f"{config.server.log_level} suppresses them; use info"
+        )
+    if admin.port is not None and admin.port == config.server.port != 0:
+        raise ConfigError(f"admin.port: {admin.port} is the router's own; leave it out to use that one")
+    for key in ("tls_cert_file", "tls_key_file", "client_ca_file"):
+        path = getattr(admin, key)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"admin.{key}: there is no file {path}")
+
+
+def _check_kinds(name: str, model: ModelConfig) -> None:
+    try:
+        for idx, kind in model.kinds.items():
+            GroupSpec(int(idx), kind, 16).family  # noqa: B018  # raises for a kind that nobody has described
+    except ValueError as error:
+        raise ConfigError(f"models.{name}.kinds: {error}") from None
+
+
+def _check_shadow(name: str, model: ModelConfig) -> None:
+    try:
+        ShadowFleet().add("", model.shadow_spec())
+    except ValueError as error:
+        raise ConfigError(f"models.{name}.shadow: {error}") from None
+
+
+def _check_numbers(section: str, settings: msgspec.Struct) -> None:
+    """Limits, counts and durations: finite, and above 0 unless 0 plainly says "none" or "at once"."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least_ok = value >= 0 if name in _MAY_BE_ZERO else value > 0
+        if not least_ok or not math.isfinite(value):
+            wanted = "0 or more" if name in _MAY_BE_ZERO else "more than 0"
+            raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
+
+
+def check_engine(engine: Engine) -> None:
+    """Addresses that can be used. Raises ``ConfigError``."""
+    try:
+        check_address(engine)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,225 @@
+"""The router's configuration: one frozen tree whose defaults are the only defaults.
+
+The texts below the fields are the reference that users read (docs/configuration.md).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any, Literal
+
+import msgspec
+
+from publisher.block_hash import HashScheme
+from publisher.groups import GroupSpec
+from router.api.admin.settings import AdminSettings
+from router.feeds.base import FeedSettings
+from router.fleet.identity import Engine
+from router.fleet.settings import FleetSettings
+from router.index.learn.layout import ModelFacts
+from router.observe.access_log import AccessLogSettings
+from router.policy.base import PolicySettings
+from router.policy.shadow import ShadowSpec
+from router.prompts.config import ModelPrompts, PromptSettings
+from router.proxy.settings import ListenSettings, ProxySettings
+from router.replication.settings import IndexSettings
+
+ANY_MODEL = "*"
+OPS_PORT = 9001
+"""Where ``server.ops_port`` is not set."""
+
+
+class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Size of the block pool of engines that publish no events; assumed where not set."""
+
+    num_blocks: int | None = None
+    """Blocks of the engine's KV cache, all groups together; vLLM logs it at start."""
+    block_size: int | None = None
+    """Tokens per block."""
+    sliding_window: int | None = None
+    """Adds a sliding-window group of this many tokens to the full-attention group."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model: how its prompts become tokens, and the facts about its KV cache that no event
+    carries.
+
+    Which of them a model needs: [README](../README.md#with-vllm); why: [exactness.md](exactness.md).
+    """
+
+    tokenizer: str | None = None
+    """Local directory with `tokenizer.json` (Hugging Face layout). Where not set, an engine is asked for
+    the tokens of each prompt."""
+    chat_template: str | None = None
+    """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """The engines' ``--chat-template-content-format``."""
+    default_chat_template_kwargs: dict[str, Any] = {}
+    """The engines' ``--default-chat-template-kwargs``."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``."""
+    lora_paths: dict[str, str] = {}
+    """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
+    use the path that the engine's ``/v1/models`` reports."""
+    attention_chunk_size: int | None = None
+    """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
+    attention_chunk_sizes: dict[str, int] = {}
+    """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
+    mamba_cache_mode: str | None = None
+    """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
+    eagle_groups: tuple[int, ...] = ()
+    """Numbers of the KV cache groups whose look-up drops the last block (EAGLE or MTP drafter, vLLM before
+    0.33)."""
+    partial_hash_hits: bool | None = None
+    """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
+    report_mode_full: bool = False
+    """Set if clients send ``kv_cache_report_mode=full``: repeated store events are then not counted as new
+    copies. Predictions are less exact with it; better keep clients from sending the field
+    (``proxy.kv_cache_report_mode``)."""
+    retention_interval: int | Literal["dense"] = 0
+    """The engines' ``--prefix-cache-retention-interval`` in tokens, or ``dense`` (0 is vLLM's default
+    since 0.29)."""
+    hash_seeds: tuple[str, ...] = ()
+    """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
+    seeds that are not numbers from 0 to 65535."""
+    kinds: dict[str, str] = {}
+    """Group number -> kind of attention; needed for vLLM 0.20 and 0.21, whose events do not carry it."""
+    windows: dict[str, int] = {}
+    """Group number -> sliding window in tokens; needed for vLLM 0.20 and 0.21, whose events do not carry
+    it."""
+    shared_stores: tuple[str, ...] = ()
+    """Stores that every engine of the model loads from, named by the ``ownership`` field of KV events. An
+    engine that writes to a store is known to load from it without this."""
+    shared_store_ttl_s: float = 1800.0
+    """How long a block that was reported as written to a shared store is counted on (stores do not report
+    evictions). A block may be dropped after half of this time. Set it to the age at which the store
+    evicts."""
+    first_connector_loads: bool = False
+    """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
+    anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
+    shadow: ShadowConfig = ShadowConfig()
+    """Block pool assumed for engines that publish no events."""
+
+    def facts(self) -> ModelFacts:
+        """The part the index needs."""
+        return ModelFacts(
+            attention_chunk_size=self.attention_chunk_size,
+            attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
+            mamba_cache_mode=self.mamba_cache_mode,
+            eagle_groups=self.eagle_groups,
+            partial_hash_hits=self.partial_hash_hits,
+            report_mode_full=self.report_mode_full,
+            hash_seeds=self.hash_seeds,
+            lora_paths=self.lora_paths,
+            kinds={int(idx): kind for idx, kind in self.kinds.items()},
+            windows={int(idx): window for idx, window in self.windows.items()},
+            shared_stores=self.shared_stores,
+            shared_store_ttl_s=self.shared_store_ttl_s,
+            first_connector_loads=self.first_connector_loads,
+        )
+
+    def prompts(self) -> ModelPrompts:
+        """The part the prompt reader needs."""
+        return ModelPrompts(
+            tokenizer_dir=self.tokenizer,
+            chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
+            default_chat_template_kwargs=self.default_chat_template_kwargs,
+            exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
+            lora_paths=self.lora_paths,
+        )
+
+    def retention(self) -> int | None:
+        """The retention interval in tokens; None for dense."""
+        return None if self.retention_interval == "dense" else self.retention_interval
+
+    def shadow_spec(self) -> ShadowSpec:
+        """The pool assumed for engines of this model that publish no events. Raises ``ValueError``."""
+        given = self.shadow
+        size = 16 if given.block_size is None else given.block_size
+        groups = [GroupSpec(0, "full_attention", size)]
+        if given.sliding_window is not None:
+            groups.append(GroupSpec(1, "sliding_window", size, sliding_window=given.sliding_window))
+        return ShadowSpec(
+            groups=tuple(groups),
+            num_blocks=ShadowSpec().num_blocks if given.num_blocks is None else given.num_blocks,
+            scheme=HashScheme(hash_block_size=size),
+            retention_interval=self.retention() if given.sliding_window is not None else 0,
+            assumed=tuple(name for name in ("block_size", "num_blocks") if getattr(given, name) is None),
+        )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the router listens, and what it logs."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for all addresses of the machine."""
+    port: int = 8000
+    """TCP port to listen on; 0 takes a free one, which the log then names. It answers `/v1/*`, `/health`,
+    `/ready` and `/version`."""
+    ops_host: str = "127.0.0.1"
+    """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
+    address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
+    ops_port: int | Literal["off", "public"] | None = None
+    """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one where `port` is 0. 0 takes a free
+    one, `off` answers nowhere, `public` answers everybody on the router's own port."""
+    ops_token_file: str | None = None
+    """File with the tokens of which one is needed on the ops port (`Authorization: Bearer`), in the format of
+    `admin.token_file`; that file is used where this is not set and `ops_host` is not a loopback address."""
+    ops_open: bool = False
+    """Answer everybody who reaches the ops port, on any address: for where a firewall guards it."""
+    expose_decision: bool = False
+    """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
+    log_level: str = "info"
+    """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
+    log_format: str = "console"
+    """`console` for people, `json` for log collectors (one object per line)."""
+
+    @property
+    def ops_listens_on(self) -> int | None:
+        """The port number of the ops listener (0: a free one); None where there is no such listener."""
+        if self.ops_port is None:
+            return OPS_PORT if self.port else 0
+        return self.ops_port if isinstance(self.ops_port, int) else None
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything ``kvatlas serve`` can be told."""
+
+    server: ServerConfig = ServerConfig()
+    engines: tuple[Engine, ...] = ()
+    models: dict[str, ModelConfig] = {}
+    """By served model name; ``*`` is for any model not named."""
+    fleet: FleetSettings = FleetSettings()
+    policy: PolicySettings = PolicySettings()
+    proxy: ProxySettings = ProxySettings()
+    listen: ListenSettings = ListenSettings()
+    feeds: FeedSettings = FeedSettings()
+    prompts: PromptSettings = PromptSettings()
+    index: IndexSettings = IndexSettings()
+    admin: AdminSettings = AdminSettings()
+    access_log: AccessLogSettings = AccessLogSettings()
+
+    def model(self, name: str) -> ModelConfig:
+        """The configuration of a served model."""
+        return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    @property
+    def ops_tokens(self) -> tuple[str, str] | None:
+        """Setting and path of the file with the tokens that the ops port wants; None where it wants none."""
+        server = self.server
+        if server.ops_listens_on is None or server.ops_open:
+            return None
+        if server.ops_token_file is not None:
+            return "server.ops_token_file", server.ops_token_file
+        if is_loopback(server.ops_host) or self.admin.token_file is None:
+            return None
+        return "admin.token_file", self.admin.token_file
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine reaches a port on this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

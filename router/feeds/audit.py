@@ -1,0 +1,74 @@
+"""What goes on in the background beside feeds and polls: seed searches, and audits of the index."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from router.feeds.base import FeedState
+from router.feeds.manager import Followers
+from router.fleet.status import EngineStatus, Fleet
+from router.index.models import Scopes
+
+_log = structlog.get_logger()
+_DETECTION_TICK_S = 0.05
+_AFTER_FAULT_S = 1.0
+_AUDIT_S = 5.0
+_PHANTOM_PAUSE_S = 60.0
+"""Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy."""
+
+
+class Upkeep:
+    """See the module; ``detect`` and ``audit_all`` run until cancelled."""
+
+    def __init__(
+        self, fleet: Fleet, scopes: Scopes, followers: Followers, *, clock: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
+        self._scopes = scopes
+        self._followers = followers
+        self._clock = clock
+        self._audit_after: dict[str, float] = {}
+
+    async def detect(self) -> None:
+        """Seed searches go on a slice at a time also while no events come."""
+        while True:
+            try:
+                pause_s = 0.0 if self._scopes.advance_detection() else _DETECTION_TICK_S
+            except Exception:  # noqa: BLE001  # costs a detection; the router goes on
+                _log.exception("detection failed")
+                pause_s = _AFTER_FAULT_S
+            await asyncio.sleep(pause_s)
+
+    async def audit_all(self) -> None:
+        """No engine can hold more blocks than its pool has: where the index says so, something is wrong. And
+        what was told of shared stores long ago goes."""
+        while True:
+            await asyncio.sleep(_AUDIT_S)
+            self._scopes.age(self._clock())
+            for status in self._fleet:
+                self.audit(status)
+
+    def audit(self, status: EngineStatus) -> None:
+        """Hold one engine's residency against the size of its pool; a contradiction has it fetched anew."""
+        stats, engine = self._followers.stats.get(status.engine_id), self._scopes.engine(status.engine_id)
+        now = self._clock()
+        if stats is None or engine is None or status.pool_blocks is None:
+            return
+        if stats.state is not FeedState.READY or now < self._audit_after.get(status.engine_id, now):
+            return
+        if not engine.audit(status.pool_blocks):
+            self._audit_after[status.engine_id] = now + _PHANTOM_PAUSE_S
+            stats.phantom_alarms += 1
+            _log.warning(
+                "index holds more blocks than the engine has",
+                engine=status.engine_id,
+                pool=status.pool_blocks,
+            )
+            self._followers.distrust(status.engine_id, "phantom")
+
+    def forget(self, engine_id: str) -> None:
+        """The engine left the fleet."""
+        self._audit_after.pop(engine_id, None)

@@ -1,0 +1,114 @@
+"""The feeds of all engines that publish events, each kept running until it is told to stop.
+
+A feed that fails is logged and begun again with nothing known; it never takes the router down. Always true:
+after ``stop`` not one batch of the old feed is applied any more, so an engine may be followed again at once,
+at another address or for another model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from router.feeds.base import FeedSettings, FeedSink, FeedStats
+from router.feeds.subscriber import Feed
+from router.fleet.identity import Engine
+
+_log = structlog.get_logger()
+_RESTART_S = 1.0
+
+
+class Following(Protocol):
+    """Sees to it that engines are followed: here, or by whichever replica has the lease."""
+
+    def follows(self, engine: Engine, model: str) -> bool:
+        """Whether this engine is followed, at these addresses and for this model."""
+
+    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+        """Begin to follow an engine that is not followed."""
+
+    def stop(self, engine_id: str) -> None:
+        """Stop following; nothing happens if not followed."""
+
+    def stop_all(self) -> None:
+        """Stop following every engine."""
+
+
+class Followers:
+    """At most one feed per engine id. ``stats`` is live, and has the feeds of this moment."""
+
+    def __init__(self, sink: FeedSink, *, clock: Callable[[], float], settings: FeedSettings) -> None:
+        self.stats: dict[str, FeedStats] = {}
+        self._sink = sink
+        self._clock = clock
+        self._settings = settings
+        self._followed: dict[str, _Followed] = {}
+
+    def follows(self, engine: Engine, model: str) -> bool:
+        """Whether this engine is followed, at these addresses and for this model."""
+        followed = self._followed.get(engine.engine_id)
+        return followed is not None and (followed.engine, followed.model) == (engine, model)
+
+    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+        """Begin to follow an engine that is not followed. Its feed runs in ``tasks``."""
+        followed = _Followed(engine, model)
+        self._followed[engine.engine_id] = followed
+        followed.task = tasks.create_task(self._run(followed), name=f"feed {engine.engine_id}")
+
+    def stop(self, engine_id: str) -> None:
+        """Stop following; what the sink knows of the engine is forgotten. Nothing happens if not followed."""
+        followed = self._followed.pop(engine_id, None)
+        if followed is None:
+            return
+        self.stats.pop(engine_id, None)
+        if followed.feed is not None:
+            followed.feed.close()
+        if followed.task is not None:
+            followed.task.cancel()
+
+    def distrust(self, engine_id: str, reason: str) -> None:
+        """What an engine's feed led to is shown to be wrong: have it fetched anew."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.distrust(reason)
+
+    def stop_all(self) -> None:
+        """Stop following every engine."""
+        for engine_id in list(self._followed):
+            self.stop(engine_id)
+
+    async def _run(self, followed: _Followed) -> None:
+        engine = followed.engine
+        if engine.events is None:
+            raise AssertionError("an engine without events has no feed")
+        while True:
+            feed = followed.feed = Feed(
+                engine.engine_id,
+                engine.events,
+                engine.replay,
+                engine.topic,
+                self._sink,
+                clock=self._clock,
+                settings=self._settings,
+                snapshot_endpoint=engine.snapshot,
+            )
+            self.stats[engine.engine_id] = feed.stats
+            try:
+                await feed.run()
+            except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
+                _log.exception("feed failed, restarting it", engine=engine.engine_id)
+            feed.close()
+            await asyncio.sleep(_RESTART_S)
+
+
+class _Followed:
+    """One engine's place among the followed."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.engine = engine
+        self.model = model
+        self.feed: Feed | None = None
+        self.task: asyncio.Task[None] | None = None

@@ -1,0 +1,1 @@
+"""How a feed becomes whole again: replay and snapshots."""

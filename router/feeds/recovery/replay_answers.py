@@ -1,0 +1,120 @@
+"""What a feed does with the answer to a replay request.
+
+A replay also asks for the batch applied last (the anchor): that it comes back unchanged shows that the
+process is the one followed. Nothing is applied before, as far as there is an anchor.
+"""
+
+from __future__ import annotations
+
+from router.feeds.recovery.recovery import Recovery
+from router.feeds.recovery.repair import Repair, RepairKind
+from router.feeds.wire import Frame
+
+
+class ReplayAnswers:
+    """Inputs and decisions of a feed machine about replayed batches."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._position = recovery.position
+
+    def replayed(self, now: float, request_id: int, frame: Frame) -> None:
+        """A batch of the answer."""
+        repair = self._recovery.answered(request_id)
+        if repair is None:
+            return
+        repair.saw(frame.seq)
+        if self._position.is_foreign(frame):
+            self._recovery.restart(now, None)
+        elif repair.kind is not RepairKind.RESYNC:
+            self._take(now, repair, frame)
+        elif frame.seq == 0:
+            self._commit_resync(now, repair, frame)
+
+    def ended(self, now: float, request_id: int) -> None:
+        """The answer is complete, as far as the publisher says."""
+        recovery = self._recovery
+        repair = recovery.answered(request_id)
+        if repair is None:
+            return
+        recovery.stats.replays += 1
+        if repair.kind is RepairKind.RESYNC:  # the answer had no seq 0
+            recovery.trust.rolled = repair.lowest_seq is not None
+            recovery.give_up(now, repair)
+        else:
+            self._complete(now, repair)
+
+    def failed(self, now: float, request_id: int) -> None:
+        """No answer, or it broke off."""
+        recovery = self._recovery
+        repair = recovery.answered(request_id)
+        if repair is None:
+            return
+        recovery.stats.replay_failures += 1
+        if repair.kind is RepairKind.RESYNC:
+            recovery.give_up(now, repair)
+        else:
+            recovery.ask_again(now, repair)
+
+    def _take(self, now: float, repair: Repair, frame: Frame) -> None:
+        position, recovery = self._position, self._recovery
+        if not repair.anchored and position.is_same(frame):
+            self._anchored(now, repair)
+        if frame.seq < position.next_seq:
+            known = position.recent.digest(frame.seq)
+            if known is not None and known != frame.digest:
+                recovery.restart(now, None)
+            elif known is not None and not repair.anchored:
+                self._anchored(now, repair)
+            return
+        repair.deadline = now + recovery.settings.hold_s_max
+        if frame.seq == position.next_seq and repair.anchored:
+            position.apply(frame)
+            position.drain()
+        elif not position.hold(frame):
+            self._roll_past(now, repair)
+
+    def _anchored(self, now: float, repair: Repair) -> None:
+        repair.anchored = True
+        repair.deadline = now + self._recovery.settings.hold_s_max
+        self._recovery.unverified = False
+        if repair.kind is RepairKind.CHECK:
+            repair.kind = RepairKind.GAP
+        self._position.drain()
+
+    def _complete(self, now: float, repair: Repair) -> None:
+        position, recovery = self._position, self._recovery
+        if not repair.anchored and repair.kind is RepairKind.CHECK:
+            # The engine's oldest batch is newer than our last, or its newest older: not shown to be the
+            # process that we followed. Begin anew, with all that it still has.
+            recovery.restart(now, None)
+            return
+        if repair.lowest_seq is not None and repair.lowest_seq > repair.from_seq:
+            self._roll_past(now, repair)
+        position.drain()
+        if position.is_whole:
+            recovery.done(now)
+        else:
+            recovery.ask_again(now, repair)
+
+    def _roll_past(self, now: float, repair: Repair) -> None:
+        """The publisher's buffer begins after what we need: go on from the first batch there is."""
+        position, recovery = self._position, self._recovery
+        if repair.kind is RepairKind.CHECK:
+            recovery.restart(now, None)
+            return
+        repair.anchored = True
+        lowest = position.held.lowest()
+        if lowest is not None and lowest > position.next_seq:
+            recovery.trust.rolled = True
+            position.skip_to(lowest, "history_rolled")
+        position.drain()
+
+    def _commit_resync(self, now: float, repair: Repair, frame: Frame) -> None:
+        """Seq 0 is to be had: drop what is known and build it anew from there."""
+        recovery = self._recovery
+        recovery.forget()
+        recovery.stats.resyncs += 1
+        self._position.next_seq = 0
+        repair.kind, repair.anchored, repair.lowest_seq = RepairKind.HISTORY, True, 0
+        self._take(now, repair, frame)

@@ -1,0 +1,162 @@
+"""Which engines are wanted: what every source tells and what an administrator decided, put together.
+
+Pure bookkeeping. Rules, in this order:
+- A server that an administrator removed is out until they add it again, or until no source names it any more
+  (at the same address another pod is another server).
+- A server named by several sources has the engines and addresses that the first of ``ORDER`` gives.
+- It gets new requests unless any source, or an administrator, holds it.
+- It leaves when no source names it any more.
+What an administrator drained stays drained until they say otherwise or the server leaves. Always true: while
+there is room, what sources told last makes the roster, in whatever order they told it; it never has more than
+``engines_max`` servers, and those that are in stay in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+import msgspec
+
+from router.fleet.identity import Engine
+from router.fleet.sources.base import Sighting
+
+ADMIN, STATIC = "admin", "static"
+ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What the fleet is to be. ``holds``: engine id or base URL -> why it gets no new requests;
+    ``identities``: base URL -> who is there."""
+
+    engines: tuple[Engine, ...] = ()
+    holds: dict[str, str] = {}
+    identities: dict[str, str] = {}
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What an administrator decided of a server: who did, and who was at that address then."""
+
+    by: str
+    identity: str = ""
+
+
+class FleetFullError(Exception):
+    """``engines_max`` servers are in the fleet already."""
+
+
+class Roster:
+    """See the module."""
+
+    def __init__(self, *, engines_max: int) -> None:
+        self.removed: dict[str, Decision] = {}
+        """Base URLs of servers kept out although a source names them."""
+        self.drained: dict[str, Decision] = {}
+        """By engine id, or by base URL for all its engines."""
+        self.left_out = 0
+        """Servers for which there is no room now."""
+        self._engines_max = engines_max
+        self._told: dict[str, dict[str, list[Sighting]]] = {}
+        self._admitted: dict[str, None] = {}  # servers, in the order they came
+
+    def tell(self, source: str, sightings: Sequence[Sighting]) -> None:
+        """``source`` knows of exactly these engines now."""
+        told: dict[str, list[Sighting]] = {}
+        for one in sightings:
+            told.setdefault(one.engine.base_url, []).append(one)
+        self._told[source] = told
+        self._settle()
+
+    def sources(self, base_url: str) -> list[str]:
+        """Which sources name a server."""
+        return [source for source in ORDER if base_url in self._told.get(source, {})]
+
+    # -- an administrator -------------------------------------------------------------------------------
+
+    def add(self, engine: Engine) -> bool:
+        """An administrator's engine, new or with new addresses. False if it was there just so.
+
+        Raises ``FleetFullError``.
+        """
+        base_url = engine.base_url
+        if base_url not in self._admitted and len(self._admitted) >= self._engines_max:
+            raise FleetFullError
+        back = self.removed.pop(base_url, None) is not None
+        own = self._told.setdefault(ADMIN, {})
+        kept = [s for s in own.get(base_url, []) if s.engine.engine_id != engine.engine_id]
+        same = Sighting(engine) in own.get(base_url, [])
+        alike = [s for s in kept if (s.engine.dp_rank is None) == (engine.dp_rank is None)]
+        own[base_url] = [*alike, Sighting(engine)]  # a whole server and its ranks exclude each other
+        self._settle()
+        return back or not same
+
+    def remove(self, base_url: str, by: str) -> bool:
+        """Take a server out. False if there is none."""
+        if base_url not in self._admitted:
+            return False
+        identity = self._identity(base_url)
+        self._told.get(ADMIN, {}).pop(base_url, None)
+        if self.sources(base_url):
+            self.removed[base_url] = Decision(by, identity)
+        self._settle()
+        return True
+
+    def drain(self, name: str, by: str) -> None:
+        """No new requests for an engine id, or for all engines of a base URL."""
+        self.drained[name] = Decision(by, self._identity(_server(name)))
+
+    def undrain(self, name: str) -> bool:
+        """The end of ``drain``; False if it was not drained."""
+        return self.drained.pop(name, None) is not None
+
+    # -- the outcome --------------------------------------------------------------------------------------
+
+    def wanted(self) -> Wanted:
+        """What the fleet is to be now."""
+        engines: list[Engine] = []
+        holds: dict[str, str] = {}
+        identities: dict[str, str] = {}
+        for base_url in self._admitted:
+            engines += self._engines(base_url)
+            if identity := self._identity(base_url):
+                identities[base_url] = identity
+            for one in self._sightings(base_url):
+                if one.held:
+                    holds.setdefault(one.engine.engine_id, one.held)
+        for name, decision in self.drained.items():
+            holds[name] = f"drained by {decision.by}"
+        return Wanted(tuple(engines), holds, identities)
+
+    def _engines(self, base_url: str) -> list[Engine]:
+        first = self._told[self.sources(base_url)[0]][base_url]
+        return list({one.engine.engine_id: one.engine for one in first}.values())
+
+    def _sightings(self, base_url: str) -> Iterator[Sighting]:
+        for source in self.sources(base_url):
+            yield from self._told[source][base_url]
+
+    def _identity(self, base_url: str) -> str:
+        return next((one.identity for one in self._sightings(base_url) if one.identity), "")
+
+    def _settle(self) -> None:
+        """Who is in: those that were and still are named, then others while there is room."""
+        named = {base_url: None for source in ORDER for base_url in self._told.get(source, {})}
+        self._review(self.removed, named)
+        in_order = [*(url for url in self._admitted if url in named), *named]
+        candidates = dict.fromkeys(url for url in in_order if url not in self.removed)
+        self.left_out = max(0, len(candidates) - self._engines_max)
+        self._admitted = dict.fromkeys(list(candidates)[: self._engines_max])
+        self._review(self.drained, self._admitted)
+
+    def _review(self, decisions: dict[str, Decision], servers: Container[str]) -> None:
+        """A decision holds for the server it was made of, for as long as that is there."""
+        for name, decision in list(decisions.items()):
+            now = self._identity(_server(name))
+            if _server(name) not in servers or (now and decision.identity not in {"", now}):
+                del decisions[name]
+            elif now:
+                decisions[name] = Decision(decision.by, now)
+
+
+def _server(name: str) -> str:
+    """The base URL in an engine id."""
+    return name.partition("#")[0]

@@ -1,1 +1,0 @@
-"""Engines found by DNS: questions and answers on the wire, a small resolver, and the source on it."""

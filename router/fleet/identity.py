@@ -1,0 +1,29 @@
+"""One engine of the fleet: (base URL, data-parallel rank), and where its events come from."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
+
+    base_url: str
+    """``http://host:port``, without ``/v1``."""
+    dp_rank: int | None = None
+    """Data-parallel rank of this entry, sent to the server as ``x-data-parallel-rank``; not set without data
+    parallelism."""
+    events: str | None = None
+    """ZMQ address its events are published at, e.g. ``tcp://host:5557``."""
+    replay: str | None = None
+    """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
+    topic: str = ""
+    """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" takes every
+    topic."""
+    snapshot: str | None = None
+    """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
+
+    @property
+    def engine_id(self) -> str:
+        """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
+        return self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}"

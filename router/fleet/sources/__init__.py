@@ -1,0 +1,1 @@
+"""Where engines come from: lists, files, DNS, Kubernetes."""

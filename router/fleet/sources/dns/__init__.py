@@ -1,0 +1,1 @@
+"""Engines found by DNS."""

@@ -1,0 +1,75 @@
+"""Engines as written down by people: the rule for addresses, and the list in a file.
+
+``check_address`` is the one rule of what addresses an engine may have, whoever names it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from router.fleet.identity import Engine
+from router.fleet.sources.base import Sighting
+
+DRAINED = "drained in the file"
+
+
+class BadListError(ValueError):
+    """The content is no list of engines; nothing of it counts."""
+
+
+class _Entry(Engine, frozen=True, forbid_unknown_fields=True):
+    drain: bool = False
+
+
+class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    engines: list[_Entry]
+
+
+def check_address(engine: Engine) -> None:
+    """Raises ``ValueError`` for addresses that cannot be used."""
+    parts = urlsplit(engine.base_url)
+    try:
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:
+        port_ok = False
+    extra = parts.query or parts.fragment or parts.username is not None
+    if parts.scheme != "http" or not parts.hostname or not port_ok or extra:
+        raise ValueError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
+    if engine.dp_rank is not None and engine.dp_rank < 0:
+        raise ValueError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
+    for name in ("events", "replay", "snapshot"):
+        address = getattr(engine, name)
+        if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
+            raise ValueError(
+                f"engine {engine.base_url}: {name}={address!r} is not a tcp:// or ipc:// address"
+            )
+    if engine.replay is not None and engine.events is None:
+        raise ValueError(f"engine {engine.base_url}: replay= needs events=")
+
+
+def read_list(content: bytes, *, is_json: bool) -> list[Sighting]:
+    """The engines of a file with ``[[engines]]`` (or ``{"engines": [...]}``). Raises ``BadListError``.
+
+    The key must be there, also for no engine at all: a file that is just being written looks empty.
+    """
+    try:
+        tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
+        entries = msgspec.convert(tree, _List).engines
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadListError(f"{type(error).__name__}: {error}") from None
+    found: dict[str, Sighting] = {}
+    for entry in entries:
+        fields = {name: getattr(entry, name) for name in Engine.__struct_fields__}
+        engine = Engine(**{**fields, "base_url": entry.base_url.rstrip("/")})
+        if engine.engine_id in found:
+            raise BadListError(f"{engine.engine_id} is listed twice")
+        try:
+            check_address(engine)
+        except ValueError as error:
+            raise BadListError(str(error)) from None
+        found[engine.engine_id] = Sighting(engine, DRAINED if entry.drain else "")
+    return list(found.values())

@@ -1,0 +1,177 @@
+"""From pods and EndpointSlices to engines. Pure: the same objects always make the same picture.
+
+With pods selected, each pod that runs and has an address is an engine; slices, where they are watched too,
+say whether it is ready and complete its ports; an endpoint that is no pod is an engine as well. With slices
+alone every endpoint is an engine. What an annotation says wins over a named port; what makes no sense counts
+as not given, and is told as a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from router.fleet.identity import Engine
+from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.base import Sighting
+from router.fleet.sources.kubernetes.objects import Endpoint, EndpointSlice, Pod
+
+PREFIX = "kvatlas.io/"
+RANKS_MAX = 1024
+NOT_READY, TERMINATING, ANNOTATED = "not ready", "terminating", "drained by annotation"
+NO_SLICE = "in no EndpointSlice"
+_OVER = frozenset({"Succeeded", "Failed"})
+
+
+class Picture(NamedTuple):
+    """Engines in a stable order, and what was not understood."""
+
+    sightings: list[Sighting]
+    problems: list[str]
+
+
+class _Place(NamedTuple):
+    """An endpoint as all slices together show it."""
+
+    address: str
+    held: str
+    ports: dict[str, int]
+    pod: tuple[str, str] | None
+    uid: str
+
+
+class _Server(NamedTuple):
+    """What is known of one server before its ports are chosen."""
+
+    where: str
+    address: str
+    ports: dict[str, int]
+    annotations: dict[str, str]
+    held: str
+    uid: str
+
+
+def picture(pods: Iterable[Pod], slices: Iterable[EndpointSlice], settings: KubernetesSettings) -> Picture:
+    """What these objects say; ``settings`` tell which of the two are watched, and names of ports."""
+    places = _places(slices)
+    by_pod: dict[tuple[str, str], _Place] = {p.pod: p for p in places if p.pod is not None}
+    servers: list[_Server] = []
+    if settings.selector:
+        gated = bool(settings.service_selector)
+        servers += [server for pod in pods for server in _of_pod(pod, by_pod, gated=gated)]
+        places = [place for place in places if place.pod is None]
+    servers += [_Server(p.address, p.address, p.ports, {}, p.held, p.uid) for p in places]
+    sightings: dict[str, Sighting] = {}
+    problems: list[str] = []
+    for server in sorted(servers, key=_rank):
+        for one in _engines(server, settings, problems):
+            sightings.setdefault(one.engine.engine_id, one)
+    return Picture(sorted(sightings.values(), key=lambda one: one.engine.engine_id), problems)
+
+
+def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> Iterator[_Server]:
+    meta, annotations = pod.metadata, pod.metadata.annotations or {}
+    if not pod.status.pod_ip or pod.status.phase in _OVER or _yes(annotations, "ignore"):
+        return
+    place = by_pod.get((meta.namespace, meta.name))
+    if place is not None and place.uid not in {"", meta.uid}:
+        place = None  # the slice is about an earlier pod of this name
+    ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
+    held = ""
+    if meta.deletion_timestamp is not None:
+        held = TERMINATING
+    elif not ready:
+        held = NOT_READY
+    elif _yes(annotations, "drain"):
+        held = ANNOTATED
+    elif gated:
+        held = NO_SLICE if place is None else place.held
+    ports: dict[str, int] = {} if place is None else dict(place.ports)
+    listed = [port for c in pod.spec.containers for port in c.ports or () if port.protocol == "TCP"]
+    ports |= {port.name: port.container_port for port in listed if port.name}
+    if len(listed) == 1:
+        ports.setdefault("", listed[0].container_port)
+    where = f"{meta.namespace}/{meta.name}"
+    yield _Server(where, pod.status.pod_ip, ports, annotations, held, meta.uid)
+
+
+def _places(slices: Iterable[EndpointSlice]) -> list[_Place]:
+    """Every endpoint once: while slices are rearranged one may be in two, and either may be behind; a pod
+    with two addresses is in two, and counts by its IPv4 address."""
+    found: dict[str, _Place] = {}
+    for one in sorted(slices, key=lambda s: (s.address_type, s.metadata.namespace, s.metadata.name)):
+        if one.address_type == "FQDN":
+            continue
+        listed = [port for port in one.ports or () if port.port is not None and port.protocol == "TCP"]
+        ports = {port.name or "": port.port for port in listed if port.port is not None}
+        if len(listed) == 1 and listed[0].port is not None:
+            ports[""] = listed[0].port
+        for endpoint in one.endpoints or ():
+            place = _place(endpoint, one.metadata.namespace, ports)
+            if place is None:
+                continue
+            key = place.uid or place.address
+            known = found.get(key)
+            if known is None:
+                found[key] = place
+            else:
+                held = known.held and place.held and min(known.held, place.held)
+                found[key] = known._replace(held=held, ports=place.ports | known.ports)
+    return list(found.values())
+
+
+def _place(endpoint: Endpoint, namespace: str, ports: dict[str, int]) -> _Place | None:
+    if not endpoint.addresses:
+        return None
+    told, held = endpoint.conditions, ""
+    if told.terminating:
+        held = TERMINATING
+    elif told.ready is False:
+        held = NOT_READY
+    ref = endpoint.target_ref
+    pod = (ref.namespace or namespace, ref.name) if ref is not None and ref.kind == "Pod" else None
+    return _Place(endpoint.addresses[0], held, ports, pod, ref.uid if ref is not None else "")
+
+
+def _rank(server: _Server) -> tuple[int, str, str]:
+    """Of two at one address the one that is not on its way out counts: addresses are given out again."""
+    return (2 if server.held == TERMINATING else int(bool(server.held)), server.where, server.uid)
+
+
+def _engines(server: _Server, settings: KubernetesSettings, problems: list[str]) -> Iterator[Sighting]:
+    def number(name: str, most: int) -> int | None:
+        text = server.annotations.get(PREFIX + name)
+        if text is None:
+            return None
+        if text.isascii() and text.isdecimal() and len(text) < 8 and 0 < int(text) <= most:
+            return int(text)
+        problems.append(f"{server.where}: annotation {PREFIX}{name} = {text[:40]!r} is not 1 to {most}")
+        return None
+
+    def port(annotation: str, name: str) -> int | None:
+        return number(annotation, 65535) or server.ports.get(name)
+
+    http = port("port", settings.port_name) or server.ports.get("") or settings.port
+    events = port("events-port", settings.events_port_name)
+    replay = port("replay-port", settings.replay_port_name) if events else None
+    snapshot = number("snapshot-port", 65535) if events else None
+    ranks = number("data-parallel-size", RANKS_MAX) or 1
+    if max(events or 0, replay or 0, snapshot or 0) + ranks - 1 > 65535:
+        problems.append(f"{server.where}: event ports of {ranks} ranks reach beyond 65535")
+        events = replay = snapshot = None
+    host = f"[{server.address}]" if ":" in server.address else server.address
+    for rank in range(ranks):
+        zmq = [None if base is None else f"tcp://{host}:{base + rank}" for base in (events, replay, snapshot)]
+        engine = Engine(
+            f"http://{host}:{http}",
+            rank if ranks > 1 else None,
+            zmq[0],
+            zmq[1],
+            server.annotations.get(f"{PREFIX}topic", ""),
+            zmq[2],
+        )
+        yield Sighting(engine, server.held, server.uid)
+
+
+def _yes(annotations: dict[str, str], name: str) -> bool:
+    return annotations.get(PREFIX + name, "").strip().lower() in {"true", "yes", "1"}

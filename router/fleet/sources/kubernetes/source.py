@@ -1,0 +1,114 @@
+"""Engines in Kubernetes: reflectors of pods and slices, one per namespace, and what their objects show.
+
+What one namespace shows counts also while another cannot be read. Always true: the picture told is that of
+the objects as last known, and changes only when theirs did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator
+
+import aiohttp
+import structlog
+
+from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.base import Sighting, SourceStats, Tell
+from router.fleet.sources.kubernetes.access import AccessError, find_access
+from router.fleet.sources.kubernetes.client import KubeClient
+from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod
+from router.fleet.sources.kubernetes.picture import picture
+from router.fleet.sources.kubernetes.reflector import Reflector, T
+
+_log = structlog.get_logger()
+_PODS = "/api/v1"
+_SLICES = "/apis/discovery.k8s.io/v1"
+
+
+class KubernetesSource:
+    """See the module; a ``Source``."""
+
+    name = "kubernetes"
+
+    def __init__(self, settings: KubernetesSettings, *, jitter: random.Random | None = None) -> None:
+        self.stats = SourceStats()
+        self._settings = settings
+        self._jitter = jitter or random.Random()
+        self._pods: list[Reflector[Pod]] = []
+        self._slices: list[Reflector[EndpointSlice]] = []
+        self._changed = asyncio.Event()
+        self._told: list[Sighting] | None = None
+        self._problems: set[str] = set()
+
+    async def run(self, tell: Tell) -> None:
+        """See ``Source``."""
+        try:
+            access = find_access(self._settings)
+        except AccessError as error:
+            self.stats.failed("access", str(error))
+            raise
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=0)
+        async with (
+            aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            self._reflect(KubeClient(session, access), access.namespace)
+            for work in [*(one.run() for one in self._pods), *(one.run() for one in self._slices)]:
+                tasks.create_task(work)
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                self._look(tell)
+
+    def _reflect(self, client: KubeClient, own: str) -> None:
+        settings = self._settings
+        self._pods, self._slices = [], []
+        for namespace in settings.namespaces or (own,):
+            within = "" if namespace == "*" else f"/namespaces/{namespace}"
+            if settings.selector:
+                path = f"{_PODS}{within}/pods"
+                self._pods.append(self._reflector(client, path, settings.selector, Pod))
+            if settings.service_selector:
+                path = f"{_SLICES}{within}/endpointslices"
+                self._slices.append(self._reflector(client, path, settings.service_selector, EndpointSlice))
+
+    def _reflector(self, client: KubeClient, path: str, selector: str, kind: type[T]) -> Reflector[T]:
+        return Reflector(
+            client,
+            path,
+            selector,
+            kind,
+            settings=self._settings,
+            stats=self.stats,
+            changed=self._changed.set,
+            jitter=self._jitter,
+        )
+
+    def _look(self, tell: Tell) -> None:
+        """Tell of the picture, if it is another one."""
+        states = [(one.synced, one.failing) for one in self._pods]
+        states += [(one.synced, one.failing) for one in self._slices]
+        self.stats.synced = self.stats.synced or all(synced for synced, _ in states)
+        if not any(failing for _, failing in states):
+            self.stats.recovered()
+        seen = picture(_all(self._pods), _all(self._slices), self._settings)
+        for problem in sorted(set(seen.problems) - self._problems):
+            self.stats.refused += 1
+            self.stats.complain("malformed", problem)
+            _log.warning("Kubernetes object could not be parsed", problem=problem)
+        self._problems = set(seen.problems)
+        if seen.sightings != self._told and any(synced for synced, _ in states):
+            self._told = seen.sightings
+            self.stats.updates += 1
+            _log.info(
+                "engines in Kubernetes",
+                engines=len(seen.sightings),
+                held=sum(bool(one.held) for one in seen.sightings),
+            )
+            tell(seen.sightings)
+
+
+def _all(reflectors: list[Reflector[T]]) -> Iterator[T]:
+    return itertools.chain.from_iterable(reflector.store for reflector in reflectors)

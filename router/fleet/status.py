@@ -1,0 +1,214 @@
+"""Which engines exist, what they serve, and whether they answer: the fleet as last seen.
+
+Pure bookkeeping; ``poller.py`` feeds it. A server with several data-parallel ranks is one engine per rank
+here, since each rank has its own cache. Always true: every engine id occurs once; an engine that was never
+seen up serves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from router.fleet.desired import Wanted
+from router.fleet.identity import Engine
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One entry of an engine's ``GET /v1/models``; ``parent`` names the base model of a LoRA."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "vllm"
+
+
+class EngineStatus:
+    """One engine as last seen. ``problem`` says why it is not up, ``kv_usage`` is the share of its KV blocks
+    in use as its metrics say (0..1). What every request asks for is worked out when it changes."""
+
+    __slots__ = (
+        *("_fleet_changed", "_held", "_models", "_up", "base_model", "engine", "engine_id"),
+        *("kv_usage", "pool_blocks", "problem"),
+    )
+
+    def __init__(self, engine: Engine, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
+        self.engine = engine
+        self.engine_id = engine.engine_id
+        self.base_model: str | None = None
+        """The model whose cache the engine holds: the first card that is not a LoRA."""
+        self.problem = "not contacted yet"
+        self.kv_usage: float | None = None
+        self.pool_blocks: int | None = None
+        """Blocks of its KV pool, as its metrics say."""
+        self._up = False
+        self._held = ""
+        self._models: tuple[ModelCard, ...] = ()
+        self._fleet_changed = fleet_changed
+
+    @property
+    def up(self) -> bool:
+        return self._up
+
+    @up.setter
+    def up(self, up: bool) -> None:
+        self._up = up
+        self._fleet_changed()
+
+    @property
+    def held(self) -> str:
+        """Why it gets no new requests although it may be up; "": it gets them."""
+        return self._held
+
+    @held.setter
+    def held(self, why: str) -> None:
+        self._held = why
+        self._fleet_changed()
+
+    @property
+    def models(self) -> tuple[ModelCard, ...]:
+        return self._models
+
+    @models.setter
+    def models(self, models: tuple[ModelCard, ...]) -> None:
+        self._models = models
+        self.base_model = next((card.id for card in models if card.parent is None), None)
+        self._fleet_changed()
+
+    @property
+    def publishes_events(self) -> bool:
+        return self.engine.events is not None
+
+    def serves(self, model: str) -> bool:
+        return any(card.id == model for card in self._models)
+
+
+class Reassigned(msgspec.Struct):
+    """What an assignment changed, by base URL and by engine id."""
+
+    new: list[str] = []
+    """Servers that came."""
+    dropped: list[str] = []
+    """Servers that left, or that are others now at the same address."""
+    touched: list[str] = []
+    """Servers whose engines were given other addresses."""
+    moved: list[str] = []
+    """Ids of engines with new addresses."""
+    gone: list[str] = []
+    """Ids of engines that left."""
+
+
+class Fleet:
+    """All engines."""
+
+    def __init__(self, engines: Iterable[Engine] = ()) -> None:
+        self._configured = {engine.engine_id: engine for engine in engines}
+        self._holds: dict[str, str] = {}
+        self._identities: dict[str, str] = {}
+        self._ready: dict[str | None, list[EngineStatus]] = {}
+        self._status = {name: self._new(engine) for name, engine in self._configured.items()}
+
+    def __iter__(self) -> Iterator[EngineStatus]:
+        return iter(self._status.values())
+
+    def __len__(self) -> int:
+        return len(self._status)
+
+    def get(self, engine_id: str) -> EngineStatus | None:
+        """The engine's status, or None if there is no such engine."""
+        return self._status.get(engine_id)
+
+    def ranks(self, base_url: str) -> list[EngineStatus]:
+        """The engines of one server."""
+        return [status for status in self._status.values() if status.engine.base_url == base_url]
+
+    def configured(self, base_url: str) -> list[Engine]:
+        """The engines of one server as they were given, whatever it said of itself since."""
+        return [engine for engine in self._configured.values() if engine.base_url == base_url]
+
+    def replace(self, base_url: str, engines: Sequence[Engine]) -> tuple[list[str], list[str]]:
+        """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
+        wanted = {engine.engine_id: engine for engine in engines}
+        gone = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
+        for engine_id in gone:
+            del self._status[engine_id]
+        changed = []
+        for engine_id, engine in wanted.items():
+            status = self._status.setdefault(engine_id, self._new(engine))
+            if status.engine != engine:
+                status.engine = engine
+                changed.append(engine_id)
+        self._ready.clear()
+        return changed, gone
+
+    def assign(self, wanted: Wanted) -> Reassigned:
+        """These engines make the fleet from now on; what is known of those that stay is kept."""
+        given, had = _by_server(wanted.engines), _by_server(self._configured.values())
+        self._configured = {engine.engine_id: engine for engine in wanted.engines}
+        changes = Reassigned()
+        for base_url in had:
+            other = self._identities.get(base_url), wanted.identities.get(base_url)
+            if base_url not in given or (all(other) and other[0] != other[1]):
+                changes.dropped.append(base_url)
+                changes.gone += self.replace(base_url, ())[1]
+        for base_url, engines in given.items():
+            if base_url not in had or base_url in changes.dropped:
+                changes.new.append(base_url)
+                self.replace(base_url, engines)
+            elif engines != had[base_url]:
+                changes.touched.append(base_url)
+                moved, gone = self.replace(base_url, engines)
+                changes.moved += moved
+                changes.gone += gone
+        self._holds = wanted.holds
+        self._identities = {url: self._identities.get(url, "") for url in given} | wanted.identities
+        for status in self._status.values():
+            why = self._why_held(status.engine)
+            if status.held != why:
+                status.held = why
+        return changes
+
+    def _why_held(self, engine: Engine) -> str:
+        return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
+
+    def ready(self, model: str | None) -> list[EngineStatus]:
+        """Engines that answer, are not held and serve ``model`` (None: any), in a stable order; not to be
+        changed."""
+        found = self._ready.get(model)
+        if found is None:
+            up = [status for status in self._status.values() if status.up and not status.held]
+            found = [status for status in up if model is None or status.serves(model)]
+            if found:  # a name nobody serves is the client's, and there is no end of those
+                self._ready[model] = found
+        return found
+
+    def _new(self, engine: Engine) -> EngineStatus:
+        status = EngineStatus(engine, fleet_changed=self._ready.clear)
+        status.held = self._why_held(engine)
+        return status
+
+    def knows(self, model: str) -> bool:
+        """Whether any engine, also one that is down now, was ever seen to serve ``model``."""
+        return any(status.serves(model) for status in self._status.values())
+
+    def model_cards(self) -> list[ModelCard]:
+        """Models served by engines that are up: one card per id, the smallest ``max_model_len`` of all."""
+        cards: dict[str, ModelCard] = {}
+        for card in (card for status in self.ready(None) for card in status.models):
+            known = cards.get(card.id)
+            lengths = [
+                c.max_model_len for c in (card, known) if c is not None and c.max_model_len is not None
+            ]
+            cards[card.id] = msgspec.structs.replace(known or card, max_model_len=min(lengths, default=None))
+        return list(cards.values())
+
+
+def _by_server(engines: Iterable[Engine]) -> dict[str, list[Engine]]:
+    found: dict[str, list[Engine]] = {}
+    for engine in engines:
+        found.setdefault(engine.base_url, []).append(engine)
+    return found

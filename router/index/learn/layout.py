@@ -1,0 +1,202 @@
+"""What an operator must say about a model, and the cache layout learned from an engine's events.
+
+Groups, kinds, block sizes and windows come from ``BlockStored`` events. What no event carries (attention
+chunk, Mamba mode, EAGLE flags) comes from ``ModelFacts``. A group's block size is the largest one seen in
+it: events of partial blocks carry the hash block size instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from msgspec.structs import replace
+
+from publisher.events import BlockStored
+from publisher.groups import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+
+_SILENT_ROOTS_MAX = 16
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Per model: what events do not tell. All sizes in tokens.
+
+    ``attention_chunk_sizes`` gives the chunk by group where ``attention_chunk_size`` is not that of all.
+    ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33);
+    ``partial_hash_hits`` overrides what is derived; ``report_mode_full`` says that requests set
+    ``kv_cache_report_mode=full`` (better: never do); ``hash_seeds`` are tried first when a scheme is
+    detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` serve vLLM 0.20-0.21, which does not
+    publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads from,
+    whether it wrote to them or not; what was told of a store counts for ``shared_store_ttl_s`` at most.
+    ``first_connector_loads``: of several connectors the first that has anything loads, not the one with most.
+    """
+
+    attention_chunk_size: int | None = None
+    attention_chunk_sizes: dict[int, int] = {}
+    mamba_cache_mode: str | None = None
+    eagle_groups: tuple[int, ...] = ()
+    partial_hash_hits: bool | None = None
+    report_mode_full: bool = False
+    hash_seeds: tuple[str, ...] = ()
+    lora_paths: dict[str, str] = {}
+    kinds: dict[int, str] = {}
+    windows: dict[int, int] = {}
+    shared_stores: tuple[str, ...] = ()
+    shared_store_ttl_s: float = 1800.0
+    first_connector_loads: bool = False
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether some group is known to have chunked local attention, which hits in an empty cache too."""
+        return bool(self.attention_chunk_size or self.attention_chunk_sizes)
+
+    def chunk_size(self, group_idx: int) -> int | None:
+        """The attention chunk of a group, None where nobody gave it."""
+        return self.attention_chunk_sizes.get(group_idx, self.attention_chunk_size)
+
+
+class CacheLayout(msgspec.Struct, frozen=True):
+    """How one engine's look-up works: its spec classes, and where a hit may end.
+
+    ``alignment`` and ``hash_block_size`` in tokens; a hit is a multiple of ``alignment``.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    classes: tuple[SpecClass, ...]
+    hash_block_size: int
+    alignment: int
+    lookahead: int = 0
+    first_connector_loads: bool = False
+
+    @property
+    def single_group(self) -> bool:
+        return len(self.groups) == 1
+
+    @property
+    def missing_facts(self) -> tuple[str, ...]:
+        """Settings without which no hit can be predicted; empty for a complete description."""
+        missing = []
+        for spec in (c.spec for c in self.classes):
+            if spec.family is Family.WINDOW and not spec.sliding_window:
+                missing.append(f"windows.{spec.group_idx}")
+            chunk = spec.attention_chunk_size
+            if spec.family is Family.CHUNKED and (not chunk or chunk % spec.block_size):
+                missing.append("attention_chunk_size")
+        return tuple(dict.fromkeys(missing))
+
+
+def make_layout(
+    groups: tuple[GroupSpec, ...], facts: ModelFacts, hash_block_size: int | None, lookahead: int = 0
+) -> CacheLayout:
+    """The layout vLLM would derive from these groups (vLLM 0.32 ``resolve_kv_cache_block_sizes``).
+
+    ``hash_block_size`` is what was detected; None: the greatest common divisor of the block sizes.
+    """
+    unit = hash_block_size or math.gcd(*(group.block_size for group in groups))
+    partial = _partial_hits(groups, unit)
+    if facts.partial_hash_hits is not None:
+        partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
+    alignment = unit if partial else scheduler_block_size(groups)
+    if len(groups) == 1 and not partial:
+        alignment = groups[0].block_size
+    return CacheLayout(groups, spec_classes(groups), unit, alignment, lookahead, facts.first_connector_loads)
+
+
+def _partial_hits(groups: tuple[GroupSpec, ...], unit: int) -> bool:
+    """A Mamba align group with blocks larger than a hash block, every other group able to follow."""
+    align = any(
+        g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size > unit for g in groups
+    )
+    return align and len(groups) > 1 and _can_end_inside(groups, unit)
+
+
+def _can_end_inside(groups: tuple[GroupSpec, ...], unit: int) -> bool:
+    """Whether every group could resume at any hash block."""
+    return all(g.family in {Family.FULL, Family.MAMBA} or g.block_size == unit for g in groups)
+
+
+class GroupLearner:
+    """Groups of one engine as its events reveal them.
+
+    ``expected`` are the groups it had before a restart. They count until its events say otherwise: by
+    describing one of them differently, or by ``_SILENT_ROOTS_MAX`` prompts long enough to fill its blocks
+    that leave one out. Without them the first short prompts would show some groups only, and hits that the
+    others forbid would be predicted.
+    """
+
+    def __init__(self, facts: ModelFacts, expected: tuple[GroupSpec, ...] = ()) -> None:
+        self._facts = facts
+        self._groups: dict[int, GroupSpec] = {}
+        self._expected = {group.group_idx: group for group in expected}
+        self._started = False
+        self._silent_roots = 0
+        self.assumed_kinds: set[int] = set()
+        """Groups whose kind neither an event nor the configuration gave: taken for full attention."""
+
+    @property
+    def known(self) -> tuple[GroupSpec, ...]:
+        """Seen and expected groups."""
+        merged = self._expected | self._groups
+        return tuple(merged[idx] for idx in sorted(merged))
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """Seen and expected groups; none before the first event."""
+        return self.known if self._started else ()
+
+    @property
+    def expecting(self) -> bool:
+        """Whether groups are expected that no event has confirmed yet."""
+        return bool(self._expected)
+
+    def observe(self, event: BlockStored) -> bool:
+        """Learn from one GPU event with blocks of at least one token; True when the groups changed.
+
+        Raises ``ValueError`` for a kind nobody has described.
+        """
+        before = self.groups
+        idx = event.group_idx or 0
+        known = self._groups.get(idx)
+        if known is None or known.block_size < event.block_size:
+            self._see(self._describe(idx, event), event)
+        if self._expected:
+            self._count_silence(event)
+        self._started = True
+        return self.groups != before
+
+    def _see(self, seen: GroupSpec, event: BlockStored) -> None:
+        expected = self._expected.get(seen.group_idx)
+        if expected is not None and seen != expected:
+            partial = event.num_tokens() == event.block_size < expected.block_size
+            if partial and replace(seen, block_size=expected.block_size) == expected:
+                return  # perhaps a partial block: its group is shown by an event of more than one
+            self._expected.clear()
+        elif expected is None and self._expected:
+            self._expected.clear()
+        self._expected.pop(seen.group_idx, None)
+        self._groups[seen.group_idx] = seen
+
+    def _count_silence(self, event: BlockStored) -> None:
+        """Count a prompt long enough to show every expected group."""
+        longest = max(group.block_size for group in self._expected.values())
+        if event.parent_block_hash is None and event.num_tokens() >= longest:
+            self._silent_roots += 1
+        if self._silent_roots >= _SILENT_ROOTS_MAX:
+            self._expected.clear()
+
+    def _describe(self, idx: int, event: BlockStored) -> GroupSpec:
+        kind = event.kv_cache_spec_kind or self._facts.kinds.get(idx)
+        if kind is None:
+            kind = "full_attention"
+            self.assumed_kinds.add(idx)
+        spec = GroupSpec(idx, kind, event.block_size)
+        family = spec.family
+        return GroupSpec(
+            idx,
+            kind,
+            event.block_size,
+            sliding_window=event.kv_cache_spec_sliding_window or self._facts.windows.get(idx),
+            attention_chunk_size=self._facts.chunk_size(idx) if family is Family.CHUNKED else None,
+            mamba_cache_mode=self._facts.mamba_cache_mode if family is Family.MAMBA else None,
+            is_eagle=idx in self._facts.eagle_groups,
+        )

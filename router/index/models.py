@@ -1,0 +1,104 @@
+"""One residency per model: the sink of all feeds, whatever model their engines serve.
+
+Equal block hashes mean equal prefixes only within one model, so every base model has a ``FleetResidency`` of
+its own. Always true: an engine belongs to at most one model; when it comes back with another one, what it
+held before is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from publisher.events import DecodedBatch
+from router.index.base import Index
+from router.index.engine import EngineResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+
+
+class Scopes:
+    """Base model -> residency of the engines that serve it."""
+
+    def __init__(
+        self,
+        facts_of: Callable[[str], ModelFacts],
+        index_of: Callable[[str], Index] | None = None,
+    ) -> None:
+        """``index_of`` makes the index of a model; without it every model has one in memory."""
+        self._facts_of = facts_of
+        self._index_of = index_of
+        self._by_model: dict[str, FleetResidency] = {}
+        self._model_of: dict[str, str] = {}
+
+    def assign(self, engine_id: str, base_model: str) -> None:
+        """The engine serves this model (from now on)."""
+        if self._model_of.get(engine_id) == base_model:
+            return
+        self.remove(engine_id)
+        self._model_of[engine_id] = base_model
+        self.scope(base_model).engine(engine_id)
+
+    def scope(self, base_model: str) -> FleetResidency:
+        """The residency of one model, made on first use."""
+        found = self._by_model.get(base_model)
+        if found is None:
+            found = self._by_model[base_model] = self._new_scope(base_model)
+        return found
+
+    def _new_scope(self, base_model: str) -> FleetResidency:
+        index = None if self._index_of is None else self._index_of(base_model)
+        return FleetResidency(self._facts_of(base_model), index)
+
+    def models(self) -> dict[str, FleetResidency]:
+        return self._by_model
+
+    def engine(self, engine_id: str) -> EngineResidency | None:
+        """The writer of one engine; None before it was assigned."""
+        model = self._model_of.get(engine_id)
+        return None if model is None else self.scope(model).engine(engine_id)
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Feed sink: one batch, in order. An engine that was never assigned has no feed, so no batch."""
+        self.scope(self._model_of[engine_id]).apply(engine_id, batch)
+
+    def forget(self, engine_id: str) -> None:
+        """Feed sink: the engine restarted."""
+        if engine_id in self._model_of:
+            self.scope(self._model_of[engine_id]).forget(engine_id)
+
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Feed sink: a piece of a snapshot."""
+        self.scope(self._model_of[engine_id]).stage(engine_id, batch)
+
+    def adopt(self, engine_id: str) -> None:
+        """Feed sink: the snapshot is complete, and the truth."""
+        self.scope(self._model_of[engine_id]).adopt(engine_id)
+
+    def unstage(self, engine_id: str) -> None:
+        """Feed sink: the snapshot broke off."""
+        if engine_id in self._model_of:
+            self.scope(self._model_of[engine_id]).unstage(engine_id)
+
+    def clear(self, engine_id: str) -> None:
+        """The engine's GPU pool was reset by a request this router passed on."""
+        engine = self.engine(engine_id)
+        if engine is not None:
+            engine.clear()
+
+    def age(self, now_s: float) -> None:
+        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        for scope in self._by_model.values():
+            scope.age(now_s)
+
+    def remove(self, engine_id: str) -> None:
+        """The engine left, or serves another model now."""
+        model = self._model_of.pop(engine_id, None)
+        if model is not None:
+            self.scope(model).remove(engine_id)
+
+    def advance_detection(self) -> bool:
+        """One slice of every running seed search; True while any is left."""
+        searching = [engine for scope in self._by_model.values() for engine in scope.searching()]
+        for engine in searching:
+            engine.advance_detection()
+        return bool(searching)

@@ -1,0 +1,129 @@
+"""What one engine's connectors tell of blocks outside its GPU: the writer's side.
+
+Own places (host memory, a local disk) are counted as the GPU is: one store, one copy, one removal, one copy
+less, each owner for itself. What is told of a shared store is a hint: a block is there or not, however
+often it was told, and it goes when it was not told again for ``facts.shared_store_ttl_s`` (half of that at
+the least), because what the store evicts nobody tells. A removal takes back what this engine told, not what
+others did.
+
+Always true: nothing here touches what the GPU holds; one engine has at most ``PLACES_MAX`` places, events of
+further ones are counted and left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from publisher.events import GROUPS_MAX, MEDIA, BlockRemoved, BlockStored, to_block_hash
+from router.index.base import Index, Plane
+from router.index.media import GPU, OWNER_CHARS_MAX, TURNS, is_remote, is_shared, owner_of, place
+
+PLACES_MAX = 8
+"""Per engine, outside its GPU. An engine with host memory and one shared store has three."""
+_KEYS_MAX = PLACES_MAX * GROUPS_MAX
+
+_Key = tuple[str | None, int | None, str | None, str | None]
+
+
+class Outside:
+    """Blocks of one engine outside its GPU. ``rejected`` counts events that make no sense, by reason."""
+
+    def __init__(self, engine_id: str, index: Index, rejected: Counter[str]) -> None:
+        self.engine_id = engine_id
+        self._index = index
+        self._rejected = rejected
+        self.stores: frozenset[str] = frozenset()
+        """Shared stores that this engine wrote to."""
+        self.reset()
+
+    def reset(self) -> None:
+        """The engine is another process now; the index was told."""
+        self._planes: dict[_Key, Plane] = {}
+        self._places: set[str] = set()
+        self._turn = 0
+        self._turned_s: float | None = None
+        self.stores = frozenset()
+
+    def stored(self, event: BlockStored) -> None:
+        """One more copy of each block; in a shared store, that it is there."""
+        plane = self._plane(event)
+        if plane is None:
+            return
+        hashes = [to_block_hash(value) for value in event.block_hashes]
+        if not is_shared(plane.medium):
+            self._index.store(self.engine_id, plane, hashes)
+            return
+        for block in hashes:
+            self._index.set_copies(self.engine_id, plane, block, 1)
+
+    def removed(self, event: BlockRemoved) -> None:
+        """One copy of each block less, or as many as the event says are left."""
+        plane = self._plane(event)
+        if plane is None:
+            return
+        hashes = [to_block_hash(value) for value in event.block_hashes]
+        counts = event.remaining_copy_counts
+        if is_shared(plane.medium):
+            for turn in TURNS:
+                told = Plane(_of_turn(plane.medium, turn), plane.group_idx)
+                for block in hashes if told.medium in self._places else ():
+                    self._index.set_copies(self.engine_id, told, block, 0)
+        elif counts is None or len(counts) != len(hashes):
+            self._index.remove(self.engine_id, plane, hashes)
+        else:
+            for block, left in zip(hashes, counts, strict=True):
+                if left is None:
+                    self._index.remove(self.engine_id, plane, (block,))
+                else:
+                    self._index.set_copies(self.engine_id, plane, block, left)
+
+    def age(self, now_s: float, ttl_s: float) -> None:
+        """Let go what was told of shared stores more than ``ttl_s`` ago; call it often in a ``ttl_s``."""
+        if not self.stores:
+            self._turned_s = None
+            return
+        if self._turned_s is None:
+            self._turned_s = now_s
+        if now_s - self._turned_s < ttl_s / 2:
+            return
+        self._turned_s = now_s
+        self._turn = 1 - self._turn
+        self._planes = {key: plane for key, plane in self._planes.items() if not is_shared(plane.medium)}
+        for name in [_of_turn(name, self._turn) for name in self._places if is_shared(name)]:
+            if name in self._places:
+                self._places.discard(name)
+                self._index.clear(self.engine_id, name)
+
+    def _plane(self, event: BlockStored | BlockRemoved) -> Plane | None:
+        key = (event.medium, event.group_idx, event.locality, event.ownership)
+        plane = self._planes.get(key)
+        if plane is None:
+            plane = self._find(event)
+            if plane is not None and len(self._planes) < _KEYS_MAX:
+                self._planes[key] = plane
+        return plane
+
+    def _find(self, event: BlockStored | BlockRemoved) -> Plane | None:
+        medium, owner = event.medium, event.ownership
+        if medium not in MEDIA or medium == GPU:
+            self._rejected["unknown_medium"] += 1
+            return None
+        if owner is not None and len(owner) > OWNER_CHARS_MAX:
+            self._rejected["owner_too_long"] += 1
+            return None
+        shared = is_remote(medium, event.locality, owner)
+        name = place(medium, owner, turn=self._turn if shared else None)
+        if name not in self._places:
+            if len(self._places) >= PLACES_MAX:
+                self._rejected["too_many_places"] += 1
+                return None
+            self._places.add(name)
+        if shared:
+            self.stores |= {owner_of(name)}
+        return Plane(name, event.group_idx or 0)
+
+
+def _of_turn(name: str, turn: int) -> str:
+    """The shared store's other place, or the same."""
+    head, at, owner = name.partition("@")
+    return f"{head.partition('*')[0]}*{turn}{at}{owner}"

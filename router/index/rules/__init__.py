@@ -1,0 +1,1 @@
+"""The hit rules: from presence rows to tokens."""

@@ -1,0 +1,205 @@
+"""Hit rules: from presence rows to the tokens each engine would take from its cache.
+
+The engine's scheduler searches group by group until no group shrinks the hit. Here the same number is
+found the other way round: a boundary is *valid* for a spec class if the class could resume there, and the
+hit is the largest aligned boundary below the prompt's last token that is valid in every class (where EAGLE
+windows make the order of the search matter, ``fixed_point.py`` follows the engine's loop). All engines of a
+64-bit word are evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked
+against its scheduler on recorded traces; block size bs, boundary x in tokens):
+
+- full: every block before x present. If hits may end inside a block: also x inside a block of which a
+  longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
+- window w >= 2: the last ceil((w-1)/bs) blocks before x present, or all of them back to block 0. EAGLE: one
+  more block, after x, present too.
+- chunked local: every block from the start of x's chunk to x present; a chunk's start needs nothing.
+- Mamba: the state at x present.
+
+With look-ahead hashes (vLLM 0.33) the EAGLE flags have no effect. Pure functions; N hashes cost O(N) numpy
+operations per class whatever the number of engines.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from publisher.groups import Family, SpecClass
+from router.index.base import WORD_BITS, Plane, Rows, Words
+from router.index.learn.layout import CacheLayout
+from router.index.media import GPU
+from router.index.rules.eagle import ClassTable, dropping_window, fixed_point, longest, order_matters
+
+_ALL = np.uint64((1 << WORD_BITS) - 1)
+
+
+class WordHits(msgspec.Struct, frozen=True):
+    """Hits of the 64 engines of one word; tokens, indexed by bit. ``trunk`` is the full-attention prefix."""
+
+    hit: list[int]
+    trunk: list[int]
+    by_class: list[list[int]]
+    """Per spec class, in the layout's order, the largest boundary valid in that class alone."""
+
+
+def evaluate(
+    rows: Rows,
+    layout: CacheLayout,
+    num_tokens: int,
+    *,
+    word: int = 0,
+    loading: bool = False,
+    detail: bool = False,
+) -> WordHits:
+    """GPU hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
+
+    ``loading``: of a hit that ends inside a block, that block must be held under the hash at its end; the
+    engine finds a longer part of it in its pool, but a load has nothing but the hash. ``by_class`` is empty
+    unless ``detail`` is asked for.
+    """
+    boundaries = max(0, num_tokens - 1) // layout.alignment
+    valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in layout.classes]
+    if order_matters(layout):
+        tables = [_table(rows, layout, c, v, word) for c, v in zip(layout.classes, valid, strict=True)]
+        hit = [boundary * layout.alignment for boundary in fixed_point(tables, boundaries)]
+    else:
+        joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
+        hit = _largest(joint, layout.alignment)
+    trunks = [v for v, c in zip(valid, layout.classes, strict=True) if c.family is Family.FULL]
+    trunk = _largest(np.bitwise_and.reduce(trunks), layout.alignment) if trunks else hit
+    by_class = [_largest(v, layout.alignment) for v in valid] if detail else []
+    return WordHits(hit, trunk, by_class)
+
+
+def _valid(
+    rows: Rows,
+    layout: CacheLayout,
+    spec_class: SpecClass,
+    num_tokens: int,
+    boundaries: int,
+    word: int,
+    *,
+    loading: bool,
+) -> Words:
+    """For boundaries 1..``boundaries`` (in alignment units): engines for which this class is valid there."""
+    units = _class_presence(rows, spec_class, word)
+    unit, block_size, family = layout.hash_block_size, spec_class.block_size, spec_class.family
+    eagle = int(spec_class.spec.is_eagle and not layout.lookahead)
+    last = (num_tokens - 1) // unit
+    if eagle and layout.single_group:
+        units = units[:last]
+    inside = block_size > layout.alignment
+    if inside and family is Family.FULL:
+        held = _full_inside(units[: last + eagle], block_size // unit, loading=loading)
+        return _at(held, 1, boundaries, shift=eagle)
+    if inside and family is Family.MAMBA:
+        return _at(units, 1, boundaries)
+    blocks, step = units[block_size // unit - 1 :: block_size // unit], layout.alignment // block_size
+    match family:
+        case Family.FULL:
+            return _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=eagle)
+        case Family.WINDOW:
+            return _at(_window(blocks, _blocks_needed(spec_class, eagle)), step, boundaries, shift=eagle)
+        case Family.CHUNKED:
+            return _chunked(blocks, spec_class, step, boundaries)
+        case _:
+            return _at(blocks, step, boundaries)
+
+
+def _class_presence(rows: Rows, spec_class: SpecClass, word: int) -> Words:
+    """Per hash block: the engines that hold it in every group of the class."""
+    presence: Words | None = None
+    for idx in spec_class.group_idxs:
+        held = rows.plane(Plane(GPU, idx), word)
+        presence = held if presence is None else presence & held
+    if presence is None:
+        raise AssertionError("a spec class has at least one group")
+    return presence
+
+
+def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
+    """``ends[i]`` tells about the end of block i; pick the ends ``shift`` blocks past each boundary."""
+    picked = np.zeros(boundaries, np.uint64)
+    found = ends[step - 1 + shift :: step][:boundaries]
+    picked[: len(found)] = found
+    return picked
+
+
+def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
+    """Full attention where a hit may end inside a block: per hash block, all before it resident and it,
+    or (but for loads) a longer part of its block, resident too."""
+    blocks = -(-len(units) // per_block)
+    grid = np.zeros((blocks, per_block), np.uint64)
+    grid.reshape(-1)[: len(units)] = units
+    before = np.concatenate((np.full(1, _ALL), np.bitwise_and.accumulate(grid[:, -1])))[:blocks]
+    longer: Words = grid if loading else np.bitwise_or.accumulate(grid[:, ::-1], axis=1)[:, ::-1]
+    inside: Words = (longer & before[:, None]).reshape(-1)[: len(units)]
+    return inside
+
+
+def _table(rows: Rows, layout: CacheLayout, spec_class: SpecClass, valid: Words, word: int) -> ClassTable:
+    """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
+    if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
+        plain = longest(valid)
+        return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)
+    per_block, boundaries = spec_class.block_size // layout.hash_block_size, len(valid)
+    blocks = _class_presence(rows, spec_class, word)[per_block - 1 :: per_block]
+    step, needed = layout.alignment // spec_class.block_size, _blocks_needed(spec_class, 1)
+    whole = _window(blocks, needed).copy()
+    whole[: needed - 1] = 0
+    dropping = dropping_window(
+        _at(whole, step, boundaries, shift=1),
+        _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=1),
+        blocks_per_boundary=step,
+    )
+    plain = longest(_at(_window(blocks, _blocks_needed(spec_class, 0)), step, boundaries))
+    return ClassTable(spec_class.family, plain, dropping)
+
+
+def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
+    """Contiguous blocks that hold all but the newest token of a window, and with EAGLE one more behind."""
+    window = spec_class.spec.sliding_window
+    if window is None:
+        raise ValueError(f"{spec_class.label}: sliding window size unknown; configure windows for this model")
+    return max(1, -(-(window - 1) // spec_class.block_size) + eagle)
+
+
+def _window(blocks: Words, needed: int) -> Words:
+    """Per block end: the last ``needed`` blocks present, or all blocks back to block 0 (by doubling)."""
+    run, length = blocks, 1
+    while length < needed:
+        stride = min(length, needed - length)
+        run = run.copy()
+        run[stride:] &= run[:-stride].copy()
+        length += stride
+    return run
+
+
+def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -> Words:
+    """Per boundary: every block from the start of its chunk present; a chunk's start needs none."""
+    chunk = spec_class.spec.attention_chunk_size
+    if chunk is None:
+        raise ValueError(f"{spec_class.label}: attention_chunk_size unknown; configure it for this model")
+    per_chunk = chunk // spec_class.block_size
+    grid = np.zeros((-(-len(blocks) // per_chunk), per_chunk), np.uint64)
+    grid.reshape(-1)[: len(blocks)] = blocks
+    valid = _at(np.bitwise_and.accumulate(grid, axis=1).reshape(-1)[: len(blocks)], step, boundaries)
+    tokens = np.arange(1, boundaries + 1) * step * spec_class.block_size
+    valid[tokens % chunk == 0] = _ALL
+    return valid
+
+
+def _largest(valid: Words, alignment: int) -> list[int]:
+    """For each bit: tokens of the last boundary where it is set; 0 where it never is."""
+    tokens = [0] * WORD_BITS
+    seen = np.bitwise_or.accumulate(valid[::-1])
+    if not len(seen) or not seen[-1]:
+        return tokens
+    new = seen.copy()
+    new[1:] &= ~seen[:-1]
+    for reverse in np.flatnonzero(new).tolist():
+        bits, boundary = int(new[reverse]), len(valid) - reverse
+        while bits:
+            low = bits & -bits
+            tokens[low.bit_length() - 1] = boundary * alignment
+            bits ^= low
+    return tokens

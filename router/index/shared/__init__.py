@@ -1,1 +1,0 @@
-"""Residency shared by several routers through Redis or Valkey."""

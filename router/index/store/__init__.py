@@ -1,0 +1,1 @@
+"""Presence rows in memory."""

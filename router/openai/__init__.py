@@ -1,0 +1,1 @@
+"""What clients may send and see: requests, bodies, errors."""

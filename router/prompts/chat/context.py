@@ -1,0 +1,152 @@
+"""What a chat template is given besides the messages: tools, documents and template arguments.
+
+Follows vLLM 0.32: tools are dumped from their schema (fixed field order, absent fields filled in, unknown
+fields dropped), server defaults give way to the request's ``chat_template_kwargs``, those to the request's
+own fields, None and "auto" count as not given, and only names the template reads are passed on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from router.prompts.chat.template import ChatTemplate
+from router.prompts.request import ChatBody, NotLocalError, decode_any
+
+_RESERVED: Final = frozenset({
+    "chat_template", "conversation", "max_length", "messages", "model_config", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize", "tokenizer",
+    "tokenizer_kwargs", "tools", "truncation",
+    "cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now",
+})  # fmt: skip
+"""Template arguments that reach past the template in the engine, or shadow what templates call."""
+_UNSET: Final = (None, "auto")
+
+
+class ChatContext(msgspec.Struct, frozen=True):
+    """``names`` go to the template as they are; ``key`` is equal exactly when all of them are."""
+
+    names: dict[str, Any]
+    continue_final: bool
+    key: bytes
+    shape: object
+
+
+def chat_context(
+    body: ChatBody,
+    template: ChatTemplate,
+    *,
+    tools: list[dict[str, Any]] | None,
+    special_tokens: dict[str, str],
+    defaults: dict[str, Any],
+) -> ChatContext:
+    """Everything but the messages. Raises ``NotLocalError`` for arguments that are not reproduced."""
+    _check_fields(body)
+    own = _request_arguments(body)
+    given: dict[str, Any] = {**(body.chat_template_kwargs or {})}
+    given.update((key, value) for key, value in own.items() if not _unset(value))
+    merged = {**defaults, **{key: value for key, value in given.items() if not _unset(value)}}
+    if not _RESERVED.isdisjoint(merged):
+        raise NotLocalError("template_kwargs")
+    continue_final = merged.pop("continue_final_message", False)
+    arguments = {key: value for key, value in merged.items() if key in template.variables}
+    arguments["documents"] = merged.get("documents")
+    arguments["add_generation_prompt"] = merged["add_generation_prompt"]
+    if continue_final and arguments["add_generation_prompt"]:
+        raise NotLocalError("template_rejected")
+    try:
+        # Tools by their raw form, unless they are left out: which template is used depends on that.
+        key = _ENCODER.encode([arguments, continue_final, None if tools is None else bytes(body.tools)])
+    except (TypeError, ValueError, RecursionError):
+        raise NotLocalError("template_kwargs") from None
+    names = {**special_tokens, **arguments, "tools": tools}
+    return ChatContext(names, continue_final, key, _shape(arguments, bytes(body.tools)))
+
+
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+def _unset(value: Any) -> bool:
+    return any(value is unset or (isinstance(value, str) and value == unset) for unset in _UNSET)
+
+
+def _request_arguments(body: ChatBody) -> dict[str, Any]:
+    arguments = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "documents": body.documents,
+        "reasoning_effort": body.reasoning_effort,
+    }
+    if body.reasoning_effort is not None and "enable_thinking" not in (body.chat_template_kwargs or {}):
+        arguments["enable_thinking"] = body.reasoning_effort != "none"
+    return arguments
+
+
+def _check_fields(body: ChatBody) -> None:
+    """Types the engine would coerce or reject: not reproduced."""
+    if body.chat_template is not None:
+        raise NotLocalError("request_template")
+    flags = (body.add_generation_prompt, body.continue_final_message)
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise NotLocalError("field")
+    if body.chat_template_kwargs is not None and not isinstance(body.chat_template_kwargs, dict):
+        raise NotLocalError("field")
+    if body.reasoning_effort is not None and not isinstance(body.reasoning_effort, str):
+        raise NotLocalError("field")
+    if body.documents is not None and not _are_documents(body.documents):
+        raise NotLocalError("field")
+
+
+def _are_documents(documents: Any) -> bool:
+    return isinstance(documents, list) and all(
+        isinstance(item, dict) and all(isinstance(value, str) for value in item.values())
+        for item in documents
+    )
+
+
+def _shape(arguments: dict[str, Any], raw_tools: bytes) -> object:
+    """Every tool set is its own shape: templates look into parameter schemas."""
+    kinds = tuple((k, v if isinstance(v, bool) else type(v).__name__) for k, v in arguments.items())
+    return (kinds, xxhash.xxh3_128_intdigest(raw_tools))
+
+
+def parse_tools(body: ChatBody, *, exclude_when_none: bool) -> list[dict[str, Any]] | None:
+    """Tools as the engine dumps them; ``exclude_when_none``: leave them out for ``tool_choice="none"``.
+
+    Raises ``NotLocalError`` for a tool the engine would coerce or reject.
+    """
+    tools = decode_any(body.tools)
+    if tools is None or (exclude_when_none and body.tool_choice == "none"):
+        return None
+    if not isinstance(tools, list) or not tools:
+        raise NotLocalError("tools_shape")
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+        raise NotLocalError("tools_shape")
+    outer = tool.get("defer_loading")
+    inner = function.get("defer_loading")
+    inner = outer if inner is None else inner
+    fields = {
+        "name": function.get("name"),
+        "description": function.get("description"),
+        "parameters": function.get("parameters"),
+    }
+    optional = {"strict": function.get("strict"), "defer_loading": inner}
+    if not (
+        isinstance(fields["name"], str)
+        and isinstance(fields["description"], str | None)
+        and isinstance(fields["parameters"], dict | None)
+        and all(isinstance(flag, bool | None) for flag in (*optional.values(), outer))
+    ):
+        raise NotLocalError("tools_shape")
+    fields.update((key, value) for key, value in optional.items() if value is not None)
+    result: dict[str, Any] = {"type": "function", "function": fields}
+    if outer is not None:
+        result["defer_loading"] = outer
+    return result

@@ -1,0 +1,1 @@
+"""Several routers as one: shared residency, leases and gossip through Redis or Valkey."""

@@ -1,0 +1,1 @@
+"""What replicas tell each other: prompts in flight and load."""

@@ -1,0 +1,255 @@
+"""Looks at the shared index for a planner: one round trip per prompt, and an answer whatever happens.
+
+Engines that this replica follows are predicted from its own memory, which is ahead of the index by the time
+a write takes; all others from the index. Always true: a look raises nothing and waits no longer than the
+look-up deadline; an engine whose writer has fallen silent is marked stale; what cannot be known is
+``unknown`` with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from publisher.block_hash import HashScheme
+from publisher.events import BlockHash
+from router.feeds.base import FeedState
+from router.index.base import Rows
+from router.index.learn.layout import CacheLayout
+from router.index.media import is_shared
+from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
+from router.index.rules.offload import shared_part
+from router.proxy.breaker import Breaker, BreakerSettings
+from router.replication.base import NO_LOOK, Look
+from router.replication.gossip.load import LoadExchange
+from router.replication.reader import SharedReader, SharedRows
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.schema.registry import IndexRefused
+from router.replication.schema.scope_cache import SharedEngine
+
+_log = structlog.get_logger()
+_TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})
+
+
+class SightStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    looks: int = 0
+    """Look-ups that the shared index answered."""
+    fallbacks: dict[str, int] = msgspec.field(default_factory=dict)
+    """Look-ups that it did not answer in time, by reason: those requests were placed without it."""
+    repeats: int = 0
+    """Look-ups done again because an engine's hash scheme had just become known."""
+    stale_engines: int = 0
+    """Answers for an engine whose writer was silent or not caught up."""
+
+
+class Ownership(Protocol):
+    """Which engines this replica follows; see ``LeaseKeeper``."""
+
+    others_alive: bool
+
+    def follows(self, engine_id: str) -> bool:
+        """Its feed runs here."""
+
+    def sure_of(self, engine_id: str) -> bool:
+        """Its feed runs here, and nobody else can be following it."""
+
+
+class Sight:
+    """See ``router.replication.base.SharedView``. ``reader`` gives the reader; asked in a running loop."""
+
+    def __init__(
+        self,
+        reader: Callable[[], SharedReader],
+        own: Ownership,
+        exchange: LoadExchange,
+        *,
+        hear: Callable[[Sequence[bytes]], None] = lambda flights: None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.stats = SightStats()
+        self.problem = ""
+        """Why the last look got no answer; "" if it did."""
+        self.breaker = Breaker(BreakerSettings(open_s_max=5.0))
+        self._reader = reader
+        self._own = own
+        self._exchange = exchange
+        self._hear = hear
+        self._clock = clock
+        self._models: dict[str, str] = {}
+
+    def assign(self, engine_id: str, model: str) -> None:
+        """The engine serves this model."""
+        self._models[engine_id] = model
+
+    def remove(self, engine_id: str) -> None:
+        """The engine left the fleet."""
+        self._models.pop(engine_id, None)
+
+    def model_of(self, engine_id: str) -> str | None:
+        """The model an engine serves."""
+        return self._models.get(engine_id)
+
+    def known(self, engine_id: str) -> SharedEngine | None:
+        """What was last heard of an engine, from whoever follows it; asks nobody."""
+        model = self._models.get(engine_id)
+        return None if model is None else self._reader().engines(model).get(engine_id)
+
+    def scheme(self, engine_id: str) -> HashScheme | None:
+        known = self.known(engine_id)
+        return None if known is None else known.scheme
+
+    def layout(self, engine_id: str) -> CacheLayout | None:
+        known = self.known(engine_id)
+        return None if known is None else known.layout
+
+    def feed_state(self, engine_id: str) -> str | None:
+        known = self.known(engine_id)
+        if known is None:
+            return None
+        return str(FeedState.STALE) if known.stale else known.feed_state
+
+    async def look(
+        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
+    ) -> Look:
+        """See ``SharedView``."""
+        elsewhere = {e: model for e, model in engines.items() if not self._own.sure_of(e)}
+        if not elsewhere and not self._own.others_alive:
+            return NO_LOOK
+        if not self.breaker.allows(self._clock()):
+            return self._fallback("circuit", elsewhere)
+        self.breaker.begin(self._clock())
+        hits: dict[str, EngineHit] = {}
+        load: dict[str, bytes] = {}
+        stores: dict[str, dict[HashScheme, Rows]] = {}
+        try:
+            for model in dict.fromkeys(engines.values()):
+                ids = [e for e, its in elsewhere.items() if its == model]
+                found = await self._look_up(model, prompt, ids, hits, stores, detail=detail)
+                load |= found.load
+                if found.flights:
+                    self._hear(found.flights)
+        except IndexUnavailable as error:
+            self.breaker.record(False, self._clock())
+            return self._fallback(error.reason, elsewhere)
+        except IndexRefused:
+            self.breaker.record(False, self._clock())
+            return self._fallback("refused", elsewhere)
+        except Exception:  # noqa: BLE001  # whatever it is, no request may fail because of the index
+            _log.exception("shared index look-up failed")
+            self.breaker.record(False, self._clock())
+            return self._fallback("fault", elsewhere)
+        self.breaker.record(True, self._clock())
+        self.problem = ""
+        self.stats.looks += 1
+        return Look(hits, self._exchange.others(load, self._clock()), stores)
+
+    async def refresh(self) -> None:
+        """Look at the books of every model, without a prompt; never raises."""
+        await self.look(None, dict(self._models))
+
+    def _fallback(self, reason: str, elsewhere: Mapping[str, str]) -> Look:
+        """What is left: engines whose feed runs here are known from memory, the others not at all."""
+        self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
+        self.problem = reason
+        why = f"the shared index did not answer ({reason})"
+        lost = [engine_id for engine_id in elsewhere if not self._own.follows(engine_id)]
+        return Look({e: EngineHit(e, "unknown", why_unknown=why) for e in lost}, problem=reason)
+
+    async def _look_up(
+        self,
+        model: str,
+        prompt: HashedPrompt | None,
+        ids: list[str],
+        hits: dict[str, EngineHit],
+        stores: dict[str, dict[HashScheme, Rows]],
+        *,
+        detail: bool,
+    ) -> SharedRows:
+        """Hits of ``ids`` added to ``hits``, what is told of shared stores to ``stores``; looks again where a
+        scheme turned out to be new."""
+        reader = self._reader()
+        schemes = _schemes(reader.engines(model), ids)
+        while True:
+            asked: list[BlockHash] = []
+            spans: dict[HashScheme, tuple[int, int]] = {}
+            for scheme in schemes if prompt is not None else ():
+                hashes = prompt.hashes(scheme) if prompt is not None else ()
+                spans[scheme] = len(asked), len(asked) + len(hashes)
+                asked += hashes
+            found = await reader.lookup(asked, model)
+            news = _schemes(found.engines, ids)
+            if prompt is None or news <= schemes:
+                break
+            self.stats.repeats += 1
+            schemes |= news
+        if prompt is not None:
+            hits |= self._hits(found, prompt, ids, spans, detail=detail)
+            if any(is_shared(plane.medium) for plane, _ in found.rows.columns):
+                stores[model] = {scheme: shared_part(_span(found.rows, *at)) for scheme, at in spans.items()}
+        return found
+
+    def _hits(
+        self,
+        found: SharedRows,
+        prompt: HashedPrompt,
+        ids: list[str],
+        spans: Mapping[HashScheme, tuple[int, int]],
+        *,
+        detail: bool,
+    ) -> dict[str, EngineHit]:
+        hits: dict[str, EngineHit] = {}
+        seats: dict[HashScheme, list[Seat]] = {}
+        for engine_id in ids:
+            known = found.engines.get(engine_id)
+            seat = _seat(engine_id, known)
+            if isinstance(seat, EngineHit):
+                hits[engine_id] = seat
+            else:
+                seats.setdefault(seat.scheme, []).append(seat)
+        for scheme, alike in seats.items():
+            rows = _span(found.rows, *spans[scheme])
+            hits |= seat_hits(rows, prompt.num_tokens, alike, "native", detail=detail)
+        for engine_id in [seat.engine_id for alike in seats.values() for seat in alike]:
+            if not _trusted(found.engines[engine_id]):
+                self.stats.stale_engines += 1
+                hits[engine_id] = msgspec.structs.replace(hits[engine_id], stale=True)
+        return hits
+
+
+def _span(rows: Rows, start: int, end: int) -> Rows:
+    """The rows of one scheme's hashes."""
+    return Rows(end - start, {key: column[start:end] for key, column in rows.columns.items()})
+
+
+def _trusted(known: SharedEngine) -> bool:
+    """Whether what the index holds of this engine is kept up to date now."""
+    return not known.stale and known.feed_state in _TRUSTED
+
+
+def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashScheme]:
+    found = (engines.get(engine_id) for engine_id in ids)
+    return {e.scheme for e in found if e is not None and e.scheme is not None and e.mode == "native"}
+
+
+def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
+    """All a prediction needs, or the answer that there can be none and why."""
+    if known is None:
+        return EngineHit(engine_id, "unknown", why_unknown="no replica follows this engine yet")
+    if known.mode == "learned":
+        why = "learned mode: only the replica that follows this engine can translate its hashes"
+        return EngineHit(engine_id, "unknown", why_unknown=why)
+    if known.scheme is None or known.layout is None:
+        if _trusted(known) and known.mode == "empty":
+            return EngineHit(engine_id, "native")
+        return EngineHit(
+            engine_id, "unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet"
+        )
+    if known.layout.missing_facts:
+        why = f"configure {', '.join(known.layout.missing_facts)} for this model"
+        return EngineHit(engine_id, "unknown", why_unknown=why)
+    return Seat(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)

@@ -1,0 +1,1 @@
+"""Connections to a Redis or Valkey server."""

@@ -1,0 +1,1 @@
+"""What the shared index keeps, byte by byte, and the scripts that change it."""

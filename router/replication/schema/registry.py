@@ -1,0 +1,282 @@
+"""The books of one scope: epoch, engine slots and generations, patterns, and what is known of each engine.
+
+All books of a scope are one hash: if the server loses them, it loses them together, and whoever opens the
+scope again begins another epoch, in which nothing written before is found. Each change draws a new
+``version``, a random number and no counter, so that equal versions mean equal books even if a failover took
+the last changes back. Always true: what a ``View`` says was all true at one moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from publisher.block_hash import HashScheme
+from router.index.base import WORD_BITS, Plane, Slot
+from router.index.learn.layout import CacheLayout
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable, Reply
+from router.replication.schema import scripts, write_scripts
+from router.replication.schema.codec import codes_max, pattern_name, pattern_planes
+from router.replication.schema.keys import EPOCH_BYTES, SCHEMA, ScopeKeys, schema_key
+
+_LOG = structlog.get_logger()
+
+SLOTS_MAX = 4096
+_CLUSTER_PARTITIONS = 16
+_CHECK_NAMESPACE_S = 60.0
+
+
+class IndexRefused(Exception):  # noqa: N818  # what it says: not an error of ours
+    """This replica must not use the index; ``str()`` says why and what to do."""
+
+
+class EpochChanged(IndexUnavailable):
+    """The scope's books are others than the caller knows: everything must be claimed and written again."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch", "the scope was begun anew")
+
+
+class LeaseLost(IndexUnavailable):
+    """The engine's lease is another's: nothing may be written for it."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__("lease", f"the lease of {engine_id} is not held")
+        self.engine_id = engine_id
+
+
+class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine's writer tells the other replicas, beside the blocks."""
+
+    layout: CacheLayout | None = None
+    scheme: HashScheme | None = None
+    mode: str = "unknown"
+    """``native``, ``learned`` or ``unknown``; other replicas cannot predict with the last two."""
+    why_unknown: str = ""
+    feed_state: str = "cold"
+    missing_batches: int = 0
+    stores: tuple[str, ...] = ()
+    """Shared stores that it loads from."""
+
+
+class Seat(NamedTuple):
+    """An engine's place in the values of a scope."""
+
+    number: int
+    generation: int
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(*divmod(self.number, WORD_BITS))
+
+
+class Scope(NamedTuple):
+    """What never changes within one epoch."""
+
+    epoch: bytes
+    partitions: int
+    code_bytes: int
+    home: str
+    """``Client.identity`` of the servers it was written to."""
+
+
+class View(NamedTuple):
+    """The books at one moment."""
+
+    scope: Scope
+    version: bytes | None
+    seats: dict[str, Seat]
+    facts: dict[str, EngineFacts]
+    patterns: dict[int, tuple[Plane, ...]]
+    retired_slots: int
+
+
+class Registry:
+    """One scope's books, over one client."""
+
+    def __init__(self, client: Client, model: str) -> None:
+        self.client = client
+        self.model = model
+        self.keys = ScopeKeys(client.settings.namespace, model)
+        self._schema_checked, self._check_again_at = "", 0.0
+
+    async def open(self) -> Scope:
+        """The scope as it stands, made if there is none. Raises ``IndexRefused`` for another schema."""
+        settings, identity = self.client.settings, self.client.identity
+        await self._check_namespace(identity)
+        default = _CLUSTER_PARTITIONS if self.client.cluster else 1
+        reply = await self.client.run(
+            scripts.OPEN,
+            [self.keys.scope],
+            SCHEMA,
+            settings.partitions or default,
+            settings.code_bytes,
+            _new_epoch(),
+            identity,
+            _nonce(),
+            self._control_ttl_ms,
+        )
+        _refuse_other_schema(reply[0], settings.namespace)
+        return Scope(reply[3], int(reply[1]), int(reply[2]), reply[4].decode())
+
+    async def rehome(self, scope: Scope) -> None:
+        """The servers are others than the scope's: let nothing written before count."""
+        _LOG.warning("index servers changed; residency is written again", model=self.model)
+        identity = self.client.identity
+        await self.client.run(
+            scripts.REHOME,
+            [self.keys.scope],
+            SCHEMA,
+            scope.epoch,
+            scope.home,
+            _new_epoch(),
+            identity,
+            _nonce(),
+            self._control_ttl_ms,
+        )
+
+    async def check(self) -> None:
+        """Raises ``IndexRefused`` if this namespace, or this scope, is another schema's; changes nothing."""
+        found = await self.client.command("GET", schema_key(self.client.settings.namespace))
+        _refuse_other_schema(found, self.client.settings.namespace)
+        await self.fetch()
+
+    async def fetch(self) -> View | None:
+        """All books; None if the scope does not exist."""
+        return parse_view(await self.client.command("HGETALL", self.keys.scope))
+
+    async def fence(self, scope: Scope, engine_id: str, token: int) -> None:
+        """Shut out writers with older tokens in every partition. Raises ``LeaseLost`` for a newer one."""
+        for partition in range(scope.partitions):
+            key = self.keys.fence(partition, scope.partitions)
+            stands = await self.client.run(write_scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
+            if stands != token:
+                raise LeaseLost(engine_id)
+
+    async def claim(self, scope: Scope, engine_id: str, token: int) -> Seat:
+        """A new generation: whatever is written of this engine no longer counts. O(1) of what that is.
+
+        Raises ``LeaseLost`` or ``EpochChanged``.
+        """
+        reply = await self.client.run(
+            scripts.CLAIM,
+            [self.keys.scope, self.keys.leases],
+            SCHEMA,
+            scope.epoch,
+            engine_id,
+            token,
+            _nonce(),
+            SLOTS_MAX,
+            _new_epoch(),
+            self._control_ttl_ms,
+            int(self.client.settings.lease_s * 1000),
+        )
+        _raise_for(reply[0], engine_id)
+        return Seat(int(reply[1]), int(reply[2]))
+
+    async def describe(self, scope: Scope, engine_id: str, token: int, facts: EngineFacts) -> None:
+        """Tell the others about an engine. Raises ``LeaseLost`` or ``EpochChanged``."""
+        blob = msgspec.msgpack.encode(facts)
+        keys = [self.keys.scope, self.keys.leases]
+        reply = await self.client.run(scripts.DESCRIBE, keys, scope.epoch, engine_id, token, blob, _nonce())
+        _raise_for(reply, engine_id)
+
+    async def codes(self, scope: Scope, patterns: Sequence[Sequence[Plane]]) -> list[int]:
+        """The code of each pattern, given out on first use; 0 where there is no room left."""
+        names = [pattern_name(planes) for planes in patterns]
+        limit = codes_max(scope.code_bytes)
+        reply = await self.client.run(scripts.CODES, [self.keys.scope], scope.epoch, _nonce(), limit, *names)
+        _raise_for(reply[0], "")
+        return [int(code) for code in reply[1:]]
+
+    async def disown(self, engine_id: str, token: int) -> None:
+        """Let nothing of this engine be believed, even where the server has no room to write, until it is
+        claimed again. Raises ``LeaseLost``."""
+        keys = [self.keys.scope, self.keys.leases]
+        _raise_for(await self.client.run(scripts.DISOWN, keys, engine_id, token), engine_id)
+
+    async def retire(self, scope: Scope, engine_id: str, token: int | None, idle_s: float = 0.0) -> bool:
+        """The engine left for good: its slot is free. Without a token only if its lease ended ``idle_s`` ago.
+
+        False if the lease says otherwise. Raises ``EpochChanged``.
+        """
+        reply = await self.client.run(
+            scripts.RETIRE,
+            [self.keys.scope, self.keys.leases],
+            scope.epoch,
+            engine_id,
+            "" if token is None else token,
+            _nonce(),
+            int(idle_s * 1000),
+        )
+        if reply == b"EPOCH":
+            raise EpochChanged
+        return bool(reply == b"OK")
+
+    @property
+    def _control_ttl_ms(self) -> int:
+        return int(self.client.settings.control_ttl_s * 1000)
+
+    async def _check_namespace(self, identity: str) -> None:
+        """Nobody else's schema in this namespace; asked once a minute and of all new servers, which also
+        renews its time to live."""
+        now = asyncio.get_running_loop().time()
+        if self._schema_checked == identity and now < self._check_again_at:
+            return
+        key, ttl = schema_key(self.client.settings.namespace), self._control_ttl_ms
+        await self.client.command("SET", key, SCHEMA, "NX", "PX", ttl)
+        _refuse_other_schema(await self.client.command("GET", key), self.client.settings.namespace)
+        await self.client.command("PEXPIRE", key, ttl)
+        self._schema_checked, self._check_again_at = identity, now + _CHECK_NAMESPACE_S
+
+
+def parse_view(flat: Reply) -> View | None:
+    """The books from a flat HGETALL; None if the scope does not exist (completely)."""
+    it = iter(flat)
+    fields: dict[bytes, bytes] = dict(zip(it, it, strict=True))
+    if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
+        return None
+    _refuse_other_schema(fields[b"schema"], "this namespace")
+    seats: dict[str, Seat] = {}
+    facts: dict[str, EngineFacts] = {}
+    patterns: dict[int, tuple[Plane, ...]] = {}
+    for name, value in fields.items():
+        match name[:2]:
+            case b"s:":
+                number, _, generation = value.partition(b":")
+                seats[name[2:].decode()] = Seat(int(number), int(generation))
+            case b"e:":
+                facts[name[2:].decode()] = msgspec.msgpack.decode(value, type=EngineFacts)
+            case b"p:":
+                patterns[int(value)] = pattern_planes(name[2:])
+    scope = Scope(fields[b"epoch"], int(fields[b"p"]), int(fields[b"w"]), fields[b"home"].decode())
+    return View(scope, fields.get(b"v"), seats, facts, patterns, fields[b"used"].count(b"x"))
+
+
+def _refuse_other_schema(found: bytes | None, namespace: str) -> None:
+    if found is not None and found != str(SCHEMA).encode():
+        raise IndexRefused(
+            f"the index in namespace {namespace!r} has schema {found.decode(errors='replace')}, this replica "
+            f"writes schema {SCHEMA}: run one version of kvatlas per namespace, or choose another namespace"
+        )
+
+
+def _raise_for(word: bytes, engine_id: str) -> None:
+    if word == b"EPOCH":
+        raise EpochChanged
+    if word == b"LEASE":
+        raise LeaseLost(engine_id)
+
+
+def _nonce() -> bytes:
+    return secrets.token_bytes(8)
+
+
+def _new_epoch() -> bytes:
+    return secrets.token_bytes(EPOCH_BYTES)

@@ -1,0 +1,163 @@
+"""What is still to be written of one mirrored engine, what is on its way, and what is due again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from publisher.events import BlockHash
+from router.index.base import Words
+from router.replication.redis.connection import Reply
+from router.replication.schema.registry import EngineFacts, Seat
+
+
+class MirrorStats(msgspec.Struct):
+    """Counters since start."""
+
+    flushes: int = 0
+    blocks_written: int = 0
+    blocks_refused: int = 0
+    """The server had no room; they are tried again."""
+    late_batches: int = 0
+    fenced: int = 0
+    """Engines dropped because another writer holds them."""
+    lost_fences: int = 0
+    lost_seats: int = 0
+    claims: int = 0
+    remirrors: int = 0
+    """Times all blocks of an engine were written again."""
+    overflows: int = 0
+    """Times an engine had more than ``touched_max`` blocks waiting."""
+    scope_changes: int = 0
+    errors: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def error(self, reason: str) -> None:
+        self.errors[reason] = self.errors.get(reason, 0) + 1
+
+
+class Pending:
+    """One engine of a writer. Bounded by ``touched_max`` changed blocks, and by what memory holds."""
+
+    __slots__ = (
+        "_refresh",
+        "_refreshed",
+        "_round_began",
+        "backlog",
+        "facts",
+        "facts_due",
+        "in_flight",
+        "seat",
+        "token",
+        "touched",
+        "whole",
+    )
+
+    def __init__(self, token: int, *, whole: bool) -> None:
+        self.token = token
+        self.seat: Seat | None = None
+        """None: a generation must be claimed before anything is written."""
+        self.touched: set[BlockHash] = set()
+        self.whole = whole
+        """Without a seat: whether ``touched`` is all that memory holds of the engine."""
+        self.backlog: list[Words] = []
+        """Blocks to write though they did not change: arrays, taken from the end."""
+        self.facts = EngineFacts()
+        self.facts_due = True
+        self.in_flight = 0
+        """Batches sent and not answered."""
+        self._refresh: Words | None = None
+        self._refreshed = 0
+        self._round_began = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return self.seat is not None and not (self.touched or self.backlog or self.facts_due)
+
+    @property
+    def written(self) -> bool:
+        """Whether the server has all that memory holds."""
+        return self.seat is not None and not (self.touched or self.backlog or self.in_flight)
+
+    @property
+    def waiting(self) -> int:
+        """Blocks not sent yet."""
+        return len(self.touched) + sum(map(len, self.backlog))
+
+    def seated(self, seat: Seat, now: float) -> None:
+        """A generation was claimed."""
+        self.seat, self.facts_due = seat, True
+        self._refresh, self._round_began = None, now
+
+    def unseat(self, *, whole: bool) -> None:
+        """Nothing written counts any more."""
+        self.seat, self.whole = None, whole
+        self.touched, self.backlog = set(), []
+
+    def touch(self, hashes: Sequence[BlockHash], limit: int) -> bool:
+        """Blocks that changed; False if that is more than can wait, so that all must be written anew."""
+        if self.seat is None and not self.whole:
+            return True  # the claim will look at everything
+        self.touched.update(hashes)
+        if len(self.touched) <= limit:
+            return True
+        self.unseat(whole=False)
+        return False
+
+    def take(self, limit: int) -> list[BlockHash]:
+        """The next blocks to write, changes first."""
+        if len(self.touched) <= limit:
+            taken, self.touched = list(self.touched), set()
+        else:
+            taken = [self.touched.pop() for _ in range(limit)]
+        while self.backlog and len(taken) < limit:
+            last = self.backlog.pop()
+            split = max(0, len(last) - (limit - len(taken)))
+            taken += map(BlockHash, last[split:].tolist())
+            if split:
+                self.backlog.append(last[:split])
+        return taken
+
+    def refresh(self, held: Callable[[], Words], now: float, period_s: float) -> None:
+        """Move the blocks whose turn it is to the backlog, once that is empty; ``held`` lists all of them for
+        the next round."""
+        if self.seat is None or self.backlog:
+            return
+        share = (now - self._round_began) / period_s
+        if self._refresh is not None:
+            due = min(len(self._refresh), int(len(self._refresh) * share) + 1)
+            if due > self._refreshed:
+                self.backlog.append(self._refresh[self._refreshed : due])
+            self._refreshed = due
+        if share >= 1:
+            self._refresh, self._refreshed, self._round_began = held(), 0, now
+
+
+class Batch:
+    """Some blocks of one engine on their way."""
+
+    __slots__ = ("_settled", "engine", "engine_id", "hashes", "provisional", "reply")
+
+    def __init__(
+        self,
+        engine_id: str,
+        engine: Pending,
+        hashes: list[BlockHash],
+        reply: asyncio.Future[list[Reply]],
+        provisional: bool,
+    ) -> None:
+        self.engine_id = engine_id
+        self.engine = engine
+        self.hashes = hashes
+        self.reply = reply
+        self.provisional = provisional
+        """Its codes told less than is so: it must be written again."""
+        self._settled = False
+        engine.in_flight += 1
+
+    def settle(self) -> None:
+        """It was answered, or nobody waits for it any more."""
+        if not self._settled:
+            self._settled = True
+            self.engine.in_flight -= 1

@@ -1,0 +1,37 @@
+"""Clearing away what nobody writes any more: engines that left while no replica could retire them.
+
+Any writer may sweep; what goes is decided by the server. Always true: an engine whose lease is held, or ended
+less than ``idle_s`` ago, is left alone.
+"""
+
+from __future__ import annotations
+
+from router.replication.leases.leases import holders
+from router.replication.schema.registry import Registry, View
+
+
+class Sweep:
+    """One scope's."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._orphans: set[str] = set()
+
+    async def run(self, idle_s: float) -> View | None:
+        """Retire engines whose lease ended ``idle_s`` ago, and those found without a lease twice in a row (a
+        writer whose lease the server lost takes it again in between). The books as they were before; None if
+        there are none. Raises ``IndexUnavailable``."""
+        registry = self._registry
+        view = await registry.fetch()
+        if view is None:
+            return None
+        leases = await holders(registry.client, registry.keys)
+        orphans = view.seats.keys() - leases.keys()
+        gone = {engine_id for engine_id, lease in leases.items() if lease.expires_in_s < -idle_s}
+        for engine_id in gone | (orphans & self._orphans):
+            if await registry.retire(view.scope, engine_id, None, idle_s):
+                for partition in range(view.scope.partitions):
+                    fence = registry.keys.fence(partition, view.scope.partitions)
+                    await registry.client.command("HDEL", fence, engine_id)
+        self._orphans = orphans
+        return view

@@ -1,0 +1,206 @@
+"""The writer's side: a ``MemoryIndex`` whose engines' presence is mirrored to the shared index.
+
+Copies are counted in memory and never leave it. Every change only marks its blocks as *touched*; ``flush``
+computes what they are then and writes that, absolute, so that ten changes of a block are one write and any
+write may be repeated. Forgetting an engine is a new generation in the books, whatever it held.
+Always true: a change is written as soon as the server takes it, and until then nobody else vouches for
+the engine longer than its lease runs. How the writes stay in order: ``flush.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import structlog
+
+from publisher.events import BlockHash
+from router.index.base import IndexStats, Plane, Rows, Slot
+from router.index.media import is_shared
+from router.index.store.memory import MemoryIndex
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.schema.registry import EngineFacts, EpochChanged, IndexRefused, Registry
+from router.replication.writer.dirty import MirrorStats
+from router.replication.writer.flush import Flush
+from router.replication.writer.queue import IDLE_S, Outbox
+
+__all__ = ["MirrorStats", "MirroredIndex"]
+
+_LOG = structlog.get_logger()
+
+_COALESCE_S = 0.002
+_BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
+_ATTEMPTS = 3
+
+
+class MirroredIndex:
+    """An ``Index`` (see ``router.index.base``) whose answers come from memory. Not mirrored are engines
+    that were never taken over. ``on_lost`` hears of an engine that another writer has taken over."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        *,
+        on_lost: Callable[[str], None] = lambda engine_id: None,
+        memory: MemoryIndex | None = None,
+    ) -> None:
+        self.memory = MemoryIndex() if memory is None else memory
+        self.registry = Registry(client, model)
+        self._outbox = Outbox(client, self.registry, self.memory, on_lost, self._changed)
+        self._lock: asyncio.Lock | None = None
+        self._dirty = asyncio.Event()
+
+    @property
+    def counters(self) -> MirrorStats:
+        return self._outbox.counters
+
+    def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        self.memory.store(engine_id, plane, hashes)
+        self._outbox.touch(engine_id, hashes)
+
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        left = self.memory.remove(engine_id, plane, hashes)
+        self._outbox.touch(engine_id, hashes)
+        return left
+
+    def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
+        self.memory.set_copies(engine_id, plane, block, copies)
+        self._outbox.touch(engine_id, (block,))
+
+    def clear(self, engine_id: str, medium: str) -> None:
+        if is_shared(medium):  # it grew old: what else the engine holds must not be out of sight meanwhile
+            gone = self.memory.blocks_of(engine_id, medium).tolist()
+            self.memory.clear(engine_id, medium)
+            self._outbox.touch(engine_id, gone)
+            return
+        self.memory.clear(engine_id, medium)
+        self._outbox.unseat(engine_id)
+
+    def forget(self, engine_id: str) -> None:
+        self.memory.forget(engine_id)
+        self._outbox.unseat(engine_id)
+
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.memory.adopt(staged_id, engine_id)
+        self._outbox.unseat(engine_id)
+
+    def slot(self, engine_id: str) -> Slot | None:
+        return self.memory.slot(engine_id)
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
+        return self.memory.lookup(hashes)
+
+    def copies(self, engine_id: str, plane: Plane) -> int:
+        return self.memory.copies(engine_id, plane)
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        return self.memory.physical(engine_id, medium)
+
+    def stats(self) -> IndexStats:
+        return self.memory.stats()
+
+    def check_integrity(self) -> list[str]:
+        return self.memory.check_integrity()
+
+    async def take_over(self, engine_id: str, token: int) -> None:
+        """Become the writer of an engine whose lease was acquired with ``token``.
+
+        On return older writers are shut out, and nothing of the engine counts but what memory holds of it
+        (nothing, before its feed is started). Raises ``LeaseLost``, ``IndexUnavailable`` or ``IndexRefused``.
+        """
+        async with self._writing():
+            for _ in range(_ATTEMPTS):
+                with suppress(EpochChanged):
+                    await self._outbox.take_over(engine_id, token)
+                    return
+            raise EpochChanged
+
+    def drop(self, engine_id: str) -> None:
+        """The lease is lost or given back: write nothing more, and forget the engine here.
+
+        What was written stays until the next writer claims it; ``flush`` first when giving back.
+        """
+        self._outbox.engines.pop(engine_id, None)
+        self.memory.forget(engine_id)
+
+    async def retire(self, engine_id: str) -> None:
+        """The engine left the fleet: drop it, and free its slot. The lease must still be held."""
+        engine = self._outbox.engines.get(engine_id)
+        self.drop(engine_id)
+        if engine is not None:
+            async with self._writing():
+                await self.registry.retire(await self._outbox.settle(), engine_id, engine.token)
+
+    def describe(self, engine_id: str, facts: EngineFacts) -> None:
+        """What the other replicas should know of an engine; written with the next flush if it changed."""
+        engine = self._outbox.engines.get(engine_id)
+        if engine is not None and engine.facts != facts:
+            engine.facts, engine.facts_due = facts, True
+            self._dirty.set()
+
+    def mirrored(self) -> dict[str, int]:
+        """Engines this writer holds, with their tokens."""
+        return {engine_id: engine.token for engine_id, engine in self._outbox.engines.items()}
+
+    def written(self, engine_id: str) -> bool:
+        """Whether the server has all that memory holds of an engine."""
+        engine = self._outbox.engines.get(engine_id)
+        return engine is not None and engine.written
+
+    @property
+    def waiting(self) -> int:
+        """Blocks not written yet."""
+        return sum(engine.waiting for engine in self._outbox.engines.values())
+
+    async def run(self) -> None:
+        """Flush whenever something changed, until cancelled; tries again while the server is away."""
+        pause = _BACKOFF_S
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._dirty.wait(), IDLE_S)
+            try:
+                self._outbox.refresh()
+                await self.flush()
+                async with self._writing():
+                    await self._outbox.audit()
+                pause = _BACKOFF_S
+                await asyncio.sleep(_COALESCE_S)
+            except IndexUnavailable as error:
+                self.counters.error(error.reason)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _BACKOFF_S_MAX)
+            except IndexRefused as error:
+                self.counters.error("refused")
+                _LOG.warning("shared index refuses this replica", why=str(error))
+                await asyncio.sleep(_BACKOFF_S_MAX)
+
+    async def flush(self) -> None:
+        """Write everything that waits. Raises ``IndexUnavailable``; what was not written keeps waiting."""
+        async with self._writing():
+            self._dirty.clear()
+            self.counters.flushes += 1
+            try:
+                await self._write()
+            except IndexUnavailable as error:
+                self._dirty.set()
+                await self._outbox.failed(error)
+                raise
+
+    async def _write(self) -> None:
+        for _ in range(_ATTEMPTS):
+            with suppress(EpochChanged):
+                await Flush(self._outbox).run()
+                return
+        raise EpochChanged
+
+    def _writing(self) -> asyncio.Lock:
+        """One flush or take-over at a time; made in the loop that uses it."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
+
+    def _changed(self) -> None:
+        self._dirty.set()

@@ -1,0 +1,213 @@
+"""``kvatlas serve``: from a checked configuration to a listening process, and back at SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import logging
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import msgspec
+import structlog
+
+from router import __version__
+from router.api.admin.tokens import AdminFileError
+from router.app import Router
+from router.config.errors import ConfigError
+from router.config.load import Loaded
+from router.config.schema import Config
+from router.http.server import ProxyServer, listen_config
+from router.http.side_server import url_of
+from router.policy.arms import policy
+from router.prompts.reader import ModelDirError
+from router.proxy.stats import ListenStats
+from router.replication.redis.settings import SettingsError, redacted
+from router.replication.schema.registry import IndexRefused
+from router.replication.service import check_index
+
+_log = structlog.get_logger()
+
+
+class ListenError(OSError):
+    """The address to listen on cannot be had."""
+
+
+class LogSink(io.TextIOBase):
+    """Where log lines go. Whoever reads them may go away: that costs lines, never the work that is logged."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe, a full disk, a closed file
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._out.flush()
+
+
+class RouterServer(ProxyServer):
+    """Says where it listens, once it does: port 0 takes a free one."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen. Raises ``ListenError``."""
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # uvicorn's way; it has logged the reason and ended the lifespan
+            if self.lifespan.should_exit:
+                raise ListenError(
+                    "the router could not be started; the previous log line has the reason"
+                ) from None
+            raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
+        if self.started:
+            _log.info("listening", url=self.base_url)
+
+    @property
+    def base_url(self) -> str:
+        """Where clients reach this server from its own machine. Only once it is ``started``."""
+        return url_of(self)
+
+
+def check(config: Config) -> Router:
+    """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    try:
+        policy(config.policy.policy)
+    except ValueError as error:
+        raise ConfigError(f"policy.policy: {error}") from None
+    _try_access_log(config)
+    try:
+        return Router(config)
+    except AdminFileError as error:
+        raise ConfigError(str(error)) from None
+    except ModelDirError as error:
+        raise ConfigError(f"models: {error}") from None
+    except SettingsError as error:
+        raise ConfigError(f"index: {error}") from None
+
+
+def _try_access_log(config: Config) -> None:
+    """Permissions do not tell of file systems that take no files, so one is made, and is gone at once."""
+    for name in ("path", "key_file"):
+        text = getattr(config.access_log, name)
+        if not text:
+            continue
+        path = Path(text)
+        try:
+            with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"access_log.{name} = {text!r}: cannot be written: {error.strerror}") from None
+
+
+def check_shared_index(config: Config) -> None:
+    """Refuse an index of another schema. One that cannot be reached is no reason not to start.
+
+    Raises ``ConfigError``.
+    """
+    if not config.index.is_shared:
+        return
+    try:
+        problem = asyncio.run(check_index(config.index))
+    except IndexRefused as error:
+        raise ConfigError(f"index: {error}") from None
+    if problem:
+        _log.warning("starting without the shared index", index=redacted(config.index.url), problem=problem)
+
+
+def tame_garbage_collection() -> None:
+    """Leave what was loaded out of every collection, and collect the rest less often.
+
+    A request makes no reference cycles, so collections find next to nothing, and cost 8 % of the CPU at the
+    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def serve(config: Config) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status."""
+    configure_logging(config.server.log_level, config.server.log_format)
+    router = check(config)
+    check_shared_index(config)
+    server = make_server(router)
+    tame_garbage_collection()
+    _log.info(
+        "kvatlas starts",
+        version=__version__,
+        engines=[engine.engine_id for engine in config.engines],
+        policy=config.policy.policy,
+    )
+    try:
+        server.run()
+    except ListenError as error:
+        _log.error("not started", problem=str(error))
+        return 1
+    return 0 if server.started else 1
+
+
+def make_server(router: Router) -> RouterServer:
+    """The server of this router, not started yet."""
+    stats = ListenStats()
+    router.listen_stats = stats
+    config = router.config
+    server = RouterServer(
+        listen_config(
+            router,
+            host=config.server.host,
+            port=config.server.port,
+            listen=config.listen,
+            stats=stats,
+            lifespan="on",
+        )
+    )
+    router.draining = lambda: server.draining
+    server.on_drain = router.retire
+    return server
+
+
+def configure_logging(level: str, log_format: str) -> None:
+    """Log lines to stderr: coloured for people on a terminal, JSON for machines."""
+    renderer: Any = structlog.processors.JSONRenderer()
+    if log_format == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", LogSink(sys.stderr))),
+    )
+
+
+def describe(loaded: Loaded) -> str:
+    """The merged configuration, one ``key = value`` line each, with the source of what is not a default."""
+    lines = []
+    for key, value in _flatten(msgspec.to_builtins(loaded.config)):
+        shown = redacted(value) if key == "index.url" else value
+        source = next(
+            (s for k, s in loaded.sources.items() if key == k or key.startswith(f"{k}[")), "default"
+        )
+        lines.append(f"{key} = {msgspec.json.encode(shown).decode()}  # {source}\n")
+    return "".join(lines)
+
+
+def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        pairs = [(f"{prefix}.{name}" if prefix else name, value) for name, value in tree.items()]
+        return [leaf for name, value in pairs for leaf in _flatten(value, name)]
+    if isinstance(tree, list | tuple) and tree and isinstance(tree[0], dict):
+        return [leaf for i, value in enumerate(tree) for leaf in _flatten(value, f"{prefix}[{i}]")]
+    return [(prefix, tree)]

@@ -1,0 +1,1 @@
+"""``kvatlas advise``: what to set, from trials on one's own traffic."""

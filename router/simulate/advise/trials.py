@@ -1,0 +1,285 @@
+"""What to set, from runs of one's own traffic: trials that change one thing each, and what follows from them.
+
+The base trial is the fleet as it is. Every other one changes the policy, the retention, the memory, the
+number of engines or a knob of the serving policy, and meets the same requests at the same times, seed by
+seed. ``judge`` turns the outcomes into advice: a change is advised where it shortens the mean time to first
+token by at least ``GAIN_MIN`` (or the topic's own) on average, and shortens it for every seed. Pure: the same
+outcomes give the same words.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from publisher.groups import Family
+from router.observe.prefix_ids import UNIT_TOKENS
+from router.policy.base import PolicySettings
+from router.simulate.outcome import Outcome
+from router.simulate.plan import check_layout
+from router.simulate.run.arms import ARMS, Arm
+from router.simulate.run.fleet import FleetSetup
+from router.simulate.study import POOL_BLOCKS_MIN, Job
+from router.simulate.workload.requests import Request
+
+Topic = Literal["now", "routing", "retention", "memory", "engines", "knobs"]
+RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
+MEMORY = (0.5, 2.0)
+ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
+BLIND = ("least-load", "power-of-two")
+KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
+"""(beta, eviction_premium) to try beside the settings as they are."""
+GAIN_MIN = 0.03
+ROUTING_GAIN_MIN = 0.05
+MEMORY_GAIN_MIN = 0.10
+AS_GOOD = 0.02
+BUSY_MAX = 0.9
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing changed; ``value`` says to what."""
+
+    topic: Topic
+    value: str
+    setup: FleetSetup
+    arm: Arm
+
+    def job(self, seed: int) -> Job:
+        setup = msgspec.structs.replace(self.setup, seed=seed)
+        return Job(name=f"{self.topic} {self.value}", arm=self.arm, setup=setup, workload=seed)
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial's numbers, means over the seeds. ``change``: of the mean TTFT, relative to the base."""
+
+    topic: Topic
+    value: str
+    hit_share: float
+    mean_s: float
+    p90_s: float
+    p99_s: float
+    busy_share: float
+    refused: int
+    change: float
+    every_seed: bool
+    """Whether the mean is shorter than the base's for every seed."""
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """``value`` is what to set ``setting`` to, None where it may stay as it is."""
+
+    topic: Topic
+    setting: str
+    value: str | None
+    text: str
+
+
+def retention_name(retention: int | None) -> str:
+    return "dense" if retention is None else str(retention)
+
+
+def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Trial]:
+    """The base first. With a target more engines are tried."""
+    serving = ARMS["kvatlas"]
+
+    def changed(topic: Topic, value: str, **fields: object) -> Trial:
+        return Trial(topic=topic, value=value, setup=msgspec.structs.replace(setup, **fields), arm=serving)
+
+    found = [Trial(topic="now", value="as it is", setup=setup, arm=serving)]
+    found += [
+        Trial(topic="routing", value=name, setup=setup, arm=ARMS[name])
+        for name in (*BLIND, "full-attention-in-flight")
+    ]
+    if has_retention(setup):
+        found += [
+            changed("retention", retention_name(retention), retention=retention)
+            for retention in RETENTIONS
+            if retention != setup.retention and allowed(setup, retention)
+        ]
+    found += [
+        changed("memory", f"{factor:.0%}", num_blocks=max(POOL_BLOCKS_MIN, int(factor * setup.num_blocks)))
+        for factor in MEMORY
+    ]
+    factors = ENGINE_FACTORS if ttft_target_s is None else (*ENGINE_FACTORS, 3.0, 4.0)
+    counts = sorted({max(1, round(factor * setup.engines)) for factor in factors} - {setup.engines})
+    found += [changed("engines", str(count), engines=count) for count in counts]
+    for beta, premium in KNOBS:
+        knobs = msgspec.structs.replace(setup.policy, beta=beta, eviction_premium=premium)
+        if knobs != setup.policy:
+            found.append(changed("knobs", knobs_name(knobs), policy=knobs))
+    return found
+
+
+def knobs_name(knobs: PolicySettings) -> str:
+    return f"beta {knobs.beta:g}, premium {knobs.eviction_premium:g}"
+
+
+def has_retention(setup: FleetSetup) -> bool:
+    return any(group.family in {Family.WINDOW, Family.MAMBA} for group in setup.groups)
+
+
+def allowed(setup: FleetSetup, retention: int | None) -> bool:
+    try:
+        check_layout(setup.groups, retention)
+    except ValueError:
+        return False
+    return True
+
+
+def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Told:
+    """Sums up one trial; ``outcomes`` and ``base`` are in the same order of seeds."""
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(outcome, name) for outcome in outcomes)
+
+    changes = [
+        mine.ttft_mean_s / theirs.ttft_mean_s - 1 if theirs.ttft_mean_s else 0.0
+        for mine, theirs in zip(outcomes, base, strict=True)
+    ]
+    return Told(
+        topic=trial.topic,
+        value=trial.value,
+        hit_share=mean("hit_share"),
+        mean_s=mean("ttft_mean_s"),
+        p90_s=mean("ttft_p90_s"),
+        p99_s=mean("ttft_p99_s"),
+        busy_share=mean("busy_share"),
+        refused=max(outcome.refused for outcome in outcomes),
+        change=statistics.fmean(changes),
+        every_seed=all(change < 0 for change in changes),
+    )
+
+
+def reusable_share(requests: Iterable[Request]) -> float:
+    """Prompt tokens that an earlier prompt or answer began with: what one endless cache would hit."""
+    seen: set[tuple[int, int]] = set()
+    reused = total = 0
+    for request in requests:
+        chain = 0
+        known = True
+        for number, identifier in enumerate(request.ids):
+            chain = hash((chain, identifier))
+            known = known and (number, chain) in seen
+            if known and (number + 1) * UNIT_TOKENS < request.input_tokens:
+                reused += UNIT_TOKENS
+            seen.add((number, chain))
+        total += request.input_tokens
+    return reused / total if total else 0.0
+
+
+def judge(
+    setup: FleetSetup, told: Sequence[Told], *, reusable: float, ttft_target_s: float | None = None
+) -> list[Advice]:
+    """One piece of advice per topic, in the order of ``Topic``; ``told`` is in the order of ``trials``."""
+    base = told[0]
+    by_topic: dict[Topic, list[Told]] = {}
+    for one in told[1:]:
+        by_topic.setdefault(one.topic, []).append(one)
+    found = [_routing(base, by_topic["routing"], reusable)]
+    found.append(_retention(setup, base, by_topic.get("retention", [])))
+    found.append(_memory(setup, base, by_topic["memory"]))
+    found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
+    found.append(_knobs(setup, base, by_topic["knobs"]))
+    return found
+
+
+def _routing(base: Told, others: Sequence[Told], reusable: float) -> Advice:
+    blind = min((one for one in others if one.value in BLIND), key=lambda one: one.mean_s)
+    shares = (
+        f"an endless cache would hit {reusable:.0%} of the prompt tokens, this fleet hits "
+        f"{base.hit_share:.0%}, and {blind.hit_share:.0%} under {blind.value}"
+    )
+    gain = 1 - base.mean_s / blind.mean_s if blind.mean_s else 0.0
+    if gain >= ROUTING_GAIN_MIN:
+        text = (
+            f"Prefix routing pays: mean time to first token {base.mean_s:.3f} s, {gain:.0%} less than "
+            f"{blind.value} ({blind.mean_s:.3f} s); {shares}."
+        )
+        return Advice(topic="routing", setting="policy", value=None, text=text)
+    text = (
+        f"Prefix routing does not pay on this traffic: {blind.value} has {blind.mean_s:.3f} s, the serving "
+        f"policy {base.mean_s:.3f} s on average; {shares}. {blind.value} does as well and needs no events."
+    )
+    return Advice(topic="routing", setting="policy", value=blind.value, text=text)
+
+
+def _retention(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
+    setting, now = "prefix_cache_retention_interval", retention_name(setup.retention)
+    if not others:
+        text = f"{setting} has no effect: every group of this model is full attention."
+        return Advice(topic="retention", setting=setting, value=None, text=text)
+    shortest_s = min(one.mean_s for one in others)
+    near = [one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD)]
+    best = near[0]  # of what does as well, dense is the last choice: it takes the most pages
+    listed = ", ".join(f"{one.value}: {one.change:+.0%}, hit {one.hit_share:.0%}" for one in others)
+    if -best.change >= GAIN_MIN and best.every_seed:
+        names = " or ".join(one.value for one in near)
+        also = f" ({names}: within {AS_GOOD:.0%} of each other)" if len(near) > 1 else ""
+        text = (
+            f"Set {setting} to {best.value} on the engines (now {now}){also}: mean {base.mean_s:.3f} -> "
+            f"{best.mean_s:.3f} s ({best.change:+.0%}), hit {base.hit_share:.0%} -> {best.hit_share:.0%}."
+        )
+        return Advice(topic="retention", setting=setting, value=best.value, text=text)
+    text = f"Leave {setting} at {now}: mean {base.mean_s:.3f} s, hit {base.hit_share:.0%}; {listed}."
+    return Advice(topic="retention", setting=setting, value=None, text=text)
+
+
+def _memory(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
+    half, double = others
+    listed = (
+        f"half: {half.mean_s:.3f} s ({half.change:+.0%}), now: {base.mean_s:.3f} s, double: "
+        f"{double.mean_s:.3f} s ({double.change:+.0%})"
+    )
+    setting = "KV cache memory"
+    if -double.change >= MEMORY_GAIN_MIN and double.every_seed:
+        text = (
+            f"More KV memory pays (gpu_memory_utilization, a smaller KV dtype, or offloading): {listed}, hit "
+            f"{base.hit_share:.0%} -> {double.hit_share:.0%} with {2 * setup.num_blocks} blocks per engine."
+        )
+        return Advice(topic="memory", setting=setting, value="200%", text=text)
+    if half.change <= AS_GOOD and not half.refused:
+        text = f"Half the KV memory would do: {listed}."
+        return Advice(topic="memory", setting=setting, value="50%", text=text)
+    text = f"The KV memory is about right: {listed}."
+    return Advice(topic="memory", setting=setting, value=None, text=text)
+
+
+def _engines(setup: FleetSetup, base: Told, others: Sequence[Told], target_s: float | None) -> Advice:
+    by_count = {int(one.value): one for one in others} | {setup.engines: base}
+    listed = ", ".join(f"{count}: {by_count[count].p90_s:.2f} s" for count in sorted(by_count))
+    over = f" The engines are busy with prompts {base.busy_share:.0%} of the time." * (
+        base.busy_share > BUSY_MAX
+    )
+    if target_s is None:
+        text = f"p90 of the time to first token by number of engines: {listed}.{over} --ttft-target chooses."
+        return Advice(topic="engines", setting="engines", value=None, text=text)
+    enough = [count for count in sorted(by_count) if by_count[count].p90_s <= target_s]
+    if not enough:
+        most = max(by_count)
+        text = f"Not even {most} engines keep the p90 within {target_s:g} s: {listed}.{over}"
+        return Advice(topic="engines", setting="engines", value=None, text=text)
+    value = None if enough[0] == setup.engines else str(enough[0])
+    text = f"{enough[0]} engines (now {setup.engines}) keep the p90 within {target_s:g} s: {listed}.{over}"
+    return Advice(topic="engines", setting="engines", value=value, text=text)
+
+
+def _knobs(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
+    best = min(others, key=lambda one: one.mean_s)
+    setting, now = "policy.beta, policy.eviction_premium", knobs_name(setup.policy)
+    if -best.change >= ROUTING_GAIN_MIN and best.every_seed:
+        text = (
+            f"Try {best.value} (now {now}): mean {base.mean_s:.3f} -> {best.mean_s:.3f} s "
+            f"({best.change:+.0%})."
+        )
+        return Advice(topic="knobs", setting=setting, value=best.value, text=text)
+    text = f"Leave {now}: the best other setting tried, {best.value}, changes the mean by {best.change:+.0%}."
+    return Advice(topic="knobs", setting=setting, value=None, text=text)
+
+
+def told_of(tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]) -> list[Told]:
+    """The trials' numbers, in their order."""
+    base = [outcomes[tried[0].job(seed)] for seed in seeds]
+    return [tell(trial, [outcomes[trial.job(seed)] for seed in seeds], base) for trial in tried]

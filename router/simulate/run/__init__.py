@@ -1,0 +1,1 @@
+"""One simulated fleet on a virtual clock."""

@@ -1,0 +1,299 @@
+"""A fleet behind one arm: arrivals, placements and engines in one order of virtual time.
+
+The placement is the router's own code: candidates are made as the planner makes them (``router.planner``),
+the policy chooses, the load account and the prompts in flight are kept as for real requests. What is
+simulated is the engines (``engine``) and that events arrive at once. A run depends on its inputs and the seed
+alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from publisher.block_hash import HashScheme
+from publisher.block_pool import HybridBlockPool
+from publisher.events import BlockHash
+from publisher.groups import Family, GroupSpec
+from router.policy.arms import ArmState, policy
+from router.policy.base import Ask, Candidate, PolicySettings, ask
+from router.policy.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.policy.load import LoadAccount, Ticket
+from router.policy.rates import RateBook, RateSettings
+from router.policy.shadow import ShadowSpec
+from router.simulate.run.arms import Arm
+from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.router_view import Blind, History, Rules, Sight, Truth, history_blocks
+from router.simulate.run.timing import Timing
+from router.simulate.workload.requests import Request, block_hashes
+
+Progress = Callable[[int], None]
+PROGRESS_EVERY = 256
+
+
+class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated. ``num_blocks``: pages of each engine's pool; ``retention`` None is dense."""
+
+    groups: tuple[GroupSpec, ...]
+    num_blocks: int
+    engines: int = 8
+    retention: int | None = 0
+    timing: Timing = Timing()
+    speed: float = 1.0
+    """Arrivals come so many times as fast as the workload says."""
+    seed: int = 0
+    learn_rates: bool = False
+    """Learn each engine's prefill rate as the router does; else every arm is told the true one. Learning from
+    wrong predictions misleads an arm about load as well, so with it on arms differ in two things at once."""
+    policy: PolicySettings = PolicySettings()
+
+
+class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What became of one request. Tokens and seconds; ``ttft_s`` is -1 for one that no engine could hold."""
+
+    index: int
+    arrived_s: float
+    engine: int
+    prompt_tokens: int
+    predicted: int
+    """What the arm believed at the decision."""
+    hit: int
+    ttft_s: float
+    queue_s: float
+    preempted: int
+
+
+class FleetRun(msgspec.Struct):
+    """Rows in the workload's order, and what the engines did."""
+
+    rows: list[Row]
+    busy_s: list[float]
+    computed_tokens: list[int]
+    preemptions: int
+    ended_s: float
+
+
+class _Open(msgspec.Struct, eq=False):
+    """A request on its way."""
+
+    engine: int
+    ticket: Ticket
+    prefix: InflightPrompt | None
+    prompt_tokens: int
+    hashes: Sequence[BlockHash]
+    predicted: int
+
+
+class FleetSim:
+    """Runs one arm over one workload, once."""
+
+    def __init__(self, setup: FleetSetup, arm: Arm, *, mean_prompt_tokens: float) -> None:
+        self._setup, self._arm = setup, arm
+        self._knobs = setup.policy
+        if arm.beta is not None:
+            self._knobs = msgspec.structs.replace(setup.policy, beta=arm.beta)
+        self._policy = policy(arm.policy)
+        self._state = ArmState(random.Random(setup.seed))
+        self._names = [f"engine-{i}" for i in range(setup.engines)]
+        self._scheme = HashScheme(
+            algo="xxhash_cbor", hash_block_size=math.gcd(*(group.block_size for group in setup.groups))
+        )
+        self._all_full = all(group.family is Family.FULL for group in setup.groups)
+        pools = [self._pool() for _ in self._names]
+        self._alignment = pools[0].layout.alignment
+        self._engines = [
+            SimEngine(
+                pool, setup.timing, first_token=self._first_token, ended=self._ended, refused=self._refused
+            )
+            for pool in pools
+        ]
+        self._sight = self._make_sight(pools, mean_prompt_tokens)
+        timing = setup.timing
+        self._rates = RateBook(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
+        self._load = LoadAccount(self._rates)
+        self._inflight = InflightPrefixes()
+        self._open: dict[int, _Open] = {}
+        self._rows: dict[int, Row] = {}
+        self._calendar: list[tuple[float, int]] = []
+        self._noted: list[float] = [float("inf")] * setup.engines
+        self._now = 0.0
+
+    def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
+        """All requests to their end. ``progress`` is told how many more have been placed, now and then."""
+        told = 0
+        for index, request in enumerate(requests):
+            at_s = request.at_s / self._setup.speed
+            self._advance(at_s)
+            self._now = at_s
+            self._place(index, request)
+            if progress is not None and index - told >= PROGRESS_EVERY:
+                progress(index - told)
+                told = index
+        self._advance(float("inf"))
+        if progress is not None:
+            progress(len(requests) - told)
+        return FleetRun(
+            [self._rows[index] for index in range(len(requests))],
+            [engine.busy_s for engine in self._engines],
+            [engine.computed_tokens for engine in self._engines],
+            sum(engine.preemptions for engine in self._engines),
+            self._now,
+        )
+
+    def _pool(self) -> HybridBlockPool:
+        setup = self._setup
+        return HybridBlockPool(
+            setup.groups,
+            num_blocks=setup.num_blocks,
+            scheme=self._scheme,
+            retention_interval=setup.retention,
+            chunk_tokens_max=setup.timing.chunk_tokens,
+            events=False,
+        )
+
+    def _make_sight(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> Sight:
+        setup, count = self._setup, len(pools)
+        unit = self._scheme.hash_block_size
+        match self._arm.sight:
+            case "truth":
+                return Truth(pools)
+            case "history":
+                return History(count, unit, None)
+            case "capped-history":
+                capacity = history_blocks(setup.groups, setup.num_blocks, mean_prompt_tokens, setup.retention)
+                return History(count, unit, capacity)
+            case "rules":
+                spec = ShadowSpec(
+                    groups=setup.groups,
+                    num_blocks=setup.num_blocks,
+                    scheme=self._scheme,
+                    retention_interval=setup.retention,
+                    chunk_tokens_max=setup.timing.chunk_tokens,
+                    assumed=(),
+                )
+                return Rules(count, spec)
+            case "blind":
+                return Blind(count)
+
+    def _place(self, index: int, request: Request) -> None:
+        now, tokens = self._now, request.input_tokens
+        unit = self._scheme.hash_block_size
+        whole = block_hashes(request, unit)
+        hashes = whole[: tokens // unit]
+        candidates = self._candidates(tokens, hashes, now)
+        choice = self._policy(candidates, self._ask(request, hashes), self._knobs, self._state)
+        chosen = candidates[choice.index]
+        ticket = self._load.admit(chosen.engine_id, uncached_tokens=choice.uncached_tokens, now=now)
+        prefix = None
+        if self._arm.in_flight:
+            kept = keeps(
+                tokens,
+                chosen.trunk_tokens,
+                alignment=self._alignment,
+                hash_block_size=unit,
+                retention_interval=self._setup.retention,
+                every_block=self._all_full,
+            )
+            prefix = self._inflight.add(chosen.engine_id, hashes, now, kept)
+        self._sight.placed(choice.index, tokens, hashes)
+        predicted = max(0, tokens - choice.uncached_tokens)
+        self._open[index] = _Open(choice.index, ticket, prefix, tokens, hashes, predicted)
+        engine = self._engines[choice.index]
+        pool_request = engine.pool.request([0] * tokens, hashes=whole)  # only hashes count
+        engine.arrive(Visit(index, pool_request, tokens, request.output_tokens, now), now)
+        self._note(choice.index)
+
+    def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> Ask:
+        question = ask(
+            request.input_tokens, hashes, prefix_blocks=self._knobs.prefix_blocks, fallback_key=request.ids[0]
+        )
+        if self._arm.by_session:
+            question = msgspec.structs.replace(question, prefix_key=request.session)
+        return question
+
+    def _candidates(self, tokens: int, hashes: Sequence[BlockHash], now: float) -> list[Candidate]:
+        seen = self._sight.look(tokens, hashes)
+        unit, last = self._scheme.hash_block_size, tokens - 1
+        common = self._inflight.common(hashes, now) if self._arm.in_flight else None
+        found = []
+        for engine_id, (hit, trunk) in zip(self._names, seen, strict=True):
+            load = self._load.load(engine_id, now)
+            shared = coming = 0
+            if common is not None:
+                shared = min(common.blocks.get(engine_id, 0) * unit, last)
+                coming = min(common.coming.get(engine_id, 0) * unit, last)
+            found.append(
+                Candidate(
+                    engine_id,
+                    hit_tokens=hit,
+                    trunk_tokens=max(trunk, shared),
+                    coming_tokens=coming,
+                    confidence="exact" if self._arm.sight == "truth" else "shadow",
+                    queue_s=load.queue_s,
+                    running=load.running,
+                    waiting=load.waiting,
+                    idle_s=load.idle_s,
+                    prefill_s_per_token=self._rates.prefill_s_per_token(engine_id, now),
+                    decode_interference_s=self._rates.decode_interference_s(engine_id),
+                )
+            )
+        return found
+
+    def _advance(self, until_s: float) -> None:
+        """Let everything happen on the engines that happens by ``until_s``."""
+        calendar = self._calendar
+        while calendar and calendar[0][0] <= until_s:
+            at_s, engine = heapq.heappop(calendar)
+            if at_s != self._noted[engine]:
+                continue
+            self._now = at_s
+            self._noted[engine] = float("inf")
+            self._engines[engine].advance()
+            self._note(engine)
+
+    def _note(self, engine: int) -> None:
+        next_s = self._engines[engine].next_s
+        if next_s != self._noted[engine]:
+            self._noted[engine] = next_s
+            if next_s < float("inf"):
+                heapq.heappush(self._calendar, (next_s, engine))
+
+    def _first_token(self, visit: Visit, now: float) -> None:
+        opened = self._open[visit.index]
+        sample = self._load.first_token(opened.ticket, now)
+        if sample is not None and self._setup.learn_rates:
+            self._rates.observe(self._names[opened.engine], sample, now)
+        if opened.prefix is not None:
+            self._inflight.prefilled(opened.prefix)
+        self._sight.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
+
+    def _ended(self, visit: Visit, now: float) -> None:
+        opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)
+        self._load.finish(opened.ticket, now)
+        if opened.prefix is not None:
+            self._inflight.end(opened.prefix, now)
+
+    def _refused(self, visit: Visit, now: float) -> None:
+        opened = self._close(visit, -1.0)
+        self._load.fail(opened.ticket, now)
+        if opened.prefix is not None:
+            self._inflight.drop(opened.prefix)
+
+    def _close(self, visit: Visit, ttft_s: float) -> _Open:
+        opened = self._open.pop(visit.index)
+        self._rows[visit.index] = Row(
+            visit.index,
+            visit.arrived_s,
+            opened.engine,
+            opened.prompt_tokens,
+            opened.predicted,
+            visit.hit,
+            ttft_s,
+            max(0.0, visit.started_s - visit.arrived_s),
+            visit.preempted,
+        )
+        return opened

@@ -1,0 +1,1 @@
+"""Who asks what, and when."""

@@ -1,0 +1,117 @@
+"""Workloads that are made, not recorded: chats, tenants behind shared system prompts, agents that fan out.
+
+Each is a seeded draw; the same arguments give the same requests. Lengths are log-normal around what chat
+services publish; every number is a default here and nowhere else. Sessions begin over ``seconds``; their
+later turns may come after.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from router.observe.prefix_ids import UNIT_TOKENS
+from router.simulate.workload.requests import Asked
+
+TURN_TOKENS_MAX = 6000
+ANSWER_TOKENS_MAX = 1500
+
+
+@dataclass
+class _Draw:
+    """One workload in the making; ``chain`` lists of ids stand for tokens, ``UNIT_TOKENS`` each."""
+
+    rng: random.Random
+    asked: list[Asked] = field(default_factory=list)
+    ids: int = 0
+    sessions: int = 0
+
+    def new_ids(self, count: int) -> list[int]:
+        first, self.ids = self.ids, self.ids + count
+        return list(range(first, self.ids))
+
+    def turn_tokens(self) -> int:
+        return max(1, min(TURN_TOKENS_MAX, int(self.rng.lognormvariate(5.8, 1.0))))
+
+    def answer_tokens(self) -> int:
+        return max(1, min(ANSWER_TOKENS_MAX, int(self.rng.lognormvariate(5.3, 0.7))))
+
+    def ask(self, at_s: float, tokens: int, answer: int, chain: list[int]) -> list[int]:
+        """A prompt that goes on from ``chain``; returns the chain of its whole units."""
+        whole, left = divmod(tokens, UNIT_TOKENS)
+        grown = chain[:whole] + self.new_ids(max(0, whole - len(chain)))
+        tail = self.new_ids(1) if left else []
+        self.asked.append(
+            Asked(
+                at_s=at_s,
+                input_tokens=tokens,
+                output_tokens=answer,
+                ids=tuple(grown + tail),
+                session=self.sessions,
+            )
+        )
+        return grown
+
+    def session(self, at_s: float, system_tokens: int, chain: list[int], *, fan_out: float) -> None:
+        """Turns of one conversation; with probability ``fan_out`` a turn has 3 to 6 siblings in seconds."""
+        self.sessions += 1
+        tokens = system_tokens
+        for _ in range(min(6, 1 + int(self.rng.expovariate(0.6)))):
+            tokens += self.turn_tokens()
+            answer = self.answer_tokens()
+            chain = self.ask(at_s, tokens, answer, chain)
+            if self.rng.random() < fan_out:
+                late_s = 8.0 if self.rng.random() < 0.5 else 0.0
+                for _ in range(self.rng.randint(3, 6)):
+                    own = self.rng.randint(200, 1500)
+                    reply = max(1, int(self.rng.lognormvariate(4.5, 0.6)))
+                    self.ask(at_s + late_s + self.rng.uniform(0.05, 1.0), tokens + own, reply, chain)
+            tokens += answer
+            at_s += 8.0 + self.rng.expovariate(1 / 35)
+
+
+def chat(count: int, seconds: float, seed: int) -> list[Asked]:
+    """Conversations of their own behind one short system prompt that all share."""
+    draw = _Draw(random.Random(seed))
+    system = draw.new_ids(1)
+    while len(draw.asked) < 1.3 * count:
+        first = int(draw.rng.lognormvariate(7.5, 1.0))
+        start_s = draw.rng.uniform(-0.15 * seconds, seconds)
+        draw.session(start_s, UNIT_TOKENS + min(first, 32_000), list(system), fan_out=0.0)
+    return _cut(draw.asked, count)
+
+
+def tenants(
+    count: int, seconds: float, seed: int, *, fan_out: float = 0.0, tenants_num: int = 150
+) -> list[Asked]:
+    """Sessions behind system prompts of 2k to 16k tokens; some tenants come far more often (Zipf)."""
+    draw = _Draw(random.Random(seed))
+    low, high = math.log(2048), math.log(16_384)
+    systems = [int(math.exp(draw.rng.uniform(low, high))) // UNIT_TOKENS for _ in range(tenants_num)]
+    prompts = [draw.new_ids(units) for units in systems]
+    weights = [1 / (rank + 1) ** 0.9 for rank in range(tenants_num)]
+    draw.rng.shuffle(weights)
+    while len(draw.asked) < 1.3 * count:
+        start_s = draw.rng.uniform(-0.15 * seconds, seconds)
+        tenant = draw.rng.choices(range(tenants_num), weights)[0]
+        draw.session(start_s, systems[tenant] * UNIT_TOKENS, list(prompts[tenant]), fan_out=fan_out)
+    return _cut(draw.asked, count)
+
+
+def agents(count: int, seconds: float, seed: int) -> list[Asked]:
+    """Tenants whose turns fan out into siblings: the same context, then a task of each one's own."""
+    return tenants(count, seconds, seed, fan_out=0.35)
+
+
+def _cut(asked: list[Asked], count: int) -> list[Asked]:
+    return sorted((a for a in asked if a.at_s >= 0), key=lambda a: a.at_s)[:count]
+
+
+GENERATORS: dict[str, Callable[[int, float, int], list[Asked]]] = {
+    "chat": chat,
+    "tenants": tenants,
+    "agents": agents,
+}
+"""By name: (how many requests, over how many seconds, seed)."""

@@ -1,0 +1,1 @@
+"""Captures: recorded event frames in a file."""

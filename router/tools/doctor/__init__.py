@@ -1,0 +1,1 @@
+"""``kvatlas doctor``: what is wrong with engines, events and routers."""

@@ -1,0 +1,226 @@
+"""Checks of what events and metrics tell of an engine's cache: hashes, groups, retention, missing facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from publisher.block_hash import DEFAULT_SEED
+from publisher.groups import Family, GroupSpec
+from router.index.learn.hash_scheme import SEEDS_MAX, Detection
+from router.tools.doctor.event_counts import GroupStores
+from router.tools.doctor.finding import Told, error, info, ok, warning
+from router.tools.doctor.findings import EngineSeen
+from router.tools.doctor.registry import engine_check
+from router.tools.doctor.versions import FIXED_SEED_SINCE, LOOKAHEAD_SINCE
+
+_STORES_MIN = 20
+"""Fewer stored events of a group say nothing about retention."""
+
+
+@engine_check("cache.prefix_caching")
+def prefix_caching(engine: EngineSeen) -> Iterator[Told]:
+    """Prefix caching can be off: then nothing is ever a hit."""
+    said = engine.gauges.cache_config.get("enable_prefix_caching")
+    if said == "False":
+        yield error(
+            "enable_prefix_caching is off (by /metrics)",
+            "--no-enable-prefix-caching, or a model for which vLLM turns it off",
+            "start the engine with --enable-prefix-caching",
+        )
+    elif said is not None:
+        yield ok("prefix caching is on")
+
+
+@engine_check("cache.scheme")
+def scheme(engine: EngineSeen) -> Iterator[Told]:
+    """How the engine hashes blocks."""
+    residency = engine.residency
+    if residency is None or not engine.tally.stored:
+        return
+    found = residency.scheme
+    if residency.detection is Detection.NATIVE and found is not None:
+        seed = "vLLM's fixed default seed" if found.seed == DEFAULT_SEED else f"PYTHONHASHSEED={found.seed}"
+        yield ok(f"{found.algo}, {seed}, {found.hash_block_size} tokens per hash")
+        if found.algo.startswith("xxhash") and found.seed == DEFAULT_SEED:
+            yield info("xxhash is not collision resistant", "prefix_caching_hash_algo of the engine")
+    elif residency.detection is Detection.LEARNED:
+        yield warning(
+            "the hash scheme was not found; hashes are learned from events instead",
+            _why_no_scheme(engine),
+            "set PYTHONHASHSEED to the same value for all engines (and name it in models.NAME.hash_seeds "
+            f"unless it is a number below {SEEDS_MAX})",
+        )
+    else:
+        yield info(
+            f"the hash scheme is not known yet ({residency.detection})",
+            "no event that shows a prompt's first tokens with their hashes has come yet",
+            "try --probe, or listen longer with --seconds",
+        )
+    if residency.scheme_mismatches:
+        yield warning(
+            f"{residency.scheme_mismatches} prompt(s) hashed in another way than the others",
+            "the engine restarted with another seed, or several engines publish to one address",
+            "give every engine its own address and the same PYTHONHASHSEED",
+        )
+
+
+def _why_no_scheme(engine: EngineSeen) -> str:
+    algo = engine.gauges.cache_config.get("prefix_caching_hash_algo", "")
+    version = engine.server.version
+    if algo.startswith("xxhash"):
+        return f"{algo} has a random seed unless PYTHONHASHSEED is set"
+    if version is not None and version < FIXED_SEED_SINCE:
+        return f"vLLM {engine.server.version_text} has a random seed unless PYTHONHASHSEED is set"
+    return "PYTHONHASHSEED has a value that was not tried, or the hash function is not vLLM's"
+
+
+@engine_check("cache.groups")
+def groups(engine: EngineSeen) -> Iterator[Told]:
+    """The layout that hits are computed with."""
+    residency = engine.residency
+    layout = residency.layout if residency is not None else None
+    if residency is None or layout is None:
+        return
+    shown = "; ".join(f"{len(c.group_idxs)} x {c.label}" for c in layout.classes)
+    yield ok(f"{len(layout.groups)} group(s): {shown}; a hit is a multiple of {layout.alignment} tokens")
+    if residency.assumed_kinds:
+        yield warning(
+            f"kind of group(s) {sorted(residency.assumed_kinds)} taken for full attention",
+            "events of this vLLM do not tell the kind",
+            "set models.NAME.kinds and models.NAME.windows, or upgrade to 0.22 or later",
+        )
+    if engine.tally.without_group and len(layout.groups) == 1 and engine.tally.without_group > 0:
+        yield info(
+            "events name no group",
+            "vLLM before 0.20, or another publisher",
+            "predictions are right only if the model has a single group",
+        )
+
+
+@engine_check("cache.facts")
+def facts(engine: EngineSeen) -> Iterator[Told]:
+    """What no event carries and somebody must say."""
+    residency = engine.residency
+    layout = residency.layout if residency is not None else None
+    if layout is None:
+        return
+    for name in layout.missing_facts:
+        yield error(
+            f"{name} is not known: no hit can be predicted",
+            "no event carries it",
+            f"set models.NAME.{name} (the model's config.json has it)",
+        )
+    yield from _mamba(engine, layout.groups)
+    version = engine.server.version
+    old = version is None or version < LOOKAHEAD_SINCE
+    if engine.gauges.speculates and old and not engine.tally.lookahead:
+        eagle = any(group.is_eagle for group in layout.groups)
+        if not eagle:
+            yield warning(
+                "the engine decodes speculatively, and no group is marked as a drafter's",
+                "with EAGLE or MTP look-ups of some groups drop the last block (before vLLM 0.33)",
+                "if the method is EAGLE or MTP, set models.NAME.eagle_groups; --probe shows if it is right",
+            )
+
+
+def _mamba(engine: EngineSeen, specs: tuple[GroupSpec, ...]) -> Iterator[Told]:
+    if not any(spec.family is Family.MAMBA for spec in specs):
+        return
+    configured = engine.model_config.mamba_cache_mode
+    said = engine.gauges.cache_config.get("mamba_cache_mode")
+    if configured is None and said not in {None, "none"}:
+        yield warning(
+            f"the engine's mamba_cache_mode is {said!r}, the configuration does not say",
+            "no event carries it",
+            f'set models.NAME.mamba_cache_mode = "{said}"',
+        )
+    elif configured is None:
+        yield warning(
+            "the model has Mamba groups and mamba_cache_mode is not set",
+            "no event carries it; with align, hits may end inside a block",
+            "set models.NAME.mamba_cache_mode as the engine uses it",
+        )
+    elif said not in {None, "none", configured}:
+        yield warning(
+            f"mamba_cache_mode: the engine says {said!r}, the configuration {configured!r}",
+            "the configuration is not that of this engine",
+            f'set models.NAME.mamba_cache_mode = "{said}"',
+        )
+
+
+@engine_check("cache.retention")
+def retention(engine: EngineSeen) -> Iterator[Told]:
+    """What window and Mamba groups keep of a prompt, and what that does to hits."""
+    layout = engine.residency.layout if engine.residency is not None else None
+    if layout is None:
+        return
+    partial = [g.group_idx for g in layout.groups if g.family in {Family.WINDOW, Family.MAMBA}]
+    if not partial:
+        return
+    stores = [engine.tally.groups.get(idx, GroupStores()) for idx in partial]
+    full, masked, empty = (sum(getattr(s, n) for s in stores) for n in ("full", "masked", "empty"))
+    total = full + masked + empty
+    said = engine.gauges.cache_config.get("prefix_cache_retention_interval")
+    configured = engine.model_config.retention_interval
+    wanted = "None" if configured == "dense" else str(configured)
+    seen = f"window and Mamba groups stored {full} spans whole, {masked} in part, {empty} without a block"
+    if said is not None and said != wanted:
+        value = '"dense"' if said == "None" else said
+        yield warning(
+            f"the engine's retention interval is {said}, the configuration says {configured}",
+            "prompts in flight are predicted with the configured one",
+            f"set models.NAME.retention_interval = {value}",
+        )
+    elif said is None and total >= _STORES_MIN and not masked and not empty and configured != "dense":
+        yield warning(
+            f"{seen}: the engine seems to keep everything, the configuration says {configured}",
+            "vLLM before 0.29 keeps everything by default",
+            'set models.NAME.retention_interval = "dense"',
+        )
+    elif empty or masked:
+        yield info(
+            seen,
+            f"retention interval {configured}: these groups keep few blocks of a prompt, and generated "
+            "tokens are not reused",
+            "try --prefix-cache-retention-interval 4096 on your load and compare hit shares "
+            "(docs/operations.md)",
+        )
+    elif total:
+        yield ok(seen)
+
+
+@engine_check("cache.block_size")
+def block_size(engine: EngineSeen) -> Iterator[Told]:
+    """Prompts shorter than a block are never reused."""
+    layout = engine.residency.layout if engine.residency is not None else None
+    mean = engine.gauges.mean_prompt_tokens
+    if layout is None or mean is None or engine.gauges.requests < 10:
+        return
+    seen = f"a hit is a multiple of {layout.alignment} tokens; prompts have {mean:.0f} on average"
+    if layout.alignment > mean:
+        yield warning(
+            seen,
+            "most prompts do not fill one block, so they leave nothing to reuse",
+            "start the engine with a smaller --block-size (CPU engines default to 128)",
+        )
+    elif layout.alignment * 4 > mean:
+        yield info(
+            seen, "up to a quarter of a prompt and more is lost to rounding", "try a smaller --block-size"
+        )
+    else:
+        yield ok(seen)
+
+
+@engine_check("cache.lora")
+def lora(engine: EngineSeen) -> Iterator[Told]:
+    """An adapter's path is part of its hashes."""
+    served = {card.id for card in engine.server.models if card.parent is not None}
+    unknown = sorted((served | engine.tally.lora_names) - set(engine.lora_paths))
+    if unknown:
+        yield warning(
+            f"path unknown of adapter(s) {', '.join(unknown[:8])}",
+            "/v1/models does not name it, and block hashes cover it (vLLM 0.31 and later)",
+            "set models.NAME.lora_paths: prompts for these adapters cannot be predicted without",
+        )
+    elif served:
+        yield ok(f"paths of all {len(served)} adapter(s) known")

@@ -1,0 +1,203 @@
+"""Checks of an engine's event stream: sockets, flow, encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router.tools.doctor.finding import Told, error, info, ok, warning
+from router.tools.doctor.findings import EngineSeen
+from router.tools.doctor.observation import Link, ReplayState
+from router.tools.doctor.registry import engine_check
+
+_CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
+
+
+@engine_check("events.reach")
+def reach(engine: EngineSeen) -> Iterator[Told]:
+    """Whether the live socket can be subscribed to."""
+    tap, address = engine.tap, engine.engine.events
+    if tap is None:
+        return
+    match tap.events_link:
+        case Link.UP:
+            note = f"; {tap.disconnects} disconnect(s) meanwhile" if tap.disconnects else ""
+            yield ok(f"subscribed to {address}{note}")
+        case Link.REFUSED:
+            yield error(
+                f"{address}: nothing accepts connections",
+                "wrong address or port, a firewall, or an engine that has not bound it",
+                _CHECK_ADDRESS,
+            )
+        case Link.NO_HANDSHAKE:
+            yield error(
+                f"{address}: something listens there, but no ZMQ publisher",
+                "the port is that of the HTTP server or of the replay socket",
+                "swap events= and replay= if they are exchanged; else correct events=",
+            )
+        case _:
+            problem = tap.events_problem or "no connection within the time allowed"
+            yield error(f"{address}: {problem}", "not an address that can be connected to", _CHECK_ADDRESS)
+
+
+@engine_check("events.replay")
+def replay(engine: EngineSeen) -> Iterator[Told]:
+    """Whether missed batches can be had again."""
+    tap, address = engine.tap, engine.engine.replay
+    if tap is None:
+        return
+    if address is None:
+        yield warning(
+            "no replay socket",
+            "the engine was started without replay_endpoint, or replay= is not given",
+            "set replay_endpoint in --kv-events-config: without it a router that restarts knows nothing of "
+            "what the engine holds, and a gap is never repaired",
+        )
+    elif tap.replay_state is ReplayState.COMPLETE:
+        yield from _replay_complete(engine)
+    elif tap.replay_state is ReplayState.CUT_SHORT and tap.replayed_batches:
+        yield warning(
+            f"{address}: {tap.replayed_batches} batches, then silence",
+            "the engine stopped in the middle of its answer, or its send queue overflowed",
+            "look at the engine's log; a large buffer_steps needs a large hwm",
+        )
+    elif tap.replay_link is Link.NO_HANDSHAKE:
+        yield error(
+            f"{address}: something listens there, but no replay socket",
+            "the port is that of the HTTP server or of the event socket",
+            "swap events= and replay= if they are exchanged; else correct replay=",
+        )
+    elif tap.replay_link is Link.UP:
+        yield error(
+            f"{address}: connected, but no answer",
+            "the engine is stuck or very busy, or the socket is not vLLM's replay socket",
+            "look at the engine's log; correct replay=",
+        )
+    else:
+        problem = tap.replay_problem or "nothing accepts connections"
+        yield error(f"{address}: {problem}", "wrong address or port, or a firewall", "correct replay=")
+
+
+def _replay_complete(engine: EngineSeen) -> Iterator[Told]:
+    tap = engine.tap
+    if tap is None:
+        return
+    if not tap.replayed_batches:
+        yield ok("replay answers; it has no batches yet")
+    elif tap.first_seq:
+        yield info(
+            f"replay answers with {tap.replayed_batches} batches, the oldest being number {tap.first_seq}",
+            "older ones have left the engine's buffer (buffer_steps)",
+            "what was stored before is unknown to a router that starts now (feed state degraded) until the "
+            "engine's cache is cleared or it restarts; a larger buffer_steps reaches further back",
+        )
+    else:
+        yield ok(f"replay answers with all {tap.replayed_batches} batches since the engine's start")
+
+
+@engine_check("events.flow")
+def flow(engine: EngineSeen) -> Iterator[Told]:
+    """Whether events come."""
+    tap = engine.tap
+    if tap is None or tap.events_link is not Link.UP:
+        return
+    probed = engine.probe is not None and any(not r.status for r in engine.probe.requests)
+    heard = f"{tap.live_batches} live and {tap.replayed_batches} replayed batches"
+    if tap.live_batches:
+        yield ok(heard)
+    elif probed:
+        yield error(
+            f"{heard}, although the engine answered the probe",
+            "prefix caching or events are off, the endpoint belongs to another engine, or its blocks are "
+            "larger than the probe",
+            "start the engine with prefix caching on and enable_kv_cache_events; check events=",
+        )
+    elif tap.replayed_batches:
+        yield ok(f"{heard}: the engine is idle now")
+    else:
+        yield info(
+            "no event yet",
+            "the engine has had no request long enough to fill a block, or its events are off",
+            "try --probe, which sends two small requests",
+        )
+    if tap.missing or tap.restarts:
+        yield info(
+            f"{tap.missing} batch number(s) missing, {tap.restarts} restart(s) of the numbering",
+            "the connection lost messages, or the engine restarted while the doctor listened",
+            "repeat; if it persists, several publishers may share the address",
+        )
+
+
+@engine_check("events.topic")
+def topic(engine: EngineSeen) -> Iterator[Told]:
+    """A topic that does not fit is silence to the router."""
+    tap, wanted = engine.tap, engine.engine.topic
+    if tap is None or not tap.topics:
+        return
+    shown = ", ".join(repr(name) for name in sorted(tap.topics))
+    if all(name.startswith(wanted) for name in tap.topics):
+        yield ok(f"topic {shown}")
+    else:
+        yield error(
+            f"the engine publishes under {shown}, the router subscribes to {wanted!r}",
+            "topic= is not what --kv-events-config says",
+            "correct topic=, or leave it out to take every topic",
+        )
+
+
+@engine_check("events.encoding")
+def encoding(engine: EngineSeen) -> Iterator[Told]:
+    """Whether everything that came could be read."""
+    tap, tally = engine.tap, engine.tally
+    if tap is None:
+        return
+    if tally.events:
+        forms = "/".join(sorted(tally.encodings)) or "no"
+        hashes = "/".join(sorted(tally.hash_forms)) or "no"
+        yield ok(f"{forms} encoding, {hashes} hashes, {tally.events} events")
+    if tally.rejected:
+        yield warning(
+            f"{tally.rejected} event(s) could not be read: {'; '.join(tally.rejections)}"[:400],
+            "a newer or foreign publisher",
+            "upgrade kvatlas; what these events said is missing from the index",
+        )
+    if tap.malformed:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(tap.malformed.items()))
+        yield error(
+            f"malformed messages: {reasons}",
+            "the publisher is not vLLM's, or the address is that of something else",
+            "correct events= and replay=",
+        )
+    rejected = dict(engine.residency.rejected) if engine.residency is not None else {}
+    rejected.pop("undecodable", None)
+    if rejected:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+        yield warning(
+            f"events that make no sense: {reasons}",
+            "a medium or a kind of KV cache group that kvatlas does not know",
+            "upgrade kvatlas; predictions for this engine are unreliable",
+        )
+    if tap.sink_problem:
+        yield error(
+            f"a batch could not be applied: {tap.sink_problem}",
+            "a fault in kvatlas, or events nobody has seen before",
+            "please report it with a recording of the events",
+        )
+
+
+@engine_check("events.ranks")
+def ranks(engine: EngineSeen) -> Iterator[Told]:
+    """Each data-parallel rank has an event socket of its own."""
+    heard = engine.tally.ranks
+    expected = engine.engine.dp_rank
+    if len(heard) > 1:
+        yield error(
+            f"events of ranks {sorted(heard)} at one address",
+            "several ranks publish to one socket: their caches cannot be told apart",
+            "give each rank its own endpoint (vLLM adds the rank to the port)",
+        )
+    elif expected is not None and heard and expected not in heard:
+        yield error(
+            f"events of rank {min(heard)} where rank {expected} was expected",
+            "dp-rank= and events= do not belong together",
+            "the port of rank N is that of rank 0 plus N",
+        )

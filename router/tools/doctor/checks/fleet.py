@@ -1,0 +1,109 @@
+"""Checks across engines: duplicates, seeds, layouts, and models whose engines disagree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations
+
+from publisher.block_hash import HashScheme
+from publisher.groups import GroupSpec
+from router.index.learn.hash_scheme import Detection
+from router.tools.doctor.finding import Told, error, info, ok, warning
+from router.tools.doctor.findings import EngineSeen, Seen
+from router.tools.doctor.registry import fleet_check
+
+
+def _by_model(seen: Seen) -> dict[str, list[EngineSeen]]:
+    models: dict[str, list[EngineSeen]] = defaultdict(list)
+    for engine in seen.engines:
+        if engine.base_model is not None:
+            models[engine.base_model].append(engine)
+    return models
+
+
+@fleet_check("fleet.engines")
+def engines(seen: Seen) -> Iterator[Told]:
+    """Whether there is anything to look at."""
+    if not seen.engines:
+        yield error(
+            "no engine to look at",
+            "the router names none, or its answer was not understood",
+            "give --engine URL",
+        )
+
+
+@fleet_check("fleet.duplicates")
+def duplicates(seen: Seen) -> Iterator[Told]:
+    """Two entries that hear the same messages: one engine counted twice."""
+    heard = [(engine, set(engine.tally.digests)) for engine in seen.engines if engine.tally.digests]
+    for (first, a), (second, b) in combinations(heard, 2):
+        shared = len(a & b)
+        if shared:
+            yield error(
+                f"{first.engine_id} and {second.engine_id} publish the same {shared} message(s)",
+                "two names of one engine, or events= of one given to the other",
+                "list each engine once, with its own event address",
+            )
+    if len(heard) > 1 and not any(a & b for (_, a), (_, b) in combinations(heard, 2)):
+        yield ok(f"{len(heard)} engines, each with events of its own")
+
+
+@fleet_check("fleet.hash_seeds")
+def hash_seeds(seen: Seen) -> Iterator[Told]:
+    """One scheme for all engines of a model: each further one costs a hashing of every prompt."""
+    for model, members in _by_model(seen).items():
+        schemes: dict[HashScheme, list[str]] = defaultdict(list)
+        for engine in members:
+            residency = engine.residency
+            if residency is not None and residency.detection is Detection.NATIVE and residency.scheme:
+                schemes[residency.scheme].append(engine.engine_id)
+        if len(schemes) < 2:
+            continue
+        seeds = {scheme.seed for scheme in schemes}
+        shown = "; ".join(
+            f"{', '.join(ids)}: {scheme.algo}, seed {scheme.seed!r}, {scheme.hash_block_size} tokens"
+            for scheme, ids in schemes.items()
+        )
+        yield warning(
+            f"{model}: {len(schemes)} hash schemes in use: {shown}",
+            "PYTHONHASHSEED differs between engines"
+            if len(seeds) > 1
+            else "prefix_caching_hash_algo or block sizes differ between engines",
+            "start all engines of a model alike: every further scheme makes each prompt be hashed once more",
+        )
+
+
+@fleet_check("fleet.layouts")
+def layouts(seen: Seen) -> Iterator[Told]:
+    """Engines of one model are expected to have the same groups."""
+    for model, members in _by_model(seen).items():
+        found: dict[tuple[GroupSpec, ...], list[str]] = defaultdict(list)
+        for engine in members:
+            layout = engine.residency.layout if engine.residency is not None else None
+            if layout is not None:
+                found[layout.groups].append(engine.engine_id)
+        if len(found) < 2:
+            continue
+        shown = "; ".join(
+            f"{', '.join(ids)}: {', '.join(f'{g.kind}/{g.block_size}' for g in groups)}"
+            for groups, ids in found.items()
+        )
+        yield warning(
+            f"{model}: engines have different cache layouts: {shown}",
+            "other block sizes, other vLLM versions, or engines that have not shown all their groups yet",
+            "start all engines of a model alike; where they are, repeat with --probe",
+        )
+
+
+@fleet_check("fleet.versions")
+def versions(seen: Seen) -> Iterator[Told]:
+    """Mixed releases work, but are worth knowing."""
+    for model, members in _by_model(seen).items():
+        texts = sorted({engine.server.version_text for engine in members if engine.server.version_text})
+        if len(texts) > 1:
+            yield info(
+                f"{model}: engines run {', '.join(texts)}",
+                "an upgrade in progress?",
+                "hashes and retention differ between some releases; see fleet.hash_seeds",
+            )

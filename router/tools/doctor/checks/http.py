@@ -1,0 +1,184 @@
+"""Checks of an engine's HTTP side: does it answer, what does it serve, which release, is its clock right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router.tools.doctor.finding import Told, error, info, ok, warning
+from router.tools.doctor.findings import EngineSeen
+from router.tools.doctor.registry import engine_check
+from router.tools.doctor.versions import EVENT_SOURCES_SINCE, NEWEST_KNOWN, lacks
+
+_SKEW_S_MAX = 2.0
+_LAG_S_MAX = 1.0
+
+
+@engine_check("http.health")
+def health(engine: EngineSeen) -> Iterator[Told]:
+    """``GET /health``."""
+    answer = engine.server.health
+    if answer.ok:
+        yield ok("GET /health: 200")
+    elif answer.status == 404:
+        yield info("GET /health: 404", "the server is not vLLM, or a proxy stands before it")
+    elif answer.status:
+        yield error(
+            f"GET /health: {answer.what}",
+            "the engine is starting, or its engine core has died",
+            "look at the engine's log; restart it if the core is dead",
+        )
+    else:
+        yield error(
+            f"GET /health: {answer.problem}",
+            "the engine is down, or the address, port or a firewall is wrong",
+            "start the engine, or correct the URL given with --engine",
+        )
+
+
+@engine_check("http.models")
+def models(engine: EngineSeen) -> Iterator[Told]:
+    """``GET /v1/models``: what the router takes as the sign of life."""
+    answer = engine.server.models_answer
+    if engine.server.models:
+        names = ", ".join(card.id for card in engine.server.models[:8])
+        yield ok(f"serves {names}")
+    elif not answer.status:
+        yield error(
+            f"GET /v1/models: {answer.problem}",
+            "the engine does not answer",
+            "no request is sent to this engine until it does; see http.health",
+        )
+    elif answer.status in {401, 403}:
+        yield error(
+            f"GET /v1/models: {answer.what}",
+            "the engine wants an API key (--api-key), and the router's own questions carry none",
+            "start the engine without --api-key and keep it in a private network",
+        )
+    else:
+        what = "an answer without models" if answer.ok else answer.what
+        yield error(
+            f"GET /v1/models: {what}",
+            "the server is not an OpenAI-compatible engine, or still loads its model",
+            "correct the URL (without /v1), or wait until the model is loaded",
+        )
+    if engine.server.models and engine.base_model is None:
+        yield error(
+            "every model listed is a LoRA adapter",
+            "no card without parent, so it is unknown whose cache the engine holds",
+            "serve the base model's name too",
+        )
+
+
+@engine_check("http.version")
+def version(engine: EngineSeen) -> Iterator[Told]:
+    """What this release cannot do."""
+    server = engine.server
+    if not server.version_answer.status and not server.models:
+        return
+    if server.version is None:
+        shown = repr(server.version_text[:80]) if server.version_text else server.version_answer.what
+        yield info(
+            f"GET /version: {shown}",
+            "not a release number of vLLM",
+            "nothing, if the other checks are well: events tell what matters",
+        )
+        return
+    missing = lacks(server.version)
+    if not missing:
+        newer = " (newer than any this version of kvatlas was tested with)"
+        yield ok(f"vLLM {server.version_text}{newer if server.version > NEWEST_KNOWN else ''}")
+    for lack in missing:
+        tell = warning if lack.grave else info
+        yield tell(f"vLLM {server.version_text}", f"before {_name(lack.since)}: {lack.what}", lack.remedy)
+
+
+@engine_check("http.event_sources")
+def event_sources(engine: EngineSeen) -> Iterator[Told]:
+    """Whether the event endpoints are known, and from where."""
+    answer, sources = engine.server.sources_answer, engine.server.sources
+    if engine.sources_ignored:
+        yield from _compare_sources(engine)
+    elif engine.engine.events is not None:
+        rank = "" if engine.engine.dp_rank is None else f" (rank {engine.engine.dp_rank})"
+        yield ok(f"the engine names its event endpoint {engine.engine.events}{rank}")
+    elif not engine.server.models and not answer.status:
+        return  # it does not answer at all
+    elif answer.ok and sources is not None:
+        yield warning(
+            "the engine publishes no events",
+            "it was started without --kv-events-config, or with events disabled",
+            'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+            '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'; else its cache is guessed',
+        )
+    elif answer.ok:
+        yield warning(
+            "GET /kv_event_sources: not understood",
+            "an answer of another shape than vLLM's",
+            "give events= and replay= with --engine",
+        )
+    else:
+        old = engine.server.version is not None and engine.server.version < EVENT_SOURCES_SINCE
+        why = f"vLLM {engine.server.version_text} has no such endpoint" if old else "the engine does not tell"
+        yield warning(
+            f"no event endpoint known; GET /kv_event_sources: {answer.what}",
+            why,
+            "give events=tcp://HOST:PORT (and replay=) with --engine",
+        )
+
+
+def _compare_sources(engine: EngineSeen) -> Iterator[Told]:
+    """Configured endpoints against those the engine names: only the ports can be compared."""
+    number = str(engine.engine.dp_rank or 0)
+    source = (engine.server.sources or {}).get(number)
+    if source is None or not source.endpoint:
+        yield ok(f"events at {engine.engine.events}, as given")
+        return
+    configured = (engine.engine.events or "").rpartition(":")[2]
+    named = source.endpoint.rpartition(":")[2]
+    if named.isdecimal() and configured.isdecimal() and named != configured:
+        yield warning(
+            f"events= says port {configured}, the engine says {named}",
+            "another engine's port, or a port mapping between router and engine",
+            "correct events=, or leave it out: the engine is asked then",
+        )
+    elif engine.engine.replay is None and source.replay_endpoint:
+        yield warning(
+            "the engine has a replay socket that is not used",
+            "events= is given without replay=",
+            f"add replay=, port {source.replay_endpoint.rpartition(':')[2]}, or leave both out",
+        )
+    else:
+        yield ok(f"events at {engine.engine.events}, as given")
+
+
+@engine_check("clock.skew")
+def clock_skew(engine: EngineSeen) -> Iterator[Told]:
+    """Clocks only matter for figures, but then they mislead."""
+    skews = [s for s in (engine.server.health.date_skew_s, engine.server.models_answer.date_skew_s) if s]
+    skew = min(skews, key=abs, default=None)
+    lags = sorted(engine.tap.lags_s) if engine.tap is not None else []
+    lag = lags[len(lags) // 2] if lags else None
+    parts = []
+    if skew is not None:
+        parts.append(f"its clock is {skew:+.1f} s from ours (Date header)")
+    if lag is not None:
+        parts.append(f"events are {lag * 1000:.0f} ms old when they arrive")
+    seen = "; ".join(parts)
+    if (skew is not None and abs(skew) > _SKEW_S_MAX) or (lag is not None and lag < -_LAG_S_MAX):
+        yield warning(
+            seen,
+            "the machines' clocks differ",
+            "run NTP on both; until then kvatlas_feed_lag_s and time stamps in logs mislead",
+        )
+    elif lag is not None and lag > _LAG_S_MAX:
+        yield warning(
+            seen,
+            "events are delayed: an overloaded engine or network, or a clock that is behind",
+            "compare the clocks; place the router near its engines",
+        )
+    elif seen:
+        yield ok(seen)
+
+
+def _name(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,146 @@
+"""Checks of prompts: same tokens here and there, usage reported, and a probe's predicted against real hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router.tools.doctor.finding import Told, error, info, ok, warning
+from router.tools.doctor.findings import EngineSeen, ProbeRequest, PromptParity
+from router.tools.doctor.registry import engine_check
+
+
+@engine_check("tokens.parity")
+def parity(engine: EngineSeen) -> Iterator[Told]:
+    """Tokenizer and chat template against the engine's ``/tokenize``."""
+    if not engine.server.models:
+        return
+    if engine.model_config.tokenizer is None:
+        yield info(
+            "no tokenizer given",
+            "prompts are tokenized by asking an engine, which costs a round trip each",
+            "give --tokenizer (or models.NAME.tokenizer): the directory the engine loaded its tokenizer from",
+        )
+        return
+    for result in engine.parity:
+        if result.differs_at is not None:
+            yield _difference(result)
+    alike = [r.name for r in engine.parity if r.compared and r.differs_at is None]
+    if alike:
+        yield ok(f"the same tokens here and there: {', '.join(alike)}")
+    for result in engine.parity:
+        yield from _not_compared(result)
+
+
+def _difference(result: PromptParity) -> Told:
+    seen = (
+        f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} there, "
+        f"the first difference at token {result.differs_at}"
+    )
+    if "chat" in result.name:
+        cause = "another chat template (--chat-template, a newer model revision) or another tokenizer"
+        remedy = "give the engine's tokenizer directory and models.NAME.chat_template, as it was started"
+    else:
+        cause = "another tokenizer than the engine's"
+        remedy = "give the directory the engine loaded its tokenizer from, of the same revision"
+    return error(seen, cause, remedy)
+
+
+def _not_compared(result: PromptParity) -> Iterator[Told]:
+    if result.local_problem and result.engine_problem:
+        yield info(f"{result.name}: not compared", f"neither here ({result.local_problem}) nor there")
+    elif result.engine_problem:
+        yield info(
+            f"{result.name}: not compared; /tokenize: {result.engine_problem}",
+            "the engine's endpoint is off, or refuses this prompt",
+            "--probe compares token counts instead",
+        )
+    elif result.local_problem:
+        yield warning(
+            f"{result.name}: cannot be tokenized here ({result.local_problem})",
+            "this tokenizer or chat template is not of a kind that can be reproduced exactly",
+            "nothing: an engine is asked for such prompts, which costs a round trip each",
+        )
+
+
+@engine_check("tokens.usage")
+def usage(engine: EngineSeen) -> Iterator[Told]:
+    """``--enable-prompt-tokens-details``."""
+    if engine.probe is None:
+        return
+    answered = [request for request in engine.probe.requests if not request.status]
+    if answered and all(request.cached is None for request in answered):
+        yield warning(
+            "answers do not say how many tokens were cached",
+            "the engine runs without --enable-prompt-tokens-details",
+            "start it with that flag: without it no receipt can tell whether predictions are right",
+        )
+    elif answered:
+        yield ok("answers say how many tokens were cached")
+
+
+@engine_check("probe.exact")
+def exact(engine: EngineSeen) -> Iterator[Told]:
+    """Predicted against reported hits."""
+    probe = engine.probe
+    if probe is None:
+        return
+    if probe.problem:
+        yield error(
+            f"the probe failed: {probe.problem}", "see the other findings", "repeat when they are mended"
+        )
+        return
+    for request in probe.requests:
+        if request.status:
+            yield error(
+                f"POST /v1/completions: {request.status}",
+                "the engine does not answer completions: overloaded, broken, or a model for other tasks",
+                "look at the engine's log",
+            )
+            return
+    if not probe.requests:
+        return
+    yield from _lengths(probe.requests)
+    yield from _hit(engine, probe.requests[-1])
+
+
+def _lengths(requests: list[ProbeRequest]) -> Iterator[Told]:
+    for request in requests:
+        ours, theirs = request.prompt_tokens, request.reported_prompt_tokens
+        if ours is not None and theirs is not None and ours != theirs:
+            yield error(
+                f"the probe has {ours} tokens here, {theirs} at the engine",
+                "tokenizer and engine differ",
+                "see tokens.parity",
+            )
+            return
+
+
+def _hit(engine: EngineSeen, last: ProbeRequest) -> Iterator[Told]:
+    if last.predicted is None:
+        if engine.engine.events is not None:
+            yield warning(
+                f"no hit could be predicted: {last.why_unknown}",
+                "see cache.scheme, cache.facts and events.flow",
+                "mend those and repeat",
+            )
+        return
+    if last.cached is None:
+        return
+    seen = (
+        f"predicted {last.predicted}, engine reported {last.cached} of {last.reported_prompt_tokens} tokens"
+    )
+    if last.predicted != last.cached:
+        yield error(
+            f"{seen} ({last.mode})",
+            "a setting of the model is missing or wrong, other requests evicted the probe's blocks, or this "
+            "engine does what kvatlas does not know",
+            "repeat on an idle engine; check cache.facts; report it if it persists",
+        )
+    elif not last.cached:
+        yield warning(
+            f"{seen}: right, but nothing was reused",
+            "prefix caching is off, or blocks are larger than the probe",
+            "see cache.prefix_caching and cache.groups",
+        )
+    else:
+        yield ok(f"{seen}: exact")

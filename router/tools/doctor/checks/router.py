@@ -1,0 +1,250 @@
+"""Checks of a running router: its own view of the fleet beside the doctor's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from router.index.learn.hash_scheme import Detection
+from router.tools.doctor.finding import Told, error, info, ok, warning
+from router.tools.doctor.findings import EngineSeen, RouterSeen, Seen
+from router.tools.doctor.gauges import series
+from router.tools.doctor.registry import fleet_check
+
+_FEED_REMEDIES = {
+    "cold": "check events= of this engine and the firewall between router and engine",
+    "replaying": "wait; if it lasts, look at the engine's replay socket",
+    "degraded": "docs/operations.md, feed states, explains the reason",
+    "stale": "check the engine and the network",
+}
+_SOURCE_REMEDIES = {
+    "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
+    "dns": "check fleet.dns.names and that the router's host can resolve them",
+    "file": "correct the file; what it said last still holds",
+}
+
+
+@fleet_check("router.reach")
+def reach(seen: Seen) -> Iterator[Told]:
+    """Whether the router answers, and is ready."""
+    router = seen.router
+    if router is None:
+        return
+    if router.engines is None:
+        yield error(
+            f"GET /kvatlas/engines: {router.engines_answer.what}",
+            "the router is down, or the URL is not that of a kvatlas router's ops port",
+            "give --router the URL of the ops port (server.ops_port, 9001 where not set)",
+            subject=router.url,
+        )
+        return
+    ready = router.ready.json(dict[str, Any]) or {}
+    if router.ready.ok:
+        yield ok(f"kvatlas {router.version_text}, ready, {len(router.engines)} engine(s)", subject=router.url)
+    else:
+        reason = str(ready.get("reason", "")) or router.ready.what
+        yield error(f"not ready: {reason}", "see the engines below", "mend those", subject=router.url)
+
+
+@fleet_check("router.sources")
+def sources(seen: Seen) -> Iterator[Told]:
+    """Source by source: heard, working, how many engines."""
+    router = seen.router
+    if router is None or router.sources is None:
+        return
+    for name, source in router.sources.items():
+        count, problem = source.get("engines", 0), str(source.get("last_error", ""))
+        if not source.get("synced"):
+            yield error(
+                f"engines from {name}: not heard yet{f': {problem}' if problem else ''}",
+                "the router cannot reach or read this source",
+                _SOURCE_REMEDIES.get(name, "see the router's log"),
+                subject=router.url,
+            )
+        elif source.get("failing"):
+            yield warning(
+                f"engines from {name}: {count}, as last known; now failing: {problem}",
+                "the source worked before and does not now; engines that came or left since are not seen",
+                _SOURCE_REMEDIES.get(name, "see the router's log"),
+                subject=router.url,
+            )
+        elif source.get("refused"):
+            yield info(
+                f"engines from {name}: {count}; {source['refused']} entries made no sense so far: {problem}",
+                "a wrong annotation, address or object",
+                "correct it where it is written",
+                subject=router.url,
+            )
+        elif count or name != "static":
+            yield ok(f"engines from {name}: {count}", subject=router.url)
+
+
+@fleet_check("router.engines")
+def engines(seen: Seen) -> Iterator[Told]:
+    """Engine by engine: known, up, feed, mode, layout."""
+    router = seen.router
+    if router is None or router.engines is None:
+        return
+    for engine in seen.engines:
+        theirs = router.engines.get(engine.engine_id)
+        if theirs is None:
+            yield warning(
+                f"the router at {router.url} does not know this engine",
+                "another URL of the same engine (host name or address), or it is not configured there",
+                "give the URL exactly as the router has it, or add the engine to the router",
+                subject=engine.engine_id,
+            )
+        else:
+            yield from _one(engine, theirs)
+    for engine_id in set(router.engines) - {engine.engine_id for engine in seen.engines}:
+        yield info("known to the router, not looked at", remedy="add --engine for it", subject=engine_id)
+
+
+def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
+    subject = engine.engine_id
+    if not theirs.get("up"):
+        yield error(
+            f"the router says it is down: {theirs.get('problem')}",
+            "it is, or the router cannot reach it from where it runs",
+            "try the doctor on the router's machine",
+            subject=subject,
+        )
+        return
+    if theirs.get("held"):
+        yield info(f"gets no new requests: {theirs['held']}", subject=subject)
+    state = str(theirs.get("feed_state"))
+    feed = theirs.get("feed")
+    reason = feed.get("reason", "") if isinstance(feed, dict) else ""
+    if state in _FEED_REMEDIES:
+        yield warning(
+            f"the router's feed is {state}{f' ({reason})' if reason else ''}",
+            "what the engine holds is not fully known to the router",
+            _FEED_REMEDIES[state],
+            subject=subject,
+        )
+    elif state == "none" and engine.engine.events is not None:
+        yield warning(
+            "the router has no feed of this engine, although it publishes events",
+            "the router was given no event address and could not ask for one",
+            "give the router events= and replay= for this engine",
+            subject=subject,
+        )
+    else:
+        yield ok(f"router: up, feed {state}, hashes {theirs.get('mode')}", subject=subject)
+    if theirs.get("available") is False:
+        yield warning(
+            "the router's breaker is open for this engine",
+            "its latest requests failed",
+            "look at the engine's log; the breaker closes with the first success",
+            subject=subject,
+        )
+    alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
+    if alarms:
+        yield warning(
+            f"{alarms} phantom alarm(s): the router counted index holds more blocks than the engine has",
+            "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
+            "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
+            subject=subject,
+        )
+    yield from _same_view(engine, theirs)
+
+
+def _same_view(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
+    """Scheme and groups as the router found them, against the doctor's."""
+    residency = engine.residency
+    if residency is None or residency.layout is None:
+        return
+    scheme = None if residency.scheme is None else msgspec.to_builtins(residency.scheme)
+    if residency.detection is Detection.NATIVE and theirs.get("mode") == "learned":
+        yield warning(
+            "the router learns hashes; the doctor found the scheme",
+            "the router has other hash_seeds, or heard other events",
+            "give the router the same configuration; restart it if the engine's seed changed",
+            subject=engine.engine_id,
+        )
+    elif (
+        residency.detection is Detection.NATIVE
+        and theirs.get("mode") == "native"
+        and theirs["scheme"] != scheme
+    ):
+        yield error(
+            f"the router uses another hash scheme: {theirs['scheme']}",
+            "the engine restarted with another seed and the router has not noticed",
+            "restart the router, and report it",
+            subject=engine.engine_id,
+        )
+    layout = theirs.get("layout")
+    groups = layout.get("groups") if isinstance(layout, dict) else None
+    ours = msgspec.to_builtins(residency.layout.groups)
+    if groups is not None and groups != list(ours):
+        yield warning(
+            f"the router sees {len(groups)} group(s) in another layout than the doctor's {len(ours)}",
+            "one of them has not heard all groups yet, or they have different configurations",
+            "repeat with --probe; give both the same --config",
+            subject=engine.engine_id,
+        )
+
+
+@fleet_check("router.predictions")
+def predictions(seen: Seen) -> Iterator[Told]:
+    """Drift, receipts, prompts of another length."""
+    router = seen.router
+    if router is None or router.engines is None:
+        return
+    for engine_id, theirs in router.engines.items():
+        outcomes = {k: v for k, v in _outcomes(theirs).items() if v}
+        compared = sum(outcomes.get(name, 0) for name in ("exact", "over", "under"))
+        if theirs.get("drifting"):
+            yield warning(
+                f"predictions drift: {outcomes}",
+                "more than a quarter of the latest predictions were wrong",
+                "check cache.facts and tokens.parity of this engine",
+                subject=engine_id,
+            )
+        elif compared:
+            share = outcomes.get("exact", 0) / compared
+            yield ok(f"{share:.0%} of {compared} predictions were exact", subject=engine_id)
+        if outcomes.get("unreported", 0) and not compared:
+            yield warning(
+                f"{outcomes['unreported']} answers without cached_tokens",
+                "the engine runs without --enable-prompt-tokens-details, or clients stream without usage",
+                "start the engine with that flag",
+                subject=engine_id,
+            )
+    yield from _metrics(router)
+
+
+def _outcomes(theirs: dict[str, Any]) -> dict[str, int]:
+    receipts = theirs.get("receipts")
+    return {k: v for k, v in receipts.items() if isinstance(v, int)} if isinstance(receipts, dict) else {}
+
+
+def _metrics(router: RouterSeen) -> Iterator[Told]:
+    """What only the router's metrics page shows."""
+    page = router.metrics_answer.body.decode("utf-8", "replace") if router.metrics_answer.ok else ""
+    for name, labels, value in series(page):
+        if not value:
+            continue
+        if name == "kvatlas_prompt_mismatches_total":
+            yield error(
+                f"{value:.0f} prompt(s) had another length at the engine than in the router",
+                "tokenizer or chat template differ from the engine's",
+                "see tokens.parity; give the router the engine's tokenizer and template",
+                subject=labels.get("engine", router.url),
+            )
+        elif name == "kvatlas_prompts_template_mismatches_total":
+            yield info(
+                "the fast template engine differed from jinja2 and was taken out of use",
+                "a template that uses something the fast engine does differently",
+                "nothing: jinja2 is used, a little slower",
+                subject=router.url,
+            )
+        elif name == "kvatlas_index_unknown_removals_total":
+            yield info(
+                f"{value:.0f} removals of blocks the router did not know of",
+                "history from before the router's start, or copies counted differently",
+                "rising while feeds are ready, it means that counts differ: report it",
+                subject=router.url,
+            )

@@ -1,0 +1,294 @@
+"""Finds out everything the checks want to know: HTTP, event sockets, tokenizers, probes, the router.
+
+All engines are looked at together, each step within a time limit of its own, so that the whole takes about
+``seconds`` plus the slowest server's time-outs. Nothing is changed at an engine; only ``probe`` sends
+requests that it has to compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec.structs import replace
+
+from router.config.schema import ANY_MODEL, Config
+from router.fleet.identity import Engine
+from router.fleet.poller import event_sources
+from router.fleet.status import ModelCard
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.layout import ModelFacts
+from router.index.models import Scopes
+from router.prompts.config import ModelPrompts
+from router.prompts.reader import PromptReader
+from router.tools.doctor.findings import (
+    EngineSeen,
+    EventSource,
+    ProbeSeen,
+    PromptParity,
+    RouterSeen,
+    Seen,
+    ServerSeen,
+)
+from router.tools.doctor.gauges import read_engine_gauges
+from router.tools.doctor.http import Http
+from router.tools.doctor.listener import EventTap
+from router.tools.doctor.parity import compare
+from router.tools.doctor.probe import Prober
+from router.tools.ops_client import ops_headers
+
+_DETECTION_S_MAX = 20.0
+_ENGINES_MAX = 256
+
+
+class ExamineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How long is listened and waited; seconds."""
+
+    seconds: float = 3.0
+    """Seconds to listen for live events."""
+    timeout_s: float = 5.0
+    """For one answer over HTTP, and for silence of a replay socket."""
+    probe_timeout_s: float = 60.0
+    """For one completion of the probe."""
+    probe: bool = False
+
+
+class _Models(msgspec.Struct):
+    data: list[ModelCard]
+
+
+async def examine(
+    config: Config, settings: ExamineSettings, *, router_url: str | None, say: Callable[[str], None]
+) -> Seen:
+    """Look at all engines of ``config`` (with none, at those the router names). ``say`` tells progress.
+
+    Raises ``ModelDirError`` for a tokenizer directory that cannot be used.
+    """
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(cookie_jar=jar) as session:
+        http = Http(session, settings.timeout_s)
+        router = None
+        if router_url is not None:
+            say("asking the router")
+            router = await ask_router(http, router_url)
+        engines = config.engines or _engines_of(router)
+        say(f"asking {len(engines)} engine(s)")
+        seen = await _ask_servers(http, config, engines)
+        seen.router, seen.probed, seen.seconds = router, settings.probe, settings.seconds
+        examination = _Examination(seen, http, settings, say)
+        try:
+            await examination.run()
+        finally:
+            examination.close()
+    return seen
+
+
+async def ask_router(http: Http, url: str) -> RouterSeen:
+    """A router's own view of itself."""
+    paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
+    ready, engines, receipts, metrics, version, sources = await asyncio.gather(
+        *(http.get(url + path, ops_headers()) for path in paths)
+    )
+    listed = engines.json(list[dict[str, Any]]) if engines.ok else None
+    by_id = None if listed is None else {str(e.get("engine")): e for e in listed}
+    told = version.json(dict[str, Any]) or {}
+    origins = sources.json(dict[str, dict[str, Any]]) if sources.ok else None
+    return RouterSeen(url, ready, engines, receipts, metrics, str(told.get("version", "")), by_id, origins)
+
+
+def _engines_of(router: RouterSeen | None) -> tuple[Engine, ...]:
+    """The router's engines by their ids; their ranks and endpoints are asked from the servers."""
+    ids = list((router.engines if router is not None else None) or {})[:_ENGINES_MAX]
+    urls = dict.fromkeys(engine_id.partition("#")[0].rstrip("/") for engine_id in ids)
+    return tuple(Engine(url) for url in urls if url.startswith("http://"))
+
+
+async def _ask_servers(http: Http, config: Config, engines: tuple[Engine, ...]) -> Seen:
+    urls = list(dict.fromkeys(engine.base_url for engine in engines))
+    servers = dict(zip(urls, await asyncio.gather(*(_ask_server(http, url) for url in urls)), strict=True))
+    found: list[EngineSeen] = []
+    for url, server in servers.items():
+        configured = [engine for engine in engines if engine.base_url == url]
+        told = any(engine.events is not None for engine in configured)
+        ranks = configured if told else _discovered(url, server) or configured
+        found += [_engine_seen(engine, server, config, sources_ignored=told) for engine in ranks]
+    return Seen(config, found)
+
+
+async def _ask_server(http: Http, url: str) -> ServerSeen:
+    paths = ("/health", "/v1/models", "/version", "/kv_event_sources", "/metrics")
+    health, models_answer, version_answer, sources, metrics = await asyncio.gather(
+        *(http.get(url + path) for path in paths)
+    )
+    seen = ServerSeen(health, models_answer, version_answer, sources, metrics)
+    models = seen.models_answer.json(_Models) if seen.models_answer.ok else None
+    seen.models = tuple(models.data) if models is not None else ()
+    version = seen.version_answer.json(dict[str, Any]) if seen.version_answer.ok else None
+    seen.version_text = str((version or {}).get("version", ""))
+    if seen.sources_answer.ok:
+        seen.sources = seen.sources_answer.json(dict[str, EventSource | None])
+    return seen
+
+
+def _discovered(url: str, server: ServerSeen) -> list[Engine]:
+    """One engine per data-parallel rank that publishes, as the router would read the server's answer."""
+    try:
+        return event_sources(url, server.sources_answer.body) if server.sources_answer.ok else []
+    except ValueError:
+        return []
+
+
+def _engine_seen(engine: Engine, server: ServerSeen, config: Config, *, sources_ignored: bool) -> EngineSeen:
+    base = next((card.id for card in server.models if card.parent is None), None)
+    model_config = config.model(base or ANY_MODEL)
+    adapters = {card.id: card.root for card in server.models if card.parent is not None and card.root}
+    return EngineSeen(
+        engine,
+        server,
+        model_config,
+        {**adapters, **model_config.lora_paths},
+        read_engine_gauges(server.metrics_answer.body, engine.dp_rank),
+        sources_ignored=sources_ignored and engine.events is not None,
+    )
+
+
+class _Examination:
+    """The part that listens, tokenizes and probes."""
+
+    def __init__(self, seen: Seen, http: Http, settings: ExamineSettings, say: Callable[[str], None]) -> None:
+        self._seen = seen
+        self._http = http
+        self._settings = settings
+        self._say = say
+        self._scopes = Scopes(self._facts)
+        self._taps: dict[str, EventTap] = {}
+        self._probed_url: str | None = None
+        self._reader = self._make_reader()
+
+    def close(self) -> None:
+        """Stop the reader's threads."""
+        self._reader.close()
+
+    async def run(self) -> None:
+        """Fill in ``Seen``."""
+        for engine in self._seen.engines:
+            self._scopes.assign(engine.engine_id, _scope_name(engine))
+        async with self._listening():
+            await asyncio.gather(self._hear(), self._compare())
+            if self._settings.probe:
+                await self._probe_all()
+        for engine in self._seen.engines:
+            engine.residency = self._scopes.engine(engine.engine_id)
+
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[None]:
+        tasks = []
+        for engine in self._seen.engines:
+            address = engine.engine.events
+            if address is None:
+                continue
+            tap = EventTap(
+                engine.engine_id,
+                address,
+                engine.engine.replay,
+                self._scopes,
+                replay_timeout_s=self._settings.timeout_s,
+            )
+            engine.tap, engine.tally, self._taps[engine.engine_id] = tap.seen, tap.tally, tap
+            tasks.append(asyncio.create_task(tap.run(), name=f"tap {engine.engine_id}"))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hear(self) -> None:
+        """Listen, let seed searches end, and probe."""
+        if self._taps:
+            self._say(f"listening to events for {self._settings.seconds:g} s")
+        limit = self._settings.seconds + 4 * self._settings.timeout_s + _DETECTION_S_MAX
+        waits = [asyncio.create_task(tap.settled.wait()) for tap in self._taps.values()]
+        listened = asyncio.create_task(asyncio.sleep(self._settings.seconds if self._taps else 0))
+        await asyncio.wait([listened, *waits], timeout=limit)
+        for wait in waits:
+            wait.cancel()
+        await self._finish_detection()
+
+    async def _probe_all(self) -> None:
+        """One engine after another: what one computes must not delay another's answer."""
+        for engine in self._seen.engines:
+            self._say(f"probing {engine.engine_id}")
+            self._probed_url = engine.engine.base_url
+            engine.probe = await self._probe(engine)
+        await self._finish_detection()
+
+    async def _finish_detection(self) -> None:
+        deadline = time.monotonic() + _DETECTION_S_MAX
+        while self._searching() and time.monotonic() < deadline:
+            self._scopes.advance_detection()
+            await asyncio.sleep(0)
+
+    def _searching(self) -> bool:
+        engines = [self._scopes.engine(engine.engine_id) for engine in self._seen.engines]
+        return any(e is not None and e.detection is Detection.SEARCHING for e in engines)
+
+    async def _probe(self, engine: EngineSeen) -> ProbeSeen:
+        model = engine.base_model
+        if model is None:
+            return ProbeSeen(problem="the engine names no model")
+        card = next(card for card in engine.server.models if card.id == model)
+        prober = Prober(
+            engine.engine,
+            model=model,
+            scope=self._scopes.scope(_scope_name(engine)),
+            reader=self._reader,
+            http=self._http,
+            tap=self._taps.get(engine.engine_id),
+            max_tokens=card.max_model_len,
+            request_timeout_s=self._settings.probe_timeout_s,
+        )
+        try:
+            return await prober.run()
+        except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
+            return ProbeSeen(problem=f"{type(problem).__name__}: {problem}"[:200])
+
+    async def _compare(self) -> None:
+        """Tokenizer parity, once per server."""
+        servers = {engine.engine.base_url: engine for engine in self._seen.engines}
+        results = await asyncio.gather(*(self._compare_one(engine) for engine in servers.values()))
+        by_url = dict(zip(servers, results, strict=True))
+        for engine in self._seen.engines:
+            engine.parity = by_url[engine.engine.base_url]
+
+    async def _compare_one(self, engine: EngineSeen) -> list[PromptParity]:
+        model = engine.base_model
+        if model is None or engine.model_config.tokenizer is None:
+            return []
+        return await compare(self._reader, self._http, engine.engine.base_url, model)
+
+    def _make_reader(self) -> PromptReader:
+        """What serves traffic; asks an engine for tokens only while that engine is probed."""
+        models = {name: model.prompts() for name, model in self._seen.config.models.items()}
+        models.setdefault(ANY_MODEL, ModelPrompts())
+        settings = replace(self._seen.config.prompts, engine_timeout_s=self._settings.timeout_s)
+        return PromptReader(models, settings, self._post, engine_url=lambda _model: self._probed_url)
+
+    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        answer = await self._http.post(url, body, timeout_s=timeout_s)
+        if not answer.status:
+            raise OSError(f"{url}: {answer.problem}")
+        return answer.status, answer.body
+
+    def _facts(self, scope_name: str) -> ModelFacts:
+        engine = next(e for e in self._seen.engines if _scope_name(e) == scope_name)
+        return replace(engine.model_config.facts(), lora_paths=engine.lora_paths)
+
+
+def _scope_name(engine: EngineSeen) -> str:
+    return engine.base_model or ""

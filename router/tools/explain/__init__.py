@@ -1,0 +1,1 @@
+"""``kvatlas explain``: why a prompt hits as far as it does."""

@@ -1,0 +1,1 @@
+"""``kvatlas index``: a shared index seen from outside."""

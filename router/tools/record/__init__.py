@@ -1,0 +1,1 @@
+"""``kvatlas record``: event frames of live feeds into a capture."""

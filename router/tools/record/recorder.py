@@ -1,0 +1,251 @@
+"""Raw frames of live feeds, in order, into a ``CaptureWriter``.
+
+One ``SourceRecorder`` per engine: it subscribes first, asks the replay socket for the history, and goes on
+with the live stream without a seam (``CaptureOrder``). What could not be had is counted, never papered over.
+Nothing is decoded here, and frames are handed on by the turn, not one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from router.feeds.base import FeedSettings
+from router.feeds.sockets import MessageReader, live_socket
+from router.tools.capture.file import CaptureLine
+from router.tools.record.order import CaptureOrder, Request, SourceStats
+
+_END_SEQ = b"\xff" * 8
+_SEQ_MAX = (1 << 63) - 1
+_RECEIVE_QUEUE_MAX = 100_000
+"""Messages ZMQ keeps for us: a recorder would rather spend memory than lose a frame."""
+_TURN_MESSAGES = 256
+"""Read before the event loop gets its turn: about two milliseconds."""
+_PAUSE_S = 0.002
+"""Slept after a turn that took all there was: waking up for every few messages costs more than they do."""
+
+_SWITCH_S = 0.0005
+"""How long the reading thread may keep the interpreter from the writing one. With Python's 5 ms the writer,
+which asks for it several times per piece, falls behind at half the rate."""
+
+
+class FrameSink(Protocol):
+    """Where recorded frames go."""
+
+    def put(self, frames: list[CaptureLine]) -> int:
+        """Take frames, in order; returns how many. Those after them had to be left out."""
+
+
+class RecordSource(msgspec.Struct, frozen=True):
+    """One stream to record; ``source`` is its name in the capture."""
+
+    source: str
+    events: str
+    replay: str | None = None
+    topic: str = ""
+
+
+class SourceRecorder:
+    """Records one source until it is told to ``finish``. ``wall`` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        source: RecordSource,
+        sink: FrameSink,
+        *,
+        settings: FeedSettings | None = None,
+        wall: Callable[[], float] = time.time,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.stats = SourceStats(source.source)
+        self._source = source
+        self._sink = sink
+        self._settings = settings or FeedSettings(receive_queue_max=_RECEIVE_QUEUE_MAX)
+        self._wall = wall
+        self._context = context or zmq.Context.instance()
+        self._order = CaptureOrder(self.stats, has_replay=source.replay is not None)
+        self._topic_frame, self._topic = b"", ""
+        self._live: MessageReader | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._finishing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Record until ``finish``. Raises ``zmq.ZMQError`` for an endpoint that is none."""
+        with contextlib.ExitStack() as stack:
+            live = live_socket(self._context, self._source.topic, self._settings)
+            self._live = reader = stack.enter_context(MessageReader(live))
+            monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
+            stack.callback(reader.socket.disable_monitor)
+            reader.socket.connect(self._source.events)
+            self._hand_on()
+            tasks = [
+                asyncio.create_task(self._read(reader)),
+                asyncio.create_task(self._watch(monitor)),
+                asyncio.create_task(self._finishing.wait()),
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+            while self._turn(reader):
+                pass
+            await self._settle()
+            for error in ended:
+                if isinstance(error, Exception):
+                    raise error
+
+    def finish(self) -> None:
+        """Let ``run`` take what has arrived and return."""
+        self._finishing.set()
+
+    async def _settle(self) -> None:
+        """Write what is held once the last answer is in; what is still missing then is lost."""
+        while not self._order.settled:
+            if self._fetching is not None:
+                await self._fetching
+            else:
+                self._order.give_up()
+                self._hand_on()
+
+    async def _read(self, reader: MessageReader) -> None:
+        while True:
+            taken = self._turn(reader)
+            if not taken:
+                await reader.wait()
+            elif taken < _TURN_MESSAGES:
+                await reader.rest(_PAUSE_S)
+            else:
+                await asyncio.sleep(0)
+
+    def _turn(self, reader: MessageReader) -> int:
+        """Read and hand on what is here, up to ``_TURN_MESSAGES``; how many there were."""
+        messages = reader.take_many(_TURN_MESSAGES)
+        order, now = self._order, self._wall()
+        for message in messages:
+            frame = self._frame(message, now)
+            if frame is not None:
+                order.live(frame)
+        if messages:
+            self._hand_on()
+        return len(messages)
+
+    async def _watch(self, monitor: MessageReader) -> None:
+        while True:
+            while (message := monitor.take()) is not None:
+                if parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self.stats.connected = True
+            await monitor.wait()
+
+    def _frame(self, message: list[bytes], now: float) -> CaptureLine | None:
+        """The frame of ``[topic, seq, payload]``; None, and counted, for what is none."""
+        if len(message) == 3:
+            topic, seq_frame, payload = message
+            seq = int.from_bytes(seq_frame[:8], "big")
+            whole = len(seq_frame) in {8, 24} and seq <= _SEQ_MAX
+            if whole and len(payload) <= self._settings.payload_bytes_max:
+                if topic != self._topic_frame:
+                    self._topic_frame, self._topic = topic, topic.decode(errors="replace")
+                return CaptureLine(self._source.source, now, self._topic, seq, payload)
+        self.stats.malformed += 1
+        return None
+
+    def _hand_on(self) -> None:
+        """Pass on what is in order, and fetch what is missing."""
+        frames, stats = self._order.take(), self.stats
+        if frames and (taken := self._sink.put(frames)):
+            stats.frames += taken
+            stats.last_seq = frames[taken - 1].seq
+            if stats.first_seq is None:
+                stats.first_seq = frames[0].seq
+        request = self._order.request
+        if request is not None and self._source.replay is not None and self._fetching is None:
+            self._fetching = asyncio.create_task(self._fetch(self._source.replay, request))
+
+    async def _fetch(self, endpoint: str, request: Request) -> None:
+        try:
+            await self._replay(endpoint, request)
+        except (TimeoutError, zmq.ZMQError):
+            self.stats.replay_failures += 1
+        finally:
+            self._fetching = None
+            self._order.answered(request)
+            self._hand_on()
+
+    async def _replay(self, endpoint: str, request: Request) -> None:
+        """Take the answer of the replay socket. Raises ``TimeoutError`` where it falls silent."""
+        with MessageReader(self._context.socket(zmq.DEALER)) as reader:
+            reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
+            reader.socket.set(zmq.MAXMSGSIZE, 4 * self._settings.payload_bytes_max)
+            reader.socket.connect(endpoint)
+            reader.socket.send_multipart([b"", request.from_seq.to_bytes(8, "big")], zmq.NOBLOCK)
+            while True:
+                messages = reader.take_many(_TURN_MESSAGES)
+                if not messages:
+                    async with asyncio.timeout(self._settings.replay_timeout_s):
+                        await reader.wait()
+                    continue
+                if not self._order.holds and self._live is not None:
+                    self._turn(self._live)
+                going_on = self._take_replayed(request, messages)
+                self._hand_on()
+                if not going_on:
+                    return
+                await asyncio.sleep(0)
+
+    def _take_replayed(self, request: Request, messages: list[list[bytes]]) -> bool:
+        """Some messages of the answer; False at its end, or where no more of it is of use."""
+        now = self._wall()
+        for message in messages:
+            body = message[1:] if message and message[0] == b"" else message
+            if len(body) in {2, 3} and body[-2] == _END_SEQ:
+                return False
+            if len(body) == 2:
+                body = [self._source.topic.encode(), *body]  # older publishers leave the topic out
+            frame = self._frame(body, now)
+            if frame is not None and not self._order.replayed(request, frame):
+                return False
+        return True
+
+
+@contextlib.contextmanager
+def _sharing() -> Iterator[None]:
+    """Let the writer's thread have the interpreter soon."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def record(
+    recorders: Sequence[SourceRecorder],
+    *,
+    stop: asyncio.Event,
+    seconds: float | None,
+    ended: Callable[[], bool],
+) -> None:
+    """Run all recorders until ``stop`` is set, ``seconds`` have passed, or ``ended`` says that there is no
+    use."""
+    loop = asyncio.get_running_loop()
+    deadline = float("inf") if seconds is None else loop.time() + seconds
+    with _sharing():
+        async with asyncio.TaskGroup() as tasks:
+            for recorder in recorders:
+                tasks.create_task(recorder.run())
+            while not ended() and not stop.is_set() and loop.time() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(0.25, max(0.0, deadline - loop.time()))):
+                        await stop.wait()
+            for recorder in recorders:
+                recorder.finish()

@@ -1,0 +1,1 @@
+"""``kvatlas replay``: a capture played through the serving code."""

@@ -1,0 +1,1 @@
+"""``kvatlas top``: a live view of a running router."""

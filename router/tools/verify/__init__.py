@@ -1,0 +1,1 @@
+"""``kvatlas verify``: recorded truth against the serving code."""

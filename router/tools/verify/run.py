@@ -1,0 +1,128 @@
+"""``kvatlas verify``: replay recorded truth through the serving code and compare every predicted hit.
+
+A trace's events go through ``FleetResidency`` exactly as a feed's batches do; each probe is then predicted
+and compared with what the engine's scheduler found at that point. The events are played twice. The first
+time stands for the engine's life before the recording: groups, layout and hash scheme are learned from it and
+the engine then restarts, so that residency starts empty; only the second time are probes answered.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from publisher.block_hash import HashScheme, PromptExtras, block_hashes
+from publisher.events import BlockHash, decode_batch
+from router.index.base import Plane
+from router.index.engine import EngineResidency
+from router.index.model import FleetResidency
+from router.tools.verify.traces import TraceError, TraceLine, TraceProbe, read_trace, trace_facts
+
+RECORDED = "recorded"
+"""The one engine of a trace."""
+_SUMMED = ("probes", "exact", "over", "under", "truth_tokens", "abs_error_tokens", "states", "states_exact")
+
+
+class TraceResult(msgspec.Struct):
+    """How the predictions for one trace (or for all of them) compare with its truth."""
+
+    trace: str
+    family: str
+    probes: int = 0
+    exact: int = 0
+    over: int = 0
+    under: int = 0
+    truth_tokens: int = 0
+    abs_error_tokens: int = 0
+    states: int = 0
+    states_exact: int = 0
+    detected: dict[str, Any] | None = None
+
+    def add(self, predicted: int, truth: int) -> None:
+        """Count one probe."""
+        self.probes += 1
+        self.exact += predicted == truth
+        self.over += predicted > truth
+        self.under += predicted < truth
+        self.truth_tokens += truth
+        self.abs_error_tokens += abs(predicted - truth)
+
+    @property
+    def all_exact(self) -> bool:
+        """Every probe exact, and every recorded residency count reproduced."""
+        return self.probes == self.exact and self.states == self.states_exact
+
+
+class ProbePrompt:
+    """A probe in the form the predictor takes."""
+
+    def __init__(self, token_ids: list[int], extras: PromptExtras) -> None:
+        self._token_ids = token_ids
+        self._extras = extras
+
+    @classmethod
+    def of(cls, probe: TraceProbe) -> ProbePrompt:
+        return cls(probe.token_ids, probe.extras())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def hashes(self, scheme: HashScheme) -> list[BlockHash]:
+        return block_hashes(self._token_ids, scheme, self._extras)
+
+
+def verify_trace(path: Path) -> TraceResult:
+    """Replay one trace. Raises ``TraceError`` naming file and line where it cannot be read."""
+    fleet = FleetResidency(trace_facts(path))
+    engine = fleet.engine(RECORDED)
+    for number, line in read_trace(path):
+        if line.events is not None:
+            apply_line(fleet, path, number, line)
+    fleet.forget(RECORDED)
+    result = TraceResult(path.name, "")
+    for number, line in read_trace(path):
+        if line.header is not None:
+            result.family = line.header.family
+        elif line.events is not None:
+            apply_line(fleet, path, number, line)
+        elif line.state is not None:
+            result.states += 1
+            held = [fleet.index.copies(RECORDED, Plane("GPU", g)) for g in range(len(line.state.keys))]
+            result.states_exact += held == line.state.keys
+        elif line.probe is not None and line.hit_tokens is not None:
+            hits = fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
+            result.add(hits[RECORDED].hit_tokens, line.hit_tokens)
+    result.detected = detected(engine)
+    return result
+
+
+def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
+    """One batch of a trace; a search for the hash scheme is brought to its end. Raises ``TraceError``."""
+    try:
+        fleet.apply(RECORDED, decode_batch(line.payload()))
+    except ValueError as error:  # not base64 (binascii.Error), not ASCII, or no batch (EventDecodeError)
+        raise TraceError(f"{path}:{number}: {error}") from None
+    fleet.engine(RECORDED).finish_detection()
+
+
+def detected(engine: EngineResidency) -> dict[str, Any]:
+    """What was found out about an engine."""
+    layout = engine.layout
+    return {
+        "mode": str(engine.detection),
+        "scheme": None if engine.scheme is None else msgspec.to_builtins(engine.scheme),
+        "groups": [] if layout is None else msgspec.to_builtins(layout.groups),
+        "alignment": None if layout is None else layout.alignment,
+        "rejected": dict(engine.rejected),
+    }
+
+
+def total(results: list[TraceResult]) -> TraceResult:
+    """All results added up."""
+    summed = TraceResult("total", "")
+    for name in _SUMMED:
+        setattr(summed, name, sum(getattr(result, name) for result in results))
+    return summed
