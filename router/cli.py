@@ -19,8 +19,8 @@ from router.config.checks import LOG_LEVELS
 from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
 from router.config.schema import ANY_MODEL, OPS_PORT, ServerConfig
-from router.policy.arms import POLICIES
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
+from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
 from router.tools.capture import cli as capture_cli

@@ -24,7 +24,7 @@ from router.config.load import Loaded
 from router.config.schema import Config
 from router.http.server import ProxyServer, listen_config
 from router.http.side_server import url_of
-from router.policy.arms import policy
+from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.stats import ListenStats
 from router.replication.redis.settings import SettingsError, redacted

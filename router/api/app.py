@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect
 from router import __version__
 from router.api.metrics import Sources, render_metrics
 from router.api.readiness import Readiness
-from router.explain import explain
 from router.fleet.status import EngineStatus, Fleet
-from router.openai.body import decode_leniently, peek
-from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.body import decode_leniently, peek_any_size
+from router.openai.errors import ApiError, bad_request, body_too_large, echoed
 from router.openai.request import InboundRequest
-from router.planner import Planner
+from router.placement.decide import Planner
+from router.placement.explain import explain
 
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
@@ -169,7 +169,10 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
         card = next((card for card in fleet.model_cards() if card.id == model), None)
         if card is None:
             raise ApiError(
-                404, "model_not_found", f"The model {model!r} is not served here.", kind="not_found_error"
+                404,
+                "model_not_found",
+                f"The model {echoed(model)} is not served here.",
+                kind="not_found_error",
             )
         return json_answer(msgspec.to_builtins(card))
 
@@ -213,7 +216,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     async def explain_request(request: Request) -> Response:
         """What would happen to this completion request, and why; nothing is forwarded."""
         body = await read_body(request, body_bytes_max)
-        peeked = peek(body)
+        peeked = await peek_any_size(body)
         raw = _fields(body)
         if "messages" not in raw and "prompt" not in raw:
             raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")

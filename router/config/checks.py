@@ -17,7 +17,7 @@ from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
 from router.observe.access_log import AccessLogSettings
-from router.policy.shadow import ShadowFleet
+from router.placement.shadow import ShadowFleet
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAY_BE_ZERO = frozenset(

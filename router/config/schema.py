@@ -18,8 +18,8 @@ from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
-from router.policy.base import PolicySettings
-from router.policy.shadow import ShadowSpec
+from router.placement.candidate import PolicySettings
+from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.proxy.settings import ListenSettings, ProxySettings
 from router.replication.settings import IndexSettings

@@ -47,12 +47,20 @@ def bad_request(code: str, message: str, *, param: str | None = None) -> ApiErro
     return ApiError(400, code, message, param=param, headers=_NO_RETRY)
 
 
+_ECHOED_CHARS_MAX = 200
+
+
+def echoed(text: str) -> str:
+    """What a client sent, quoted, as far as it is worth telling back."""
+    return repr(text) if len(text) <= _ECHOED_CHARS_MAX else f"{text[:_ECHOED_CHARS_MAX]!r}..."
+
+
 def model_not_found(model: str) -> ApiError:
     """404: no engine of the fleet serves this model."""
     return ApiError(
         404,
         "model_not_found",
-        f"The model {model!r} is not served here; GET /v1/models lists the served models.",
+        f"The model {echoed(model)} is not served here; GET /v1/models lists the served models.",
         kind="not_found_error",
         param="model",
         headers=_NO_RETRY,

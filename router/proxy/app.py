@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from router.http.client import UpstreamClient
 from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.openai.body import Peek, peek
+from router.openai.body import Peek, peek_any_size
 from router.openai.errors import ApiError, bad_request, body_too_large
 from router.openai.request import InboundRequest, Planner
 from router.proxy.breaker import BreakerBoard
@@ -70,7 +70,7 @@ class ProxyApp:
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             self._check_path(scope["path"])
-            out = self._outbound(scope, head, await self._read_body(head, receive))
+            out = await self._outbound(scope, head, await self._read_body(head, receive))
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
@@ -97,11 +97,11 @@ class ProxyApp:
         message = "This path affects every client of an engine and is not forwarded."
         raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
 
-    def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
+    async def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         if self.settings.kv_cache_report_mode != "pass" and (head.json or path in COMPLETION_PATHS):
             body = screen(body, self.settings.kv_cache_report_mode)
-        look = self._peek(path, method, head, body)
+        look = await self._peek(path, method, head, body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
@@ -134,15 +134,15 @@ class ProxyApp:
         return error
 
     @staticmethod
-    def _peek(path: str, method: str, head: RequestHead, body: bytes) -> Peek:
+    async def _peek(path: str, method: str, head: RequestHead, body: bytes) -> Peek:
         if method == "POST" and path in COMPLETION_PATHS:
             if not body:
                 raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
-            return peek(body)
+            return await peek_any_size(body)
         if not head.json or not body:
             return _NO_PEEK
         try:
-            return peek(body)
+            return await peek_any_size(body)
         except ApiError:
             return _NO_PEEK  # the engine knows what its other endpoints take
 

@@ -279,7 +279,9 @@ class _Examination:
         settings = replace(self._seen.config.prompts, engine_timeout_s=self._settings.timeout_s)
         return PromptReader(models, settings, self._post, engine_url=lambda _model: self._probed_url)
 
-    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def _post(
+        self, url: str, body: bytes, _headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
         answer = await self._http.post(url, body, timeout_s=timeout_s)
         if not answer.status:
             raise OSError(f"{url}: {answer.problem}")

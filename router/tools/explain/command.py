@@ -231,7 +231,7 @@ class RouterEngine(msgspec.Struct):
 
 
 class RouterAnswer(msgspec.Struct):
-    """``POST /kvatlas/explain`` (router/explain.py)."""
+    """``POST /kvatlas/explain`` (router/placement/explain.py)."""
 
     prompt: dict[str, Any]
     choice: dict[str, Any]

@@ -143,7 +143,7 @@ def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
     alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
     if alarms:
         yield warning(
-            f"{alarms} phantom alarm(s): the router counted index holds more blocks than the engine has",
+            f"{alarms} phantom alarm(s): the index held more copies than the engine has blocks",
             "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
             "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
             subject=subject,
