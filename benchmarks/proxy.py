@@ -33,7 +33,7 @@ def router_command() -> str:
     )
     python, tokenizer = shlex.quote(sys.executable), shlex.quote(str(TOKENIZER))
     rest = "--port {port} --ops-port off --log-level warning"
-    return f"{python} -m router.cli serve {engines} --tokenizer {tokenizer} {rest}"
+    return f"{python} -m router serve {engines} --tokenizer {tokenizer} {rest}"
 
 
 def main() -> int:

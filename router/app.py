@@ -27,8 +27,8 @@ from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import Upkeep
 from router.feeds.manager import Followers, Following
 from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
 from router.fleet.poller import FleetPoller
-from router.fleet.sources.runner import FleetSources
 from router.fleet.status import EngineStatus, Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes

@@ -23,7 +23,7 @@ from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
-from router.tools.capture import cli as capture_cli
+from router.tools import cli as capture_cli
 from router.tools.doctor.cli import doctor
 from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
 from router.tools.top.cli import top
@@ -294,14 +294,3 @@ def call(words: Sequence[str]) -> int:
         print(f"kvatlas: {error}", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
-
-
-def main() -> None:
-    """The same as ``python -m router``."""
-    from router.__main__ import main as command
-
-    command()
-
-
-if __name__ == "__main__":
-    main()

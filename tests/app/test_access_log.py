@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.observe.access_log import AccessLogSettings
-from router.simulate.advise.fetch import fetch_access_log
+from router.simulate.fetch import fetch_access_log
 from router.simulate.workload.access_log import read_capture
 from tests.app.rig import MODEL, TEXT, configure, routing, run, running, until
 

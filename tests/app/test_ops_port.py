@@ -17,7 +17,7 @@ from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
 from router.serve import ListenError, check
 from router.simulate.advise.command import see
-from router.simulate.advise.fetch import fetch_access_log
+from router.simulate.fetch import fetch_access_log
 from router.tools.doctor.examine import ask_router
 from router.tools.doctor.http import Http
 from router.tools.explain.command import ExplainOptions, run_explain

@@ -27,7 +27,7 @@ from router.tools.top.picture import EngineRow, Picture, make_picture
 from router.tools.top.table import render
 
 ROOT = Path(__file__).parents[2]
-TOP = [sys.executable, "-m", "router.cli", "top"]
+TOP = [sys.executable, "-m", "router", "top"]
 GONE = "http://127.0.0.1:9"
 
 

@@ -32,17 +32,16 @@ class RouterProcess:
         self.base_url = f"http://127.0.0.1:{port}"
         self.ops_url = f"http://127.0.0.1:{ops_port}"
         self.log = log
-        self._command = [sys.executable, "-m", "router.cli", "serve", "--expose-decision"]
-        self._command += [
-            "--policy",
-            policy,
-            "--port",
-            str(port),
+        self._command = [
+            sys.executable,
+            "-m",
+            "router",
+            "serve",
+            "--expose-decision",
             "--ops-port",
             str(ops_port),
-            "--tokenizer",
-            str(tokenizer),
         ]
+        self._command += ["--policy", policy, "--port", str(port), "--tokenizer", str(tokenizer)]
         for url in engine_urls:
             self._command += ["--engine", url]
         self._process: subprocess.Popen[bytes] | None = None
