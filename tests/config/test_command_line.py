@@ -168,7 +168,7 @@ def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
         while said.get("event") != "listening":
             said = json.loads(log.readline())
         port = said["url"].rpartition(":")[2]
-        second = kvatlas("serve", "--port", port, "--engine", "http://127.0.0.1:9")
+        second = kvatlas("serve", "--port", port, "--ops-port", "0", "--engine", "http://127.0.0.1:9")
         assert second.returncode == 1
         assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
         assert "Traceback" not in second.stderr

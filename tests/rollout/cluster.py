@@ -227,7 +227,9 @@ class Cluster:
 
     async def knows(self, router: Replica) -> dict[str, dict[str, Any]]:
         """Engines as a router sees them."""
-        return {engine["engine"]: engine for engine in await self.ask(f"{router.url}/kvatlas/engines") or ()}
+        return {
+            engine["engine"]: engine for engine in await self.ask(f"{router.ops_url}/kvatlas/engines") or ()
+        }
 
     async def _is_held(self, router: Replica, one: EnginePod) -> bool:
         engine = (await self.knows(router)).get(one.url)

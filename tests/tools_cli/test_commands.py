@@ -166,7 +166,7 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
             await rig.caught_up(*engines)
             said = []
             for file, as_json in ((body, True), (body, False), (ids, True), (wrong, True)):
-                options = ExplainOptions(file, router=rig.url)
+                options = ExplainOptions(file, router=rig.ops_url)
                 capsys.readouterr()  # what the router logged
                 status = await asyncio.to_thread(run_explain, options, as_json=as_json)
                 out = capsys.readouterr()

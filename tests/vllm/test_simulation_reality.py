@@ -148,7 +148,7 @@ def real(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
                     for url in urls:
                         _empty(url)
                 sent += _drive(router, round_, seed=seed, count=REQUESTS)
-                seen = see(router.base_url)
+                seen = see(router.ops_url)
         yield Real(sent, seen, urls)
 
 

@@ -18,7 +18,7 @@ from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
 from router.simulate.advise.trials import Advice, Told, judge, reusable_share, told_of, trials
 from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, refused
-from router.simulate.fetch import fetch, fetch_access_log
+from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.outcome import NothingServedError
 from router.simulate.report import WIDTH_PIPED, retention_text
@@ -119,7 +119,7 @@ def see(url: str) -> Seen:
     """The fleet behind a router: engines, their groups, the smallest pool. Raises ``ConfigError``."""
     base = url.rstrip("/")
     with refused(f"--router {url}", OSError, msgspec.MsgspecError):
-        engines = msgspec.json.decode(fetch(f"{base}/kvatlas/engines"), type=list[_Engine])
+        engines = msgspec.json.decode(fetch_from_router(f"{base}/kvatlas/engines"), type=list[_Engine])
     if not engines:
         raise ConfigError(f"--router {url}: it has no engines")
     layouts = [engine.layout.groups for engine in engines if engine.layout is not None]

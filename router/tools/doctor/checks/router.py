@@ -35,8 +35,8 @@ def reach(seen: Seen) -> Iterator[Told]:
     if router.engines is None:
         yield error(
             f"GET /kvatlas/engines: {router.engines_answer.what}",
-            "the router is down, or the URL is not a kvatlas router's",
-            "correct --router (without /v1)",
+            "the router is down, or the URL is not that of a kvatlas router's ops port",
+            "give --router the URL of the ops port (server.ops_port, 9001 where not set)",
             subject=router.url,
         )
         return
