@@ -35,7 +35,7 @@ from router.fleet.sources.base import SourceStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.receipts import Outcome
-from router.policy import arms
+from router.placement import policies
 from router.proxy.stats import ListenStats
 from router.replication.gossip.inflight import FlightStats
 from router.replication.leases.lease_manager import LeaseStats
@@ -209,7 +209,7 @@ def _from_text(field: Field) -> bool:
 
 
 def _policies() -> str:
-    rows = [(code(name), prose(arms.policy(name).__doc__)) for name in sorted(arms.POLICIES)]
+    rows = [(code(name), prose(policies.policy(name).__doc__)) for name in sorted(policies.POLICIES)]
     return "Policies:\n\n" + table(("name", "what it does"), rows)
 
 

@@ -23,7 +23,7 @@ from router.feeds.base import FeedSettings
 from router.fleet.identity import Engine
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.observe.access_log import AccessLogSettings
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
 from router.proxy.settings import ListenSettings, ProxySettings
 from router.replication.redis.settings import has_password

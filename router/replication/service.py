@@ -22,7 +22,7 @@ from router.fleet.identity import Engine
 from router.index.engine import EngineResidency
 from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
-from router.policy.load import LoadAccount
+from router.placement.load import LoadAccount
 from router.replication.gossip.inflight import ToldInflight
 from router.replication.gossip.load import LoadExchange
 from router.replication.leases.lease_manager import Desk, LeaseKeeper, Wanted

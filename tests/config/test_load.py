@@ -13,7 +13,7 @@ from router.config.errors import ConfigError
 from router.config.load import SECTIONS, load, parse_engine, plain_keys
 from router.config.schema import ANY_MODEL, Config
 from router.fleet.identity import Engine
-from router.policy.shadow import ShadowFleet
+from router.placement.shadow import ShadowFleet
 from router.serve import check, describe
 
 EXAMPLE = f"""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from publisher.events import BlockHash
-from router.policy.prefix_node import PrefixNode
+from router.placement.prefix_node import PrefixNode
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policy.base import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
-from router.policy.choose import choose, cost, within_bound
+from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
+from router.placement.cost import choose, cost, within_bound
 
 DEFAULTS = PolicySettings()
 RATE = 1 / 8000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.policy.affinity import AffinityMap, AffinitySettings, text_tokens
-from router.policy.base import Candidate, PolicySettings
-from router.policy.choose import choose
+from router.placement.affinity import AffinityMap, AffinitySettings, text_tokens
+from router.placement.candidate import Candidate, PolicySettings
+from router.placement.cost import choose
 
 
 def test_longest_prefix_per_engine() -> None:

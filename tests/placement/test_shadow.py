@@ -10,7 +10,7 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import GroupSpec
-from router.policy.shadow import HashesOf, ShadowFleet, ShadowHit, ShadowSpec
+from router.placement.shadow import HashesOf, ShadowFleet, ShadowHit, ShadowSpec
 
 HYBRID = (
     GroupSpec(0, "full_attention", 16),

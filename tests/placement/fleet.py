@@ -15,11 +15,11 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash
 from publisher.groups import GroupSpec
-from router.policy.arms import ArmState, policy
-from router.policy.base import Candidate, Choice, PolicySettings, ask
-from router.policy.inflight import InflightPrefixes, InflightPrompt, keeps
-from router.policy.load import LoadAccount, Ticket
-from router.policy.rates import RateBook, RateSettings
+from router.placement.candidate import Candidate, Choice, PolicySettings, ask
+from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.placement.load import LoadAccount, Ticket
+from router.placement.policies import ArmState, policy
+from router.placement.rates import RateBook, RateSettings
 
 RATE = 1 / 1000
 DECODE_S = 0.05

@@ -15,9 +15,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.policy.base import Ask, Candidate, Choice, PolicySettings, Reason
-from router.policy.choose import choose, cost
-from router.policy.rendezvous import favourite, weight
+from router.placement.candidate import Ask, Candidate, Choice, PolicySettings, Reason
+from router.placement.cost import choose, cost
+from router.placement.rendezvous import favourite, weight
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ import msgspec
 from publisher.events import MEDIA
 from router.fleet.status import EngineStatus
 from router.index.model import EngineHit
-from router.policy.base import Candidate, Choice
-from router.policy.shadow import ShadowHit
+from router.placement.candidate import Candidate, Choice
+from router.placement.shadow import ShadowHit
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from router.books import Books
-from router.decision import Decision
 from router.fleet.status import Fleet
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage
-from router.policy.inflight import InflightPrompt
-from router.policy.load import Ticket
+from router.placement.books import Books
+from router.placement.decision import Decision
+from router.placement.inflight import InflightPrompt
+from router.placement.load import Ticket
 from router.prompts.prompt import Prompt
 from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from router.policy.rates import PrefillSample, RateBook, RateSettings
+from router.placement.rates import PrefillSample, RateBook, RateSettings
 
 TRUE_RATE, TRUE_OVERHEAD, TRUE_DECODE = 1 / 20_000, 0.012, 0.0008
 DEFAULTS = RateSettings()

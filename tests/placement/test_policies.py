@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from router.policy.arms import POLICIES, ArmState, policy
-from router.policy.base import Ask, Candidate, PolicySettings
+from router.placement.candidate import Ask, Candidate, PolicySettings
+from router.placement.policies import POLICIES, ArmState, policy
 
 DEFAULTS = PolicySettings()
 

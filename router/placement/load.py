@@ -21,7 +21,7 @@ import math
 
 import msgspec
 
-from router.policy.rates import PrefillSample, RateBook
+from router.placement.rates import PrefillSample, RateBook
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from router.decision import Decision, View
 from router.index.model import EngineHit
+from router.placement.decision import Decision, View
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 

@@ -11,11 +11,11 @@ import msgspec
 
 from router.observe.access_log import AccessLog, AccessLogSettings
 from router.observe.receipts import ReceiptBook
-from router.policy.affinity import AffinityMap
-from router.policy.inflight import InflightPrefixes
-from router.policy.load import LoadAccount
-from router.policy.rates import RateBook
-from router.policy.shadow import ShadowFleet
+from router.placement.affinity import AffinityMap
+from router.placement.inflight import InflightPrefixes
+from router.placement.load import LoadAccount
+from router.placement.rates import RateBook
+from router.placement.shadow import ShadowFleet
 
 _NO_ACCESS_LOG = AccessLogSettings()
 

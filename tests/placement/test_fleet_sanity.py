@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.policy.base import PolicySettings
-from router.policy.choose import within_bound
-from tests.policy.fleet import RATE, Fleet, Outcome, Request, agents, tenants
+from router.placement.candidate import PolicySettings
+from router.placement.cost import within_bound
+from tests.placement.fleet import RATE, Fleet, Outcome, Request, agents, tenants
 
 KNOBS = PolicySettings()
 ARMS = ("kvatlas", "exact", "least-load")

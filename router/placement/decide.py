@@ -17,8 +17,6 @@ import xxhash
 from publisher.block_hash import HashScheme
 from publisher.events import BlockHash
 from publisher.groups import Family
-from router.books import Books
-from router.decision import Decision, Shared, View
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
 from router.fleet.status import EngineStatus, Fleet
@@ -26,13 +24,15 @@ from router.index.model import EngineHit
 from router.index.models import Scopes
 from router.openai.errors import model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
-from router.placed import Bookkeeper, Placed
-from router.policy.affinity import text_tokens
-from router.policy.arms import ArmState, policy
-from router.policy.base import Ask, Candidate, Choice, Confidence, PolicySettings, ask
-from router.policy.inflight import InflightPrompt, keeps
-from router.policy.load import NO_OTHERS, EngineLoad
-from router.policy.shadow import ShadowHit
+from router.placement.affinity import text_tokens
+from router.placement.books import Books
+from router.placement.candidate import Ask, Candidate, Choice, Confidence, PolicySettings, ask
+from router.placement.decision import Decision, Shared, View
+from router.placement.inflight import InflightPrompt, keeps
+from router.placement.load import NO_OTHERS, EngineLoad
+from router.placement.placement import Bookkeeper, Placed
+from router.placement.policies import ArmState, policy
+from router.placement.shadow import ShadowHit
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader

@@ -38,8 +38,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy.base import Candidate, Choice, Cost, PolicySettings, Reason
-from router.policy.rendezvous import favourite
+from router.placement.candidate import Candidate, Choice, Cost, PolicySettings, Reason
+from router.placement.rendezvous import favourite
 
 
 def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:

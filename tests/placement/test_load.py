@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policy.load import LoadAccount, LoadSettings, Ticket
-from router.policy.rates import RateBook, RateSettings
+from router.placement.load import LoadAccount, LoadSettings, Ticket
+from router.placement.rates import RateBook, RateSettings
 
 RATE = 0.001
 

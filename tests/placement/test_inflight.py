@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockHash
-from router.policy.inflight import InflightPrefixes, InflightPrompt, InflightSettings, keeps
+from router.placement.inflight import InflightPrefixes, InflightPrompt, InflightSettings, keeps
 
 SCHEME = HashScheme(algo="sha256_cbor", hash_block_size=1)
 
