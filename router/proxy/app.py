@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from router.http.client import UpstreamClient
 from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.observe.requests import RequestBook, RequestRecord
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import ApiError, bad_request, body_too_large
 from router.openai.request import InboundRequest, Planner
@@ -43,10 +44,12 @@ class ProxyApp:
         clock: Callable[[], float] = time.monotonic,
         *,
         board: BreakerBoard | None = None,
+        requests: RequestBook | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
         self.board = board or BreakerBoard(clock)
+        self.requests = requests or RequestBook(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
         self._forwarder = Forwarder(
             planner, self.client, self.board, settings=self.settings, stats=self.stats, clock=clock
@@ -65,27 +68,32 @@ class ProxyApp:
         self.stats.requests_active += 1
         watch = DisconnectWatch()
         request_id: bytes | None = None
+        record = self.requests.begin(scope["method"], scope["path"])
         try:
             client = scope.get("client")
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
+            record.request_id = request_id.decode("latin-1")
             self._check_path(scope["path"])
-            out = await self._outbound(scope, head, await self._read_body(head, receive))
+            out = await self._outbound(scope, head, await self._read_body(head, receive), record)
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
-            await self._answer_error(error, request_id, send)
+            await self._answer_error(error, request_id, record, send)
         except _ClientGoneError:
             self.stats.clients_gone += 1
+            record.gone = True
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not watch.gone or task is None:
                 raise
             task.uncancel()
             self.stats.clients_gone += 1
+            record.gone = True
         finally:
             watch.stop()
             self.stats.requests_active -= 1
+            self.requests.end(record)
 
     def _check_path(self, path: str) -> None:
         verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
@@ -97,7 +105,10 @@ class ProxyApp:
         message = "This path affects every client of an engine and is not forwarded."
         raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
 
-    async def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
+    async def _outbound(
+        self, scope: Scope, head: RequestHead, body: bytes, record: RequestRecord
+    ) -> Outbound:
+        record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         if self.settings.kv_cache_report_mode != "pass" and (head.json or path in COMPLETION_PATHS):
             body = screen(body, self.settings.kv_cache_report_mode)
@@ -107,7 +118,8 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
         )
-        return Outbound(request, head, target)
+        record.model = look.model or ""
+        return Outbound(request, head, target, record)
 
     async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
         limit = self.settings.body_bytes_max
@@ -146,9 +158,21 @@ class ProxyApp:
         except ApiError:
             return _NO_PEEK  # the engine knows what its other endpoints take
 
-    async def _answer_error(self, error: ApiError, request_id: bytes | None, send: Send) -> None:
-        self.stats.count_error(error.code)
+    async def _answer_error(
+        self, error: ApiError, request_id: bytes | None, record: RequestRecord, send: Send
+    ) -> None:
+        self.stats.count_error(error.status, error.code)
+        if error.status >= 500:
+            self.requests.tell(
+                "request not served",
+                record,
+                error.code,
+                status=error.status,
+                code=error.code,
+                path=record.path,
+            )
         body = error.body()
+        record.status, record.bytes_out = error.status, len(body)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

@@ -35,15 +35,19 @@ class ProxyStats(msgspec.Struct):
     usage_unread: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
-    """Answers of our own, by error code."""
+    """Answers of the router's own that say what went wrong, by error code; unknown paths and models are not
+    among them."""
+    not_found: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests for a path or a model that is not there (404 by the router), by error code."""
 
     def count_failure(self, reason: str) -> None:
         """One engine failure."""
         self.engine_failures[reason] = self.engine_failures.get(reason, 0) + 1
 
-    def count_error(self, code: str) -> None:
+    def count_error(self, status: int, code: str) -> None:
         """One error answer of our own."""
-        self.errors[code] = self.errors.get(code, 0) + 1
+        counts = self.not_found if status == 404 else self.errors
+        counts[code] = counts.get(code, 0) + 1
 
 
 class ListenStats(msgspec.Struct):
