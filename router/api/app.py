@@ -21,7 +21,7 @@ from router.api.readiness import Readiness
 from router.explain import explain
 from router.fleet.status import EngineStatus, Fleet
 from router.openai.body import decode_leniently, peek
-from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.errors import ApiError, bad_request, body_too_large, shown
 from router.openai.request import InboundRequest
 from router.planner import Planner
 
@@ -135,7 +135,10 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
         card = next((card for card in fleet.model_cards() if card.id == model), None)
         if card is None:
             raise ApiError(
-                404, "model_not_found", f"The model {model!r} is not served here.", kind="not_found_error"
+                404,
+                "model_not_found",
+                f"The model {shown(model)!r} is not served here.",
+                kind="not_found_error",
             )
         return json_answer(msgspec.to_builtins(card))
 

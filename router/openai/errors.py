@@ -39,6 +39,8 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
+_SHOWN_LENGTH_MAX = 200
+
 _NO_RETRY: Headers = ((b"x-should-retry", b"false"),)
 
 
@@ -52,7 +54,7 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(
         404,
         "model_not_found",
-        f"The model {model!r} is not served here; GET /v1/models lists what is.",
+        f"The model {shown(model)!r} is not served here; GET /v1/models lists what is.",
         kind="not_found_error",
         param="model",
         headers=_NO_RETRY,
@@ -63,6 +65,33 @@ def body_too_large(limit_bytes: int) -> ApiError:
     """413: the body is over the configured limit."""
     message = f"The request body is larger than body_bytes_max = {limit_bytes} bytes."
     return ApiError(413, "body_too_large", message, headers=_NO_RETRY)
+
+
+def body_too_complex(values_max: int) -> ApiError:
+    """413: a large body of so many values that looking at it would take too long."""
+    message = f"A request body this large may have at most {values_max} strings, lists and objects."
+    return ApiError(413, "body_too_complex", message, headers=_NO_RETRY)
+
+
+def method_not_allowed(method: str, path: str, allow: str) -> ApiError:
+    """405: there is something at this path, for other methods."""
+    message = f"{shown(path)} does not take {shown(method)}."
+    return ApiError(405, "method_not_allowed", message, headers=((b"allow", allow.encode()), *_NO_RETRY))
+
+
+def encoding_not_supported(encoding: str) -> ApiError:
+    """415: the request body is compressed, which no engine undoes."""
+    return ApiError(
+        415,
+        "unsupported_content_encoding",
+        f"The request body is encoded as {shown(encoding)}; send it without a content encoding.",
+        headers=_NO_RETRY,
+    )
+
+
+def shown(text: str) -> str:
+    """What a client sent, as far as it is worth repeating."""
+    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}..."
 
 
 def no_ready_engine(message: str, *, retry_after_s: int = 1) -> ApiError:

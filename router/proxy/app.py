@@ -10,21 +10,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import cast
 
 from router.http.client import UpstreamClient
 from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.openai.body import Peek, peek
-from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.body import LARGE_BYTES, Peek, peek, peek_large
+from router.openai.errors import (
+    ApiError,
+    bad_request,
+    body_too_complex,
+    body_too_large,
+    encoding_not_supported,
+    method_not_allowed,
+)
+from router.openai.members import STEPS_MAX, Text, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest, Planner
 from router.proxy.breaker import BreakerBoard
 from router.proxy.forward import Forwarder, Outbound
 from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import COMPLETION_PATHS, Verdict, judge
-from router.proxy.report_mode import screen
+from router.proxy.paths import COMPLETION_PATHS, POST_PATHS, Verdict, judge
+from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
 _NO_PEEK = Peek()
+_POST = frozenset({"POST", "OPTIONS"})
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 
 
@@ -48,6 +58,9 @@ class ProxyApp:
         self.stats = stats or ProxyStats()
         self.board = board or BreakerBoard(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
+        self._rules = Rules(
+            not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
+        )
         self._forwarder = Forwarder(
             planner, self.client, self.board, settings=self.settings, stats=self.stats, clock=clock
         )
@@ -69,8 +82,8 @@ class ProxyApp:
             client = scope.get("client")
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
-            self._check_path(scope["path"])
-            out = self._outbound(scope, head, await self._read_body(head, receive))
+            self._check(scope["path"], scope["method"], head)
+            out = await self._outbound(scope, head, await self._read_body(head, receive))
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
@@ -87,43 +100,67 @@ class ProxyApp:
             watch.stop()
             self.stats.requests_active -= 1
 
-    def _check_path(self, path: str) -> None:
+    def _check(self, path: str, method: str, head: RequestHead) -> None:
+        """What is refused before the body is read."""
         verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
-        if verdict is Verdict.FORWARD:
-            return
         if verdict is Verdict.UNKNOWN:
             raise ApiError(404, "path_not_found", "There is nothing at this path.", kind="not_found_error")
-        self.stats.paths_refused += 1
-        message = "This path changes an engine for everyone and is not passed on to engines."
-        raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+        if verdict is Verdict.REFUSE:
+            self.stats.paths_refused += 1
+            message = "This path changes an engine for everyone and is not passed on to engines."
+            raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+        if path in POST_PATHS and method not in _POST:
+            raise method_not_allowed(method, path, "POST")
+        if head.encoding:
+            raise encoding_not_supported(head.encoding.decode("latin-1"))
 
-    def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
+    async def _outbound(self, scope: Scope, head: RequestHead, body: Text) -> Outbound:
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        if self.settings.kv_cache_report_mode != "pass" and (head.json or path in COMPLETION_PATHS):
-            body = screen(body, self.settings.kv_cache_report_mode)
-        look = self._peek(path, method, head, body)
+        look = await self._peek(path, method, body)
+        if look is None or look.guarded:
+            body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
+        model, stream = (None, False) if look is None else (look.model, look.stream)
         request = InboundRequest(
-            method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
+            # A large body stays the bytearray that it was received in: making bytes of it takes too long.
+            method,
+            path,
+            query,
+            scope["headers"],
+            cast(bytes, body),
+            model,
+            stream,
+            head.request_id,
         )
         return Outbound(request, head, target)
 
-    async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
+    async def _screen(self, body: Text) -> Text:
+        try:
+            found = await at_leisure(screen(body, self._rules))
+        except TooManyStepsError:
+            raise body_too_complex(STEPS_MAX) from None
+        self.stats.kv_transfer_params_removed += found.transfer > 0
+        return found.body
+
+    async def _read_body(self, head: RequestHead, receive: Receive) -> Text:
         limit = self.settings.body_bytes_max
         if head.content_length is not None and head.content_length > limit:
             raise self._too_large()
         message = await receive()
-        pieces: list[bytes] = []
-        size = 0
+        body: Text = b""
         while message["type"] == "http.request":
             piece = message.get("body", b"")
-            size += len(piece)
-            if size > limit:
+            if len(body) + len(piece) > limit:
                 raise self._too_large()
+            if not body:
+                body = piece
+            elif piece:
+                # In place: joining the pieces of a large body at its end would hold the loop.
+                body = body if isinstance(body, bytearray) else bytearray(body)
+                body += piece
             if not message.get("more_body", False):
-                return b"".join((*pieces, piece)) if pieces else piece
-            pieces.append(piece)
+                return body if len(body) >= LARGE_BYTES else bytes(body)
             message = await receive()
         raise _ClientGoneError
 
@@ -134,17 +171,21 @@ class ProxyApp:
         return error
 
     @staticmethod
-    def _peek(path: str, method: str, head: RequestHead, body: bytes) -> Peek:
-        if method == "POST" and path in COMPLETION_PATHS:
-            if not body:
-                raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
-            return peek(body)
-        if not head.json or not body:
+    async def _peek(path: str, method: str, body: Text) -> Peek | None:
+        """None: it is not known what is in the body, but there may be an object."""
+        completion = method == "POST" and path in COMPLETION_PATHS
+        if completion and not body:
+            raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
+        if not completion and not may_be_object(body):
             return _NO_PEEK
         try:
-            return peek(body)
-        except ApiError:
-            return _NO_PEEK  # the engine knows what its other endpoints take
+            if len(body) >= LARGE_BYTES:
+                return await at_leisure(peek_large(body))
+            return peek(bytes(body))
+        except ApiError as error:
+            if completion or error.status == 413:
+                raise
+            return None  # the engine knows what its other endpoints take
 
     async def _answer_error(self, error: ApiError, request_id: bytes | None, send: Send) -> None:
         self.stats.count_error(error.code)
