@@ -57,7 +57,7 @@ docs: $(DEV) ## Write docs/cli.md, configuration.md and metrics.md anew from the
 	@$(BIN)/python scripts/generate_reference.py
 
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 $(BIN)/python:
 	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV)

@@ -76,7 +76,7 @@ async def common_tokens(reader: PromptReader, body: bytes, other: bytes) -> list
     return prompts[0][: same // BLOCK * BLOCK]
 
 
-async def _post(url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+async def _post(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
     raise OSError("no engine is asked here")
 
 

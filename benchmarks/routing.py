@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.routing_report import Run, report
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 from router.simulate.models import MODELS, groups_of
 from router.simulate.outcome import result_of
 from router.simulate.run.arms import arms_of

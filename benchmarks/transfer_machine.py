@@ -23,7 +23,7 @@ from connectors.transfer.cuda import CudaTransferEngine
 from connectors.transfer.cuda_device import TorchDevice
 from connectors.transfer.driver import CudaDriver
 from connectors.transfer.host import HostTransferEngine
-from connectors.worker.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool
 
 Bytes = npt.NDArray[np.uint8]
 QUEUED_STORES_MAX = 1 << 16

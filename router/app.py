@@ -19,20 +19,21 @@ import structlog
 
 from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
-from router.api.app import create_control, is_control
+from router.api.app import create_control, create_ops, is_control
 from router.api.metrics import Sources
+from router.api.ops import OpsPort
 from router.api.readiness import Judge, Readiness
-from router.books import Books
 from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import Upkeep
 from router.feeds.manager import Followers, Following
 from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
 from router.fleet.poller import FleetPoller
-from router.fleet.sources.runner import FleetSources
 from router.fleet.status import EngineStatus, Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
-from router.planner import Planner
+from router.placement.books import Books
+from router.placement.decide import Planner
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
@@ -67,7 +68,8 @@ class Router:
         self._poller: FleetPoller | None = None
         self.roster = Roster(engines_max=max(config.fleet.engines_max, len(config.engines)))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
-        self._session: aiohttp.ClientSession | None = None
+        self._in_clients_names: aiohttp.ClientSession | None = None
+        """Calls engines without the router's key: they answer for a client, who may have none."""
         self._tasks: asyncio.TaskGroup | None = None
         self._lora_paths: dict[str, dict[str, str]] = {}
         models = {name: self._prompts(name) for name in (*config.models, ANY_MODEL)}
@@ -102,9 +104,15 @@ class Router:
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
         )
-        self._control = create_control(
+        insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
         )
+        self.ops = OpsPort(insight, config, clock=clock)
+        self._control = insight
+        if config.server.ops_port != "public":
+            self._control = create_control(
+                self.planner, self._sources, readiness=self.readiness, refusal=self.ops.refusal
+            )
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
         board = BreakerBoard(self._clock)
@@ -141,7 +149,7 @@ class Router:
                 started = True
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
-        except OSError as error:  # the admin port cannot be had
+        except OSError as error:  # a port beside the main one cannot be had
             if started:
                 raise
             _log.error("not started", problem=str(error))
@@ -152,13 +160,15 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
-        jar, headers = aiohttp.DummyCookieJar(), self.config.fleet.headers()
+        headers = self.config.fleet.headers()
         async with (
-            aiohttp.ClientSession(cookie_jar=jar, headers=headers) as session,
+            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers) as session,
+            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as in_clients_names,
+            self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             asyncio.TaskGroup() as tasks,
         ):
-            self._session, self._tasks = session, tasks
+            self._in_clients_names, self._tasks = in_clients_names, tasks
             poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
             if self.shared is not None:
@@ -178,7 +188,7 @@ class Router:
                     await asyncio.to_thread(self.books.access.close)
                 self.proxy.close()
                 self.reader.close()
-                self._session = self._tasks = self._poller = None
+                self._in_clients_names = self._tasks = self._poller = None
 
     def readiness(self) -> Readiness:
         """Whether traffic should come here."""
@@ -250,14 +260,16 @@ class Router:
         """See ``Upkeep``."""
         self._upkeep.audit(status)
 
-    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        if self._session is None:
+    async def _post(
+        self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
+        if self._in_clients_names is None:
             raise OSError("the router is not running")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **headers}
         limit = self.config.fleet.answer_bytes_max
         try:
-            async with self._session.post(
+            async with self._in_clients_names.post(
                 url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 pieces, size = [], 0

@@ -8,17 +8,22 @@ not exact, a check failed).
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, load, parse_engine
+from router.config.checks import LOG_LEVELS
+from router.config.errors import ConfigError
+from router.config.load import load, parse_engine
+from router.config.schema import ANY_MODEL, OPS_PORT, ServerConfig
+from router.placement.candidate import PolicySettings
+from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
-from router.tools.capture import cli as capture_cli
+from router.tools import cli as capture_cli
 from router.tools.doctor.cli import doctor
 from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
 from router.tools.top.cli import top
@@ -28,13 +33,17 @@ app = App(
     version=__version__,
     help="Routes LLM requests to the vLLM engine that has to compute the least, by what its KV cache holds.",
 )
+app.register_install_completion_command(
+    help="Install tab completion for this shell (bash, zsh, fish); --shell names another one."
+)
+_SERVER = ServerConfig()
 
 EngineFlags = Annotated[
     list[str] | None,
     Parameter(
         name="--engine",
         help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-        "Event endpoints are asked from the engine where not given.",
+        "Without events= the engine is asked for its event endpoints.",
         negative="",
     ),
 ]
@@ -48,15 +57,33 @@ def serve(
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
     ] = None,
-    host: Annotated[str | None, Parameter(help="Address to listen on.")] = None,
-    port: Annotated[int | None, Parameter(help="Port to listen on; 0 takes a free one.")] = None,
-    policy: Annotated[str | None, Parameter(help="Placement policy.")] = None,
+    host: Annotated[
+        str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
+    ] = None,
+    port: Annotated[
+        int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
+    ] = None,
+    ops_port: Annotated[
+        str | None,
+        Parameter(
+            help="Port of /metrics and /kvatlas/*: 0 takes a free one, off answers nowhere, public on --port "
+            f"(default {OPS_PORT})."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        Parameter(help=f"Placement policy: {', '.join(POLICIES)} (default {PolicySettings().policy})."),
+    ] = None,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
     expose_decision: Annotated[
-        bool | None, Parameter(help="Answer with x-kvatlas-engine and x-kvatlas-hit-tokens.")
+        bool | None,
+        Parameter(help="Add x-kvatlas-engine and x-kvatlas-hit-tokens to every answer (default: no)."),
     ] = None,
-    log_level: Annotated[str | None, Parameter(help="debug, info, warning or error.")] = None,
+    log_level: Annotated[
+        str | None,
+        Parameter(help=f"Least severity logged: {', '.join(LOG_LEVELS)} (default {_SERVER.log_level})."),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
@@ -70,6 +97,7 @@ def serve(
     flags = {
         "server.host": host,
         "server.port": port,
+        "server.ops_port": ops_port,
         "server.expose_decision": expose_decision,
         "server.log_level": log_level,
         "policy.policy": policy,
@@ -92,8 +120,9 @@ def serve(
         return 0
     if not loaded.config.engines and not loaded.config.fleet.discovers and not loaded.config.admin.enabled:
         raise ConfigError(
-            "no engine: give --engine URL (repeatable), [[engines]] in the --config file, or a source of "
-            "engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, or the admin API)"
+            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
+            "or a source of engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, "
+            "or the admin API)"
         )
     if check_config:
         serving.check(loaded.config)
@@ -121,8 +150,10 @@ def verify(
 index_app = App(name="index", help="Look at an index that several routers share.")
 app.command(index_app)
 
-_ModelFlag = Annotated[str | None, Parameter(help="Base model of the scope; all where not given.")]
-_NamespaceFlag = Annotated[str | None, Parameter(help="First part of every key, as the routers have it.")]
+_ModelFlag = Annotated[str | None, Parameter(help="Base model; all models if not given.")]
+_NamespaceFlag = Annotated[
+    str | None, Parameter(help="Prefix of every key, as configured at the routers (index.namespace).")
+]
 
 
 @index_app.command
@@ -147,7 +178,7 @@ def dump(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    limit: Annotated[int, Parameter(help="At most so many blocks per model; -1 for all.")] = -1,
+    limit: Annotated[int, Parameter(help="Most blocks to list per model; -1 for all.")] = -1,
 ) -> int:
     """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
     from router.tools.index.command import run_dump
@@ -164,7 +195,7 @@ def index_verify(
     model: _ModelFlag = None,
     engine: EngineFlags = None,
     settle: Annotated[
-        float, Parameter(help="Seconds until a difference that stays counts (the index lags by a write).")
+        float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
     ] = 5.0,
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
@@ -206,12 +237,15 @@ def demo(
     seconds: Annotated[float, Parameter(help="How long the load runs.")] = 20.0,
     engines: Annotated[int, Parameter(help="How many simulated engines.")] = 4,
     port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
-    json: Annotated[bool, Parameter(help="Only the final summary, as one JSON object.", negative="")] = False,
+    json: Annotated[
+        bool, Parameter(help="Print only the final summary, as one JSON object.", negative="")
+    ] = False,
     keep: Annotated[
-        bool, Parameter(help="Stay up after the load, to be tried with curl.", negative="")
+        bool, Parameter(help="Keep serving after the load, for trying with curl.", negative="")
     ] = False,
     replicas: Annotated[
-        int, Parameter(help="How many routers share one index (a server is started for it, or --index).")
+        int,
+        Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
     ] = 1,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
@@ -250,19 +284,13 @@ def _assignments(texts: list[str]) -> dict[str, object]:
     return pairs
 
 
-def main() -> None:
-    """Entry point of the ``kvatlas`` command."""
+def call(words: Sequence[str]) -> int:
+    """Run one command; 2 where its arguments or its configuration cannot be used. Raises everything else."""
     try:
-        status = app(result_action="return_value", exit_on_error=False)
+        status = app(list(words), result_action="return_value", exit_on_error=False)
     except CycloptsError:  # printed already, with a box around it
-        status = 2
+        return 2
     except ConfigError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    sys.exit(status if isinstance(status, int) else 0)
-
-
-if __name__ == "__main__":
-    main()
+        return 2
+    return status if isinstance(status, int) else 0

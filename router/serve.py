@@ -9,6 +9,8 @@ import io
 import logging
 import socket
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -17,10 +19,12 @@ import structlog
 from router import __version__
 from router.api.admin.tokens import AdminFileError
 from router.app import Router
-from router.config.checks import ConfigError
-from router.config.schema import Config, Loaded
+from router.config.errors import ConfigError
+from router.config.load import Loaded
+from router.config.schema import Config
 from router.http.server import ProxyServer, listen_config
-from router.policy.arms import policy
+from router.http.side_server import url_of
+from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.stats import ListenStats
 from router.replication.redis.settings import SettingsError, redacted
@@ -60,7 +64,9 @@ class RouterServer(ProxyServer):
             await super().startup(sockets)
         except SystemExit:  # uvicorn's way; it has logged the reason and ended the lifespan
             if self.lifespan.should_exit:
-                raise ListenError("the router could not be started; the line before says why") from None
+                raise ListenError(
+                    "the router could not be started; the previous log line has the reason"
+                ) from None
             raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
         if self.started:
             _log.info("listening", url=self.base_url)
@@ -68,9 +74,7 @@ class RouterServer(ProxyServer):
     @property
     def base_url(self) -> str:
         """Where clients reach this server from its own machine. Only once it is ``started``."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # recognised, not bound
-        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+        return url_of(self)
 
 
 def check(config: Config) -> Router:
@@ -79,6 +83,7 @@ def check(config: Config) -> Router:
         policy(config.policy.policy)
     except ValueError as error:
         raise ConfigError(f"policy.policy: {error}") from None
+    _try_access_log(config)
     try:
         return Router(config)
     except AdminFileError as error:
@@ -87,6 +92,20 @@ def check(config: Config) -> Router:
         raise ConfigError(f"models: {error}") from None
     except SettingsError as error:
         raise ConfigError(f"index: {error}") from None
+
+
+def _try_access_log(config: Config) -> None:
+    """Permissions do not tell of file systems that take no files, so one is made, and is gone at once."""
+    for name in ("path", "key_file"):
+        text = getattr(config.access_log, name)
+        if not text:
+            continue
+        path = Path(text)
+        try:
+            with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"access_log.{name} = {text!r}: cannot be written: {error.strerror}") from None
 
 
 def check_shared_index(config: Config) -> None:

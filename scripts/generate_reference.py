@@ -27,14 +27,15 @@ from router.api.admin.stats import AdminStats
 from router.api.metrics import RouterCollector, Sources
 from router.app import Router
 from router.cli import app
-from router.config.schema import ENV_PREFIX, SECTIONS, Config, ModelConfig, ShadowConfig, plain_keys, variable
+from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
+from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import Engine
 from router.fleet.sources.base import SourceStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.receipts import Outcome
-from router.policy import arms
+from router.placement import policies
 from router.proxy.stats import ListenStats
 from router.replication.gossip.inflight import FlightStats
 from router.replication.leases.lease_manager import LeaseStats
@@ -64,9 +65,12 @@ first_byte_timeout_s = 300
 """
 _MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
 _CLI = """\
-Status: 0 done; 1 the answer is no; 2 bad arguments or configuration; 130 interrupted. Flags of `serve` win
-over environment variables, those over the file; what no flag says is in [configuration.md](configuration.md).
-`--help` works everywhere, `kvatlas --version` prints the version.
+Status: 0 done; 1 the answer is no, or it could not be done; 2 bad arguments or configuration; 130
+interrupted. Flags of `serve` win over environment variables, those over the file; what no flag says is in
+[configuration.md](configuration.md). `--help` works everywhere, `kvatlas --version` prints the version.
+`kvatlas --install-completion` installs tab completion for the shell it is run in (bash, zsh or fish) and says
+which file it wrote. What ends a command is said in one line on stderr; with `KVATLAS_TRACEBACK=1` in the
+environment an unexpected error shows its traceback too.
 """
 _CONFIGURATION = f"""\
 `kvatlas serve --config FILE` reads TOML. Four sources, the later one winning: defaults, the file,
@@ -205,7 +209,7 @@ def _from_text(field: Field) -> bool:
 
 
 def _policies() -> str:
-    rows = [(code(name), prose(arms.policy(name).__doc__)) for name in sorted(arms.POLICIES)]
+    rows = [(code(name), prose(policies.policy(name).__doc__)) for name in sorted(policies.POLICIES)]
     return "Policies:\n\n" + table(("name", "what it does"), rows)
 
 

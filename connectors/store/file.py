@@ -223,7 +223,7 @@ class FileStore:
                 self.sweep()
             except OSError as error:
                 self._counters.add("sweep_failed")
-                log.warning("could not sweep %s: %s", self._settings.path, error)
+                log.warning("could not remove expired files in %s: %s", self._settings.path, error)
 
     def _sweep_locked(self) -> int:
         stale = time.time() - self._settings.leftovers_after_s

@@ -22,7 +22,7 @@ import numpy as np
 from connectors.transfer.base import Direction, Indices
 from connectors.transfer.cuda_device import Device
 from connectors.transfer.driver import Driver
-from connectors.worker.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool
 
 log = logging.getLogger(__name__)
 

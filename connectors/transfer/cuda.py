@@ -24,8 +24,8 @@ from connectors.transfer.cuda_device import Device, TorchDevice
 from connectors.transfer.cuda_lane import EventPool, Lane, Part, PreparedJob, QueuedJob
 from connectors.transfer.cuda_mover import MoveCounts, Mover
 from connectors.transfer.driver import CudaDriver, Driver
+from connectors.transfer.host_pool import PinnedHostPool
 from connectors.transfer.plan import HostMemory, TransferPlan
-from connectors.worker.host_pool import PinnedHostPool
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from connectors.errors import ConfigError
 from connectors.layout.blocks import CacheView, LayoutError, row_bytes_from_config
 from connectors.transfer.base import TransferEngine, TransferJob, TransferResult
-from connectors.worker.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool
 
 
 class EngineWithPool:

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
-from connectors.worker.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool
 
 log = logging.getLogger(f"vllm.{__name__}")
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import structlog
 import uvicorn
 import uvloop
+import zmq
 
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
@@ -24,7 +25,13 @@ from publisher.simulator.answers import Json
 from publisher.simulator.http import EngineApp
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
-from publisher.simulator.settings import EngineSettings, hash_scheme, model_length, resolve_groups
+from publisher.simulator.settings import (
+    EngineSettings,
+    check_settings,
+    hash_scheme,
+    model_length,
+    resolve_groups,
+)
 from publisher.simulator.stepper import Stepper
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
@@ -57,10 +64,11 @@ class SimulatedEngine:
     """One engine: ``start``, then ``base_url`` and the endpoints are good until ``stop``.
 
     ``pool``, ``scheduler`` and ``publisher`` (None where events are off) may be looked at in between.
-    Raises ``ValueError`` for settings that contradict each other.
+    Raises ``ValueError`` for settings that cannot be used, or contradict each other.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
+        check_settings(settings)
         self.settings = settings
         self.groups = resolve_groups(settings)
         self.scheme = hash_scheme(settings, self.groups)
@@ -102,7 +110,7 @@ class SimulatedEngine:
         return None if self.publisher is None else self.publisher.replay_endpoint
 
     async def start(self) -> None:
-        """Bind every port and begin to serve. Raises ``OSError`` or ``zmq.ZMQError`` for a taken port."""
+        """Bind every port and begin to serve. Raises ``OSError`` that names the address it cannot have."""
         settings = self.settings
         listener = _listen(settings.host, settings.port)
         try:
@@ -114,6 +122,9 @@ class SimulatedEngine:
                     ledger=SnapshotLedger(),
                 )
                 self.publisher.start()
+        except zmq.ZMQError as error:
+            listener.close()
+            raise OSError(f"cannot listen for event subscribers on {settings.host}: {error}") from None
         except BaseException:
             listener.close()
             raise
@@ -177,21 +188,23 @@ class SimulatedEngine:
 
 
 def run(settings: EngineSettings) -> None:
-    """Serve one engine until SIGTERM or SIGINT; POSIX only, on an event loop of its own."""
-    uvloop.run(_serve(settings))
+    """Serve one engine until SIGTERM or SIGINT; POSIX only, on an event loop of its own.
+
+    Raises ``ValueError`` for settings that cannot be used, ``OSError`` for an address that cannot be had.
+    """
+    uvloop.run(_serve(SimulatedEngine(settings)))
 
 
-async def _serve(settings: EngineSettings) -> None:
+async def _serve(engine: SimulatedEngine) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    engine = SimulatedEngine(settings)
     await engine.start()
     log.info(
         "engine_ready",
         base_url=engine.base_url,
-        model=settings.model,
+        model=engine.settings.model,
         events=engine.events_endpoint,
         replay=engine.replay_endpoint,
     )
@@ -200,6 +213,7 @@ async def _serve(settings: EngineSettings) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Raises ``OSError`` that names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -207,9 +221,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-    except BaseException:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
 
 

@@ -12,12 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from publisher.block_hash import DEFAULT_SEED, HashScheme
+from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, HashScheme
 from publisher.groups import Family, GroupSpec
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 MODEL_LENGTH_MAX = 32_768
 """Longest context of the demo model, as its tokenizer_config says."""
+_SIZE_MAX = 1 << 24
+_RATE_S_MAX = 3600
+_PORT_MAX = (1 << 16) - 1
+_MAY_BE_ZERO = frozenset({"host_blocks", "dp_rank", "seed"})
 _ALIGNED_STATES = 4
 """Running state, the one before it, the hit's, and its private copy."""
 
@@ -110,6 +114,26 @@ PRESETS = {
 }
 
 
+def check_settings(settings: EngineSettings) -> None:
+    """Refuse what makes no sense. Raises ``ValueError`` naming setting, value and what is right."""
+    if settings.hash_algo not in ALGORITHMS:
+        raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least: float = 0 if isinstance(value, float) or name in _MAY_BE_ZERO else 1
+        most: float = _RATE_S_MAX if isinstance(value, float) else _SIZE_MAX
+        if name.endswith("port"):
+            least, most = 0, _PORT_MAX
+        elif name == "retention_interval":
+            least = 0
+        elif name == "seed":
+            least, most = -math.inf, math.inf
+        if not least <= value <= most:
+            raise ValueError(f"{name} = {value}: expected {least} to {most}")
+
+
 def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
     """The group specs of these settings. Raises ``ValueError`` for an unknown preset or no group."""
     if isinstance(settings.groups, str):
@@ -117,7 +141,7 @@ def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
             return PRESETS[settings.groups](settings.block_size)
         except KeyError:
             known = ", ".join(PRESETS)
-            raise ValueError(f"unknown group preset {settings.groups!r}; known: {known}") from None
+            raise ValueError(f"groups: unknown group preset {settings.groups!r}; known: {known}") from None
     if not settings.groups:
         raise ValueError("an engine needs at least one KV cache group")
     return settings.groups

@@ -27,13 +27,17 @@ class TemplateError(ValueError):
 
 
 class ChatTokenizer:
-    """Tokenizer and chat template of one model directory."""
+    """Tokenizer and chat template of one model directory. Raises ``ValueError`` where they cannot be used."""
 
     def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        config = _read_config(folder / "tokenizer_config.json")
         self._special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+        if "eos_token" not in self._special or not isinstance(config.get("chat_template"), str):
+            raise ValueError(
+                f"tokenizer_dir: {folder}: tokenizer_config.json lacks eos_token or chat_template"
+            )
         self._template = _environment().from_string(config["chat_template"])
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_id = self._id_of(self._special["eos_token"])
@@ -87,6 +91,25 @@ class ChatTokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"the chat template cannot render this conversation: {error}") from None
         return _cut_after_final(text, conversation) if continue_final_message else text
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise ValueError(f"tokenizer_dir: there is no file {path}")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  # the library raises nothing more precise
+        raise ValueError(f"tokenizer_dir: {path}: {error}") from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer_dir: {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"tokenizer_dir: {path}: expected an object")  # noqa: TRY004  # a file's fault
+    return config
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -15,12 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from router.api.admin.stats import AdminStats
-from router.books import Books
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.sources.runner import FleetSources
+from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from router.placement.books import Books
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
@@ -41,6 +41,7 @@ _GAUGES = frozenset(
         "lease_replicas",
         "lease_wanted",
         "inflight_prompts",
+        "prompts_context_bytes",
         "prompts_prefix_bytes",
         "prompts_segment_bytes",
         "proxy_requests_active",

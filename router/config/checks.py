@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from publisher.groups import GroupSpec
+from router.config.errors import ConfigError
+from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
-from router.policy.shadow import ShadowFleet
+from router.observe.access_log import AccessLogSettings
+from router.placement.shadow import ShadowFleet
 
-if TYPE_CHECKING:
-    from router.config.schema import Config, ModelConfig, ServerConfig
-    from router.observe.access_log import AccessLogSettings
-
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAY_BE_ZERO = frozenset(
     {
         "drain_delay_s",
@@ -40,27 +39,55 @@ _MAY_BE_ZERO = frozenset(
 )
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the key and the remedy."""
-
-
 def _check_server(server: ServerConfig) -> None:
-    if server.log_level not in {"debug", "info", "warning", "error"}:
-        raise ConfigError(f"server.log_level: {server.log_level!r} is none of debug, info, warning, error")
+    if server.log_level not in LOG_LEVELS:
+        raise ConfigError(f"server.log_level: {server.log_level!r} is none of {', '.join(LOG_LEVELS)}")
     if server.log_format not in {"console", "json"}:
         raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
     if not 0 <= server.port < 1 << 16:
         raise ConfigError(f"server.port: {server.port} is not a port number")
 
 
+def _check_ops(config: Config) -> None:
+    server = config.server
+    number = server.ops_listens_on
+    if number is None:
+        return
+    if not 0 <= number < 1 << 16:
+        raise ConfigError(f"server.ops_port: {number} is not a port number")
+    if number == server.port != 0:
+        raise ConfigError(
+            f"server.ops_port: {number} is the public port (server.port); give another one, or public to let "
+            "everybody ask there"
+        )
+    if number == config.admin.port != 0 and config.admin.enabled:
+        raise ConfigError(f"server.ops_port: {number} is admin.port; give another one")
+    if server.ops_open and server.ops_token_file is not None:
+        raise ConfigError("server.ops_open: with it nobody needs a token; leave out server.ops_token_file")
+    if not is_loopback(server.ops_host) and config.ops_tokens is None and not server.ops_open:
+        raise ConfigError(
+            f"server.ops_host = {server.ops_host!r}: everybody who reaches it could read what others send; "
+            "give server.ops_token_file, or set server.ops_open where a network policy or firewall guards it"
+        )
+
+
 def _check_access_log(settings: AccessLogSettings) -> None:
     for name in ("path", "key_file"):
         text = getattr(settings, name)
-        folder = Path(text).parent
-        if text and (Path(text).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+        if text and not _can_be_written(Path(text)):
             raise ConfigError(
                 f"access_log.{name} = {text!r}: expected a file in a folder that can be written"
             )
+
+
+def _can_be_written(path: Path) -> bool:
+    """As far as can be told without writing."""
+    try:
+        if path.exists():
+            return not path.is_dir() and os.access(path, os.W_OK)
+        return path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # a folder that may not be searched, a name that cannot be one
+        return False
 
 
 def check_config(config: Config) -> None:
@@ -71,6 +98,7 @@ def check_config(config: Config) -> None:
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
     _check_server(config.server)
+    _check_ops(config)
     _check_access_log(config.access_log)
     for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"):
         _check_numbers(section, getattr(config, section))
@@ -105,8 +133,8 @@ def _check_admin(config: Config) -> None:
         return
     if config.server.log_level not in {"debug", "info"}:
         raise ConfigError(
-            "admin.enabled: every change is to be in the log, which server.log_level = "
-            f"{config.server.log_level} leaves out; use info"
+            "admin.enabled: changes must be logged, but server.log_level = "
+            f"{config.server.log_level} suppresses them; use info"
         )
     if admin.port is not None and admin.port == config.server.port != 0:
         raise ConfigError(f"admin.port: {admin.port} is the router's own; leave it out to use that one")

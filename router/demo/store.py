@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 
 _SERVERS = ("valkey-server", "redis-server")
 _START_S_MAX = 10.0

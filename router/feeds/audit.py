@@ -62,7 +62,11 @@ class Upkeep:
         if not engine.audit(status.pool_blocks):
             self._audit_after[status.engine_id] = now + _PHANTOM_PAUSE_S
             stats.phantom_alarms += 1
-            _log.warning("more blocks than the engine has", engine=status.engine_id, pool=status.pool_blocks)
+            _log.warning(
+                "index holds more blocks than the engine has",
+                engine=status.engine_id,
+                pool=status.pool_blocks,
+            )
             self._followers.distrust(status.engine_id, "phantom")
 
     def forget(self, engine_id: str) -> None:

@@ -99,7 +99,7 @@ class Followers:
             try:
                 await feed.run()
             except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
-                _log.exception("feed failed, starting it again", engine=engine.engine_id)
+                _log.exception("feed failed, restarting it", engine=engine.engine_id)
             feed.close()
             await asyncio.sleep(_RESTART_S)
 

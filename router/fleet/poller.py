@@ -198,7 +198,7 @@ class FleetPoller:
             return []  # what was known stays; asked again at the next poll
         except _BadAnswerError as error:
             if error.status == 200:
-                _log.warning("event sources not understood", server=base_url, problem=str(error))
+                _log.warning("event sources could not be parsed", server=base_url, problem=str(error))
                 self._settled.add(base_url)
             if error.status not in _ABSENT:
                 return []

@@ -71,7 +71,7 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"interval_s_min: {self.interval_s_min} is above interval_s_max = {self.interval_s_max}"
             )
         if self.replay_port is not None and self.events_port is None:
-            raise ValueError("replay_port: without events_port there is nothing to complete; give both")
+            raise ValueError("replay_port: needs events_port; set both")
         for key in ("events_port", "replay_port"):
             port = getattr(self, key)
             if port is not None and not 0 < port < 1 << 16:
@@ -126,12 +126,14 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for key in ("port_name", "events_port_name", "replay_port_name"):
             if not _PORT_NAME.fullmatch(getattr(self, key)):
-                raise ValueError(f"{key}: {getattr(self, key)!r} is no port name (at most 15 of a-z, 0-9, -)")
+                raise ValueError(
+                    f"{key}: {getattr(self, key)!r} is not a port name (at most 15 of a-z, 0-9, -)"
+                )
         for namespace in self.namespaces:
             if not _NAMESPACE.fullmatch(namespace):
-                raise ValueError(f"namespaces: {namespace!r} is no namespace; * stands for all")
+                raise ValueError(f"namespaces: {namespace!r} is not a namespace; * stands for all")
         if "*" in self.namespaces and len(self.namespaces) > 1:
-            raise ValueError("namespaces: * is all of them already; give it alone")
+            raise ValueError("namespaces: * covers all namespaces; give it alone")
         if not 0 < self.port < 1 << 16:
             raise ValueError(f"port: {self.port} is not a port number")
         if self.watch_s < 1:

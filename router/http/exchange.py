@@ -138,7 +138,12 @@ class Exchange:
         self._head = None  # what was announced has not been written
         self._chunked = False
         self._left = -1
-        error = ApiError(500, "internal_error", "The router failed on this request.", kind="server_error")
+        error = ApiError(
+            500,
+            "internal_error",
+            "Internal error in the router; its log has the details.",
+            kind="server_error",
+        )
         body = error.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})

@@ -86,7 +86,7 @@ class ClientConnection(asyncio.Protocol):
                 ApiError(
                     503,
                     "too_many_connections",
-                    "The router has no free connection; try again shortly.",
+                    "The router has reached its connection limit; retry shortly.",
                     kind="service_unavailable_error",
                     headers=((b"retry-after", b"1"),),
                 )

@@ -135,11 +135,11 @@ class AccessLog:
         waiting = self._tokens_in - self._tokens_out
         if (
             len(self._queue) >= self._settings.queue_len_max
-            or waiting + len(access.tokens) > self._settings.queue_tokens_max
+            or waiting + _weight(access) > self._settings.queue_tokens_max
         ):
             self.stats.dropped["queue_full"] += 1
             return
-        self._tokens_in += len(access.tokens)
+        self._tokens_in += _weight(access)
         self._queue.append(access)
 
     def skip(self) -> None:
@@ -169,14 +169,14 @@ class AccessLog:
                 self._complain(error)
         self._shut()
         while self._queue:
-            self._tokens_out += len(self._queue.popleft().tokens)
+            self._tokens_out += _weight(self._queue.popleft())
             self.stats.dropped["not_writable"] += 1
 
     def _write_all(self) -> None:
         """Write what waits. Raises ``OSError``, and the lines it had taken out are counted as dropped."""
         while self._queue:
             access = self._queue.popleft()
-            self._tokens_out += len(access.tokens)
+            self._tokens_out += _weight(access)
             try:
                 self._write(access)
             except OSError:
@@ -231,9 +231,20 @@ class AccessLog:
             _log.warning("access log not written", path=str(self._path), problem=str(error))
 
 
+def _weight(access: Access) -> int:
+    """Its size in tokens, of four bytes each: clients choose their cache salts."""
+    extras = access.extras
+    names = (access.model, extras.cache_salt or "", *(item.identifier for item in extras.multimodal))
+    return len(access.tokens) + sum(map(len, names))
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _open_whole(path: Path) -> FileIO:
     """Open to append, without the half line that a crash may have left."""
-    file = FileIO(path, "a+")
+    file = FileIO(path, "a+", opener=_for_its_owner)
     end = size = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - _TAIL_BYTES)

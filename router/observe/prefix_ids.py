@@ -43,7 +43,9 @@ def _key_of(path: Path) -> bytes:
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
-        raise OSError(f"{path}: {KEY_BYTES} bytes in hexadecimal are wanted; remove it and a new one is made")
+        raise OSError(
+            f"{path}: {KEY_BYTES} bytes in hexadecimal expected; remove the file to have a new key made"
+        )
     return key
 
 

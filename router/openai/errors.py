@@ -39,8 +39,6 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-_SHOWN_LENGTH_MAX = 200
-
 _NO_RETRY: Headers = ((b"x-should-retry", b"false"),)
 
 
@@ -49,12 +47,20 @@ def bad_request(code: str, message: str, *, param: str | None = None) -> ApiErro
     return ApiError(400, code, message, param=param, headers=_NO_RETRY)
 
 
+_ECHOED_CHARS_MAX = 200
+
+
+def echoed(text: str) -> str:
+    """What a client sent, quoted, as far as it is worth telling back."""
+    return repr(text) if len(text) <= _ECHOED_CHARS_MAX else f"{text[:_ECHOED_CHARS_MAX]!r}..."
+
+
 def model_not_found(model: str) -> ApiError:
     """404: no engine of the fleet serves this model."""
     return ApiError(
         404,
         "model_not_found",
-        f"The model {shown(model)!r} is not served here; GET /v1/models lists what is.",
+        f"The model {echoed(model)} is not served here; GET /v1/models lists the served models.",
         kind="not_found_error",
         param="model",
         headers=_NO_RETRY,
@@ -68,14 +74,14 @@ def body_too_large(limit_bytes: int) -> ApiError:
 
 
 def body_too_complex(values_max: int) -> ApiError:
-    """413: a large body of so many values that looking at it would take too long."""
-    message = f"A request body this large may have at most {values_max} strings, lists and objects."
+    """413: so many values that looking for a field among them would take too long."""
+    message = f"This request body has more than {values_max} strings, lists and objects to be checked."
     return ApiError(413, "body_too_complex", message, headers=_NO_RETRY)
 
 
 def method_not_allowed(method: str, path: str, allow: str) -> ApiError:
     """405: there is something at this path, for other methods."""
-    message = f"{shown(path)} does not take {shown(method)}."
+    message = f"{path} does not take {echoed(method)}."
     return ApiError(405, "method_not_allowed", message, headers=((b"allow", allow.encode()), *_NO_RETRY))
 
 
@@ -84,14 +90,9 @@ def encoding_not_supported(encoding: str) -> ApiError:
     return ApiError(
         415,
         "unsupported_content_encoding",
-        f"The request body is encoded as {shown(encoding)}; send it without a content encoding.",
+        f"The request body is encoded as {echoed(encoding)}; send it without a content encoding.",
         headers=_NO_RETRY,
     )
-
-
-def shown(text: str) -> str:
-    """What a client sent, as far as it is worth repeating."""
-    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}..."
 
 
 def no_ready_engine(message: str, *, retry_after_s: int = 1) -> ApiError:

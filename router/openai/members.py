@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import msgspec
 
-Text = bytes | bytearray
 T = TypeVar("T")
 
 STEPS_MAX = 1_000_000
@@ -51,9 +50,9 @@ class Member(msgspec.Struct, gc=False):
 
 
 class Scan:
-    """One text that is looked through; counts the steps."""
+    """One text (bytes, or a bytearray) that is looked through; counts the steps."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: bytes) -> None:
         self.text = text
         self._steps = 0
         self._pause_at = _PAUSE_STEPS
@@ -159,7 +158,7 @@ class Scan:
                 yield
 
 
-def _name(key: Text) -> bytes:
+def _name(key: bytes) -> bytes:
     """The decoded key, ``b""`` for a long one."""
     if len(key) > _KEY_BYTES_MAX:
         return b""

@@ -21,6 +21,7 @@ CHUNK_BYTES: Final = 512
 """About 128 tokens: a few blocks, small enough that a short system prompt already counts."""
 KEYS_MAX: Final = 256
 """128 KiB of text; what two longer texts share beyond does not change where they go."""
+_FIELD_WITHIN_BYTES: Final = 1 << 16
 
 _ANY = msgspec.json.Decoder()
 _ENCODER = msgspec.json.Encoder(order="deterministic")
@@ -75,6 +76,13 @@ def completion_pieces(body: CompletionBody) -> Iterator[bytes]:
     yield prompt.encode() if isinstance(prompt, str) else _ENCODER.encode(prompt)
 
 
+def raw_piece(body: bytes, field: bytes) -> bytes:
+    """The beginning of a body that is too large to be decoded, from ``field`` on where that is near: bodies
+    of one conversation have all bytes there in common, but for those of the newest messages."""
+    start = max(0, body.find(field, 0, _FIELD_WITHIN_BYTES))
+    return body[start : start + KEYS_MAX * CHUNK_BYTES]
+
+
 def _content(content: Any) -> Iterator[bytes]:
     if isinstance(content, str):
         yield content.encode()
@@ -87,7 +95,7 @@ def _content(content: Any) -> Iterator[bytes]:
 def _decoded(raw: msgspec.Raw) -> Any:
     try:
         return _ANY.decode(raw)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
 
 

@@ -24,8 +24,10 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokens.tokenizer import Ids
 from router.prompts.tokens.truncation import ids_of
 
-Post = Callable[[str, bytes, float], Awaitable[tuple[int, bytes]]]
-"""``post(url, json_body, timeout_s) -> (status, body)``; may raise ``OSError`` or ``TimeoutError``."""
+Headers = dict[str, str]
+Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]
+"""``post(url, json_body, headers, timeout_s) -> (status, body)``; may raise ``OSError`` or ``TimeoutError``.
+It adds no credentials: what an engine computes for a client, it computes in the client's name."""
 
 RENDER_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _ABSENT: Final = frozenset({403, 404, 405, 501})
@@ -78,22 +80,48 @@ class EngineSide:
         self._calls = 0
 
     async def tokens(
-        self, base_url: str, path: str, body: bytes, parsed: ChatBody | CompletionBody | None
+        self,
+        base_url: str,
+        path: str,
+        body: bytes,
+        parsed: ChatBody | CompletionBody | None,
+        *,
+        authorization: bytes | None = None,
     ) -> EngineTokens | None:
-        """The request's tokens, or None where the engine does not say. ``parsed`` None: render only."""
+        """The request's tokens, or None where the engine does not say. ``parsed`` None: render only.
+
+        ``authorization`` is the client's own field value.
+        """
+        if parsed is not None and _is_empty(parsed):
+            return None
+        headers = {} if authorization is None else {"authorization": authorization.decode("latin-1")}
         if path in RENDER_PATHS:
-            status, answer = await self._ask(base_url + path + "/render", without_tensors(body))
+            url = base_url + path + "/render"
+            status, answer = await self._ask(url, without_tensors(body), headers)
             if status == 200:
-                return _read(_rendered, answer, self._stats)
+                return self._read(url, _rendered, answer)
             if status not in _ABSENT:  # refused, failing or too slow: the other endpoint would be too
                 return None
         if parsed is not None and tokenize_is_exact(parsed):
-            status, answer = await self._ask(base_url + "/tokenize", body)
+            url = base_url + "/tokenize"
+            status, answer = await self._ask(url, body, headers)
             if status == 200:
-                return _read(_tokenized, answer, self._stats)
+                return self._read(url, _tokenized, answer)
         return None
 
-    async def _ask(self, url: str, body: bytes) -> tuple[int, bytes]:
+    def _read(self, url: str, decode: Callable[[bytes], EngineTokens], answer: bytes) -> EngineTokens | None:
+        """What the answer says. An endpoint that says nothing of use rests like one that fails."""
+        try:
+            found = decode(answer)
+        except (msgspec.MsgspecError, NotLocalError, ValueError, IndexError, KeyError, RecursionError):
+            found = None
+        if found is not None and found.ids:
+            return found
+        self._stats.engine_failures += 1
+        self._rest(url, 0, self._settings.engine_failed_s)
+        return None
+
+    async def _ask(self, url: str, body: bytes, headers: Headers) -> tuple[int, bytes]:
         """Status and body of the answer; 0 for none in time. Endpoints that rest give their last status."""
         rests_until, last_status = self._resting.get(url, (0.0, 0))
         resting = url in self._resting and self._clock() < rests_until
@@ -105,7 +133,7 @@ class EngineSide:
         timeout = self._settings.engine_timeout_s
         try:
             async with asyncio.timeout(timeout):
-                status, answer = await self._post(url, body, timeout)
+                status, answer = await self._post(url, body, headers, timeout)
         except (OSError, TimeoutError):
             status, answer = 0, b""
         finally:
@@ -146,12 +174,11 @@ def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
     return all(value is None for value in extra) and body.tool_choice != "none"
 
 
-def _read(decode: Callable[[bytes], EngineTokens], answer: bytes, stats: PromptStats) -> EngineTokens | None:
-    try:
-        return decode(answer)
-    except (msgspec.MsgspecError, NotLocalError, ValueError, IndexError, KeyError):
-        stats.engine_failures += 1
-        return None
+def _is_empty(body: ChatBody | CompletionBody) -> bool:
+    """Whether no tokens may be the right answer."""
+    if isinstance(body, ChatBody):
+        return not body.messages
+    return bytes(body.prompt) in {b"null", b'""', b"[]"}
 
 
 def _rendered(answer: bytes) -> EngineTokens:

@@ -4,6 +4,8 @@ The order is fixed: computed here, where a tokenizer is configured and the promp
 reproduced exactly; else by an engine's own endpoint, within a time budget; else by affinity of the text.
 Nothing is ever guessed: each step either is exact or gives way, and is counted with the reason.
 
+Bodies above ``prompt_bytes_max`` are not decoded at all: their first bytes stand for their text.
+
 Event-loop thread only; long work goes to worker threads. No engine is called where step one succeeds.
 """
 
@@ -19,7 +21,7 @@ from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
-from router.prompts.affinity import TextAffinity, affinity_keys, chat_pieces, completion_pieces
+from router.prompts.affinity import TextAffinity, affinity_keys, chat_pieces, completion_pieces, raw_piece
 from router.prompts.cache import PrefixCache, cached_ids
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.engine_side import EngineSide, Post
@@ -27,6 +29,7 @@ from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion
+from router.prompts.sizes import compact
 from router.prompts.stats import PromptStats
 from router.prompts.workers import Workers
 
@@ -43,9 +46,7 @@ __all__ = [
 ANY_MODEL = "*"
 """Key of ``models`` for every base model not named."""
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-_HOPELESS = frozenset(
-    {"model_unknown", "lora_path_unknown", "busy", "too_large", "embeds", "empty", "endpoint"}
-)
+_HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "endpoint"})
 """Reasons that asking an engine cannot help, or would only burden it."""
 _ENCODER = msgspec.json.Encoder()
 
@@ -62,7 +63,8 @@ class _Target(msgspec.Struct, frozen=True):
 
 
 class PromptReader:
-    """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines.
+    """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines, with the client's
+    own ``Authorization`` or with none.
 
     ``engine_url`` names an engine that serves a model (None: there is none), ``is_adapter`` tells LoRA
     names. Loading happens here and takes up to seconds per tokenizer. Raises ``ModelDirError`` for a
@@ -119,6 +121,9 @@ class PromptReader:
                 local[name] = self._local[name]
             else:
                 local[name] = await asyncio.to_thread(self._load, config)
+        for name, model in self._local.items():
+            if local.get(name) is not model:
+                model.close()
         self._models, self._local = dict(models), local
 
     def close(self) -> None:
@@ -132,6 +137,8 @@ class PromptReader:
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
         path = request.path.rstrip("/")
+        if len(request.body) > self._settings.prompt_bytes_max:
+            return self._read_beginning(request, path)
         try:
             parsed = self._parse(path, request.body)
             try:
@@ -154,6 +161,13 @@ class PromptReader:
                 await asyncio.sleep(0)
         return prompt.hashes(scheme)
 
+    def _read_beginning(self, request: InboundRequest, path: str) -> TextAffinity:
+        reason = "too_large"
+        self.stats.not_local[reason] += 1
+        self.stats.affinity[reason] += 1
+        piece = raw_piece(request.body, b'"messages"' if path == CHAT else b'"prompt"')
+        return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
+
     def _parse(self, path: str, body: bytes) -> Parsed:
         try:
             if path == CHAT:
@@ -172,8 +186,6 @@ class PromptReader:
         local = self._local.get(target.name)
         if local is None:
             raise NotLocalError("no_tokenizer")
-        if len(request.body) > self._settings.prompt_bytes_max:
-            raise NotLocalError("too_large")
         scope = _scope(target, extras)
         count = 1
         if isinstance(parsed, ChatBody):
@@ -201,11 +213,13 @@ class PromptReader:
         except NotLocalError:
             return None
         base_url = self._engine_url(request.model)
-        if base_url is None or len(request.body) > self._settings.prompt_bytes_max:
+        if base_url is None:
             return None
-        found = await self._engine_side.tokens(base_url, path, request.body, parsed)
+        found = await self._engine_side.tokens(
+            base_url, path, request.body, parsed, authorization=_authorization(request)
+        )
         # With an adapter the engine may put its name into item identifiers: depends on its flags.
-        if found is None or not found.ids or (found.multimodal and target.lora_name is not None):
+        if found is None or (found.multimodal and target.lora_name is not None):
             return None
         extras = msgspec.structs.replace(extras, multimodal=found.multimodal)
         entry = cached_ids(self._cache, self.stats, found.ids, extras, _scope(target, extras))
@@ -244,12 +258,16 @@ def _extras(target: _Target, parsed: Parsed) -> PromptExtras:
 
 def _scope(target: _Target, extras: PromptExtras) -> bytes:
     """What separates prompts of equal text: the model, and what hashes cover besides tokens."""
-    return _ENCODER.encode([target.name, extras])
+    return compact(_ENCODER.encode([target.name, extras]))
 
 
 def _affinity_scope(request: InboundRequest, parsed: Parsed) -> bytes:
     salt = parsed.cache_salt if parsed is not None and isinstance(parsed.cache_salt, str) else None
     return _ENCODER.encode([request.model, salt])
+
+
+def _authorization(request: InboundRequest) -> bytes | None:
+    return next((value for name, value in request.headers if name == b"authorization"), None)
 
 
 def _pieces(request: InboundRequest, parsed: Parsed) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from typing import cast
 
 from router.http.client import UpstreamClient
 from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.openai.body import LARGE_BYTES, Peek, peek, peek_large
+from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
     ApiError,
     bad_request,
@@ -23,7 +23,7 @@ from router.openai.errors import (
     encoding_not_supported,
     method_not_allowed,
 )
-from router.openai.members import STEPS_MAX, Text, TooManyStepsError, at_leisure
+from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest, Planner
 from router.proxy.breaker import BreakerBoard
 from router.proxy.forward import Forwarder, Outbound
@@ -34,6 +34,8 @@ from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
 _NO_PEEK = Peek()
+_UNREAD = Peek(guarded=True)
+_LARGE_BYTES = 4 * 1024 * 1024
 _POST = frozenset({"POST", "OPTIONS"})
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 
@@ -104,38 +106,29 @@ class ProxyApp:
         """What is refused before the body is read."""
         verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
         if verdict is Verdict.UNKNOWN:
-            raise ApiError(404, "path_not_found", "There is nothing at this path.", kind="not_found_error")
+            raise ApiError(404, "path_not_found", "Unknown path.", kind="not_found_error")
         if verdict is Verdict.REFUSE:
             self.stats.paths_refused += 1
-            message = "This path changes an engine for everyone and is not passed on to engines."
+            message = "This path affects every client of an engine and is not forwarded."
             raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
         if path in POST_PATHS and method not in _POST:
             raise method_not_allowed(method, path, "POST")
         if head.encoding:
             raise encoding_not_supported(head.encoding.decode("latin-1"))
 
-    async def _outbound(self, scope: Scope, head: RequestHead, body: Text) -> Outbound:
+    async def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         look = await self._peek(path, method, body)
-        if look is None or look.guarded:
+        if look.guarded:
             body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
-        model, stream = (None, False) if look is None else (look.model, look.stream)
         request = InboundRequest(
-            # A large body stays the bytearray that it was received in: making bytes of it takes too long.
-            method,
-            path,
-            query,
-            scope["headers"],
-            cast(bytes, body),
-            model,
-            stream,
-            head.request_id,
+            method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
         )
         return Outbound(request, head, target)
 
-    async def _screen(self, body: Text) -> Text:
+    async def _screen(self, body: bytes) -> bytes:
         try:
             found = await at_leisure(screen(body, self._rules))
         except TooManyStepsError:
@@ -143,12 +136,12 @@ class ProxyApp:
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 
-    async def _read_body(self, head: RequestHead, receive: Receive) -> Text:
+    async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
         limit = self.settings.body_bytes_max
         if head.content_length is not None and head.content_length > limit:
             raise self._too_large()
         message = await receive()
-        body: Text = b""
+        body: bytes | bytearray = b""
         while message["type"] == "http.request":
             piece = message.get("body", b"")
             if len(body) + len(piece) > limit:
@@ -156,11 +149,11 @@ class ProxyApp:
             if not body:
                 body = piece
             elif piece:
-                # In place: joining the pieces of a large body at its end would hold the loop.
                 body = body if isinstance(body, bytearray) else bytearray(body)
                 body += piece
             if not message.get("more_body", False):
-                return body if len(body) >= LARGE_BYTES else bytes(body)
+                # A large one stays what it was received in: copying it would hold the loop.
+                return bytes(body) if len(body) < _LARGE_BYTES else cast(bytes, body)
             message = await receive()
         raise _ClientGoneError
 
@@ -171,21 +164,18 @@ class ProxyApp:
         return error
 
     @staticmethod
-    async def _peek(path: str, method: str, body: Text) -> Peek | None:
-        """None: it is not known what is in the body, but there may be an object."""
+    async def _peek(path: str, method: str, body: bytes) -> Peek:
         completion = method == "POST" and path in COMPLETION_PATHS
         if completion and not body:
             raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
         if not completion and not may_be_object(body):
             return _NO_PEEK
         try:
-            if len(body) >= LARGE_BYTES:
-                return await at_leisure(peek_large(body))
-            return peek(bytes(body))
-        except ApiError as error:
-            if completion or error.status == 413:
+            return await peek_any_size(body)
+        except ApiError:
+            if completion:
                 raise
-            return None  # the engine knows what its other endpoints take
+            return _UNREAD  # the engine knows what its other endpoints take
 
     async def _answer_error(self, error: ApiError, request_id: bytes | None, send: Send) -> None:
         self.stats.count_error(error.code)

@@ -218,7 +218,7 @@ class Forwarder:
         if reason == "timeout":
             raise engine_timeout("The engine did not answer in time.")
         if reason == "overflow":
-            raise no_ready_engine("The engines have no free connection; try again shortly.")
+            raise no_ready_engine("All connections to the engines are in use; retry shortly.")
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
     async def _attempt(

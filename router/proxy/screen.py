@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from router.openai.errors import ApiError, bad_request
-from router.openai.members import MalformedError, Member, Scan, Text
+from router.openai.members import MalformedError, Member, Scan
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
@@ -42,19 +42,19 @@ class Rules(msgspec.Struct, frozen=True):
 class Screened(msgspec.Struct):
     """The body to be forwarded, and what was taken out of it."""
 
-    body: Text
+    body: bytes
     transfer: int = 0
     report_mode: int = 0
 
 
-def may_be_object(body: Text) -> bool:
+def may_be_object(body: bytes) -> bool:
     """Whether an engine could read a JSON object from this body, whatever its content type says."""
     start = bytes(body[:64])
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
     return bool(start) and (text[:1] in (b"{", b"") or not _is_utf8(start))
 
 
-def screen(body: Text, rules: Rules) -> Generator[None, None, Screened]:
+def screen(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
     """Steps (see ``members``) to what may be forwarded. Raises ``ApiError`` 400."""
     if rules.idle:
         return Screened(body)
@@ -67,7 +67,7 @@ def screen(body: Text, rules: Rules) -> Generator[None, None, Screened]:
     return (yield from _screened(body, rules))
 
 
-def _screened(body: Text, rules: Rules) -> Generator[None, None, Screened]:
+def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
     cutter = _Cutter(body, rules)
     try:
         yield from cutter.run()
@@ -87,7 +87,7 @@ def _screened(body: Text, rules: Rules) -> Generator[None, None, Screened]:
 class _Cutter:
     """Finds what is to be cut out of one body."""
 
-    def __init__(self, body: Text, rules: Rules) -> None:
+    def __init__(self, body: bytes, rules: Rules) -> None:
         self._scan = Scan(body)
         self._rules = rules
         self.cuts: list[tuple[int, int]] = []
@@ -148,7 +148,7 @@ def _is_utf8(start: bytes) -> bool:
     return json.detect_encoding(start[:4]).startswith("utf-8")
 
 
-def _transcoded(body: Text) -> bytes:
+def _transcoded(body: bytes) -> bytes:
     if len(body) > _TRANSCODED_BYTES_MAX:
         raise bad_request("invalid_json", "Send the request body in UTF-8.")
     try:
@@ -161,5 +161,5 @@ def _transcoded(body: Text) -> bytes:
 def _refused() -> ApiError:
     field = f"{_XARGS.decode()}.{_REPORT_MODE.decode()}"
     return bad_request(
-        "kv_cache_report_mode_refused", f"{field} is not accepted here: leave it out.", param=field
+        "kv_cache_report_mode_refused", f"{field} is not accepted by this router; remove it.", param=field
     )

@@ -16,7 +16,7 @@ from publisher.block_hash import HashScheme
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import EngineHit, HashedPrompt
-from router.policy.load import OthersLoad
+from router.placement.load import OthersLoad
 
 
 class Look(msgspec.Struct, frozen=True):

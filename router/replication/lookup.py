@@ -140,7 +140,7 @@ class Sight:
             self.breaker.record(False, self._clock())
             return self._fallback("refused", elsewhere)
         except Exception:  # noqa: BLE001  # whatever it is, no request may fail because of the index
-            _log.exception("look-up failed")
+            _log.exception("shared index look-up failed")
             self.breaker.record(False, self._clock())
             return self._fallback("fault", elsewhere)
         self.breaker.record(True, self._clock())
@@ -246,7 +246,9 @@ def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
     if known.scheme is None or known.layout is None:
         if _trusted(known) and known.mode == "empty":
             return EngineHit(engine_id, "native")
-        return EngineHit(engine_id, "unknown", why_unknown=known.why_unknown or "nothing known of it yet")
+        return EngineHit(
+            engine_id, "unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet"
+        )
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
         return EngineHit(engine_id, "unknown", why_unknown=why)

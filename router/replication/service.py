@@ -22,7 +22,7 @@ from router.fleet.identity import Engine
 from router.index.engine import EngineResidency
 from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
-from router.policy.load import LoadAccount
+from router.placement.load import LoadAccount
 from router.replication.gossip.inflight import ToldInflight
 from router.replication.gossip.load import LoadExchange
 from router.replication.leases.lease_manager import Desk, LeaseKeeper, Wanted
@@ -200,7 +200,7 @@ class SharedIndex:
             async with asyncio.timeout(_LEAVE_S_MAX):
                 await self.keeper.leave()
         except (IndexUnavailable, TimeoutError) as error:
-            _log.warning("leases not given back", problem=str(error))
+            _log.warning("leases not released", problem=str(error))
 
     async def close(self) -> None:
         """Retire, and hang up."""
@@ -210,7 +210,7 @@ class SharedIndex:
                 for scope in self._scopes.values():
                     await self._writing.command("HDEL", scope.keys.load, self.replica)
         except (IndexUnavailable, TimeoutError) as error:
-            _log.warning("load not taken back", problem=str(error))
+            _log.warning("in-flight load not withdrawn", problem=str(error))
         await self._writing.close()
         await self._looking.close()
 
@@ -282,7 +282,7 @@ async def _kept_up(work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except Exception:  # noqa: BLE001  # see above
-            _log.exception("work on the shared index failed, starting it again")
+            _log.exception("task of the shared index failed, restarting it")
         await asyncio.sleep(_AFTER_FAULT_S)
 
 

@@ -5,25 +5,32 @@ from __future__ import annotations
 import msgspec
 
 from publisher.engine import EngineSettings, run
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 
 
 def run_engine(host: str, port: int, assignments: list[str]) -> int:
-    """Run the engine. Raises ``ConfigError`` naming the setting that cannot be used."""
-    run(engine_settings(host, port, assignments))
+    """Run the engine. Raises ``ConfigError`` naming the setting at fault, ``OSError`` for a taken port."""
+    settings = engine_settings(host, port, assignments)
+    try:
+        run(settings)
+    except ValueError as error:
+        raise ConfigError(f"engine: {error}") from None
     return 0
 
 
 def engine_settings(host: str, port: int, assignments: list[str]) -> EngineSettings:
     """Settings from ``KEY=VALUE`` texts; ``none`` stands for no value."""
     values: dict[str, object] = {"host": host, "port": port}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
     for text in assignments:
         key, separator, value = text.partition("=")
-        if not separator or key not in EngineSettings.__struct_fields__:
-            known = ", ".join(EngineSettings.__struct_fields__)
+        if not separator or key not in kinds:
+            known = ", ".join(kinds)
             raise ConfigError(f"--set {text!r}: expected KEY=VALUE with a KEY of {known}")
-        values[key] = None if value.lower() == "none" else value
-    try:
-        return msgspec.convert(values, EngineSettings, strict=False)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"engine settings: {error}") from None
+        try:
+            values[key] = msgspec.convert(
+                None if value.lower() == "none" else value, kinds[key], strict=False
+            )
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ConfigError(f"--set {text!r}: {error}") from None
+    return EngineSettings(**values)  # type: ignore[arg-type]  # each was checked above

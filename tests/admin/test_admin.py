@@ -13,8 +13,9 @@ from app.rig import QUICK, configure, routing, run, running, until
 from admin.desk import OTHER, TOKEN, administered, audited, token_file
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.api.admin.settings import AdminSettings
-from router.config.checks import ConfigError, check_config
-from router.config.schema import load
+from router.config.checks import check_config
+from router.config.errors import ConfigError
+from router.config.load import load
 from router.fleet.settings import FleetSettings
 from router.serve import ListenError, check
 
@@ -298,7 +299,7 @@ def test_settings_that_cannot_be_used_are_named(tmp_path: Path, settings: str, t
 def test_changes_must_be_in_the_log(tmp_path: Path) -> None:
     path = tmp_path / "kvatlas.toml"
     path.write_text('[server]\nlog_level = "error"\n[admin]\nenabled = true\ntoken_file = "x"\n')
-    with pytest.raises(ConfigError, match="every change is to be in the log"):
+    with pytest.raises(ConfigError, match="changes must be logged"):
         check_config(load(path, environ={}).config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from pathlib import Path
 
 import aiohttp
@@ -12,27 +11,19 @@ from app.rig import configure, run, running
 
 from admin.desk import administered, audited
 from router.api.admin.settings import AdminSettings
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.serve import check
+from tests.support.pki import make_authority, make_certificate
 
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, a server certificate, and clients of both."""
+    """A proper authority and an old one, a stranger; a server certificate, and clients of all three."""
     folder = tmp_path_factory.mktemp("pki")
-
-    def openssl(words: str) -> None:
-        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
-
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
-    for ca in ("ca", "other"):
-        openssl(f"req -x509 -newkey rsa:2048 -nodes -keyout {ca}.key -out {ca}.crt -subj /CN={ca} -days 2")
-    for name, ca in (("server", "ca"), ("ann", "ca"), ("eve", "other")):
-        openssl(f"req -newkey rsa:2048 -nodes -keyout {name}.key -out {name}.csr -subj /O=ops/CN={name}")
-        openssl(
-            f"x509 -req -in {name}.csr -CA {ca}.crt -CAkey {ca}.key -CAcreateserial -out {name}.crt -days 2 "
-            "-extfile san"
-        )
+    for ca in ("ca", "old", "other"):
+        make_authority(folder, ca, old=ca == "old")
+    for name, ca in (("server", "ca"), ("ann", "ca"), ("olga", "old"), ("eve", "other")):
+        make_certificate(folder, name, by=ca, old=ca == "old")
     return folder
 
 
@@ -52,16 +43,22 @@ def client(pki: Path, name: str | None) -> ssl.SSLContext:
     return context
 
 
-def test_a_certificate_is_enough_and_its_name_is_written_down(tmp_path: Path, pki: Path) -> None:
+@pytest.mark.parametrize(("name", "authority"), [("ann", "ca"), ("olga", "old")])
+def test_a_certificate_is_enough_and_its_name_is_written_down(
+    tmp_path: Path, pki: Path, name: str, authority: str
+) -> None:
+    """Of an old authority too: one without key usage, which strict verification would refuse."""
+    given = {**settings(pki), "client_ca_file": str(pki / f"{authority}.crt")}
+
     async def main() -> None:
         async with (
             running({}) as (one,),
-            administered(tmp_path, one, tls=client(pki, "ann"), token_file=None, **settings(pki)) as admin,
+            administered(tmp_path, one, tls=client(pki, name), token_file=None, **given) as admin,
         ):
             with audited() as lines:
                 status, _, _ = await admin.ask("POST", "/drain", {"engine": one.base_url}, token=None)
             assert status == 200
-            assert [(line["who"], line["action"]) for line in lines] == [("ann", "drain")]
+            assert [(line["who"], line["action"]) for line in lines] == [(name, "drain")]
 
     run(main())
 

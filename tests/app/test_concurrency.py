@@ -18,8 +18,8 @@ from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
 from router.fleet.identity import Engine
 from router.openai.request import InboundRequest
-from router.placed import Placed
-from router.policy.inflight import InflightSettings
+from router.placement.inflight import InflightSettings
+from router.placement.placement import Placed
 
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}
 

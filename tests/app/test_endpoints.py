@@ -16,7 +16,7 @@ from router import __version__
 from router.config.schema import ANY_MODEL, Config, ServerConfig
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 from router.proxy.settings import ProxySettings
 
 CHAT = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT * 20}]}

@@ -19,7 +19,8 @@ from publisher.block_pool import HybridBlockPool
 from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
-from router.config.schema import ANY_MODEL, ShadowConfig, parse_engine
+from router.config.load import parse_engine
+from router.config.schema import ANY_MODEL, ShadowConfig
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest

@@ -9,7 +9,7 @@ import pytest
 
 from app.rig import MODEL, configure, routing, run, running
 from app.test_exact import Load
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 
 SMALL: dict[str, Any] = {"groups": "gptoss-like", "num_blocks": 120, "max_num_batched_tokens": 256}
 STORY = "A long story about a garden that an engine keeps, word by word, block by block. " * 25

@@ -10,8 +10,8 @@ import pytest
 
 from app.rig import OFTEN, configure, routing, run, running, until
 from publisher.engine import SimulatedEngine
-from router.config.checks import ConfigError
-from router.config.schema import load
+from router.config.errors import ConfigError
+from router.config.load import load
 from router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings
 
 
@@ -139,9 +139,9 @@ def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("[fleet.kubernetes]\nselektor = 'a'", "unknown key fleet.kubernetes.selektor; known: api,"),
-        ("[fleet.kubernetes]\nport_name = 'HTTP'", "fleet.kubernetes.port_name: 'HTTP' is no port name"),
-        ("[fleet.kubernetes]\nnamespaces = ['*', 'a']", "fleet.kubernetes.namespaces: * is all of them"),
-        ("[fleet.kubernetes]\nnamespaces = ['A b']", "fleet.kubernetes.namespaces: 'A b' is no namespace"),
+        ("[fleet.kubernetes]\nport_name = 'HTTP'", "fleet.kubernetes.port_name: 'HTTP' is not a port name"),
+        ("[fleet.kubernetes]\nnamespaces = ['*', 'a']", "fleet.kubernetes.namespaces: * covers all"),
+        ("[fleet.kubernetes]\nnamespaces = ['A b']", "fleet.kubernetes.namespaces: 'A b' is not a namespace"),
         ("[fleet.kubernetes]\nport = 0", "fleet.kubernetes.port: 0 is not a port number"),
         ("[fleet.kubernetes]\nwatch_s = 0.5", "fleet.kubernetes.watch_s: 0.5 is below 1 s"),
         ("[fleet.kubernetes]\napi = 'x'", "fleet.kubernetes.api: 'x' is not http(s)://HOST:PORT"),
@@ -149,7 +149,7 @@ def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
         ("[fleet.dns]\nnames = ['vllm']", "fleet.dns.names: 'vllm' is neither HOST:PORT nor"),
         ("[fleet.dns]\nnames = ['_http.vllm']", "fleet.dns.names: '_http.vllm' is neither"),
         ("[fleet.dns]\ninterval_s_min = 60", "fleet.dns.interval_s_min: 60.0 is above interval_s_max"),
-        ("[fleet.dns]\nreplay_port = 5", "fleet.dns.replay_port: without events_port"),
+        ("[fleet.dns]\nreplay_port = 5", "fleet.dns.replay_port: needs events_port"),
         ("[fleet.dns]\nevents_port = 0", "fleet.dns.events_port: 0 is not a port number"),
         ("[fleet.dns]\nservers = ['a:b']", "fleet.dns.servers: 'a:b' is not ADDRESS or"),
         ("[fleet.file]\ninterval_s = 0", "fleet.file.interval_s = 0.0: expected a finite number"),
@@ -176,9 +176,9 @@ def test_flags_and_variables_reach_the_sources(tmp_path: Path) -> None:
     assert fleet.kubernetes.namespaces == ("a", "b")
     assert fleet.dns.names == ("h:80", "i:81")
     assert fleet.file.interval_s == 0.5
-    with pytest.raises(ConfigError, match="names no setting"):
+    with pytest.raises(ConfigError, match="is not a known setting"):
         load(None, environ={"KVATLAS_FLEET_KUBERNETES": "x"})
-    with pytest.raises(ConfigError, match="is not a setting"):
+    with pytest.raises(ConfigError, match="is not a known setting"):
         load(None, environ={}, flags={"fleet.kubernetes": "x"})
     path = tmp_path / "kvatlas.toml"
     path.write_text("[fleet]\nkubernetes = 5\n")

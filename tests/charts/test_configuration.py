@@ -11,7 +11,7 @@ from chart import MINIMAL, ROOT, Rendered
 from test_rendered import CASES, EVERYTHING
 
 from router.cli import app
-from router.config.schema import load
+from router.config.load import load
 
 TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from router.app import Router
-from router.config.schema import Config, ConfigError, load
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import Config
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, SECTIONS, Config, load, parse_engine, plain_keys
+from router.config.errors import ConfigError
+from router.config.load import SECTIONS, load, parse_engine, plain_keys
+from router.config.schema import ANY_MODEL, Config
 from router.fleet.identity import Engine
-from router.policy.shadow import ShadowFleet
+from router.placement.shadow import ShadowFleet
 from router.serve import check, describe
 
 EXAMPLE = f"""
@@ -158,7 +159,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[[engines]]\nbase_url = "http://h:99999"', "engine 'http://h:99999': expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://u:p@h"', "expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://h"\nevents = "h:5557"', "events='h:5557' is not a tcp://"),
-        ('[[engines]]\nbase_url = "http://h"\nreplay = "tcp://h:1"', "replay= without events="),
+        ('[[engines]]\nbase_url = "http://h"\nreplay = "tcp://h:1"', "replay= needs events="),
         ('[[engines]]\nbase_url = "http://h"\ndp_rank = -1', "dp_rank=-1 is negative"),
         (
             '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://h/"',
@@ -208,8 +209,8 @@ def test_environment_texts_become_values() -> None:
 
 
 def test_unknown_flags_are_refused(tmp_path: Path) -> None:
-    assert "polcy.beta is not a setting" in refused(tmp_path, flags={"polcy.beta": "1"})
-    assert "beta is not a setting" in refused(tmp_path, flags={"beta": "1"})
+    assert "polcy.beta is not a known setting" in refused(tmp_path, flags={"polcy.beta": "1"})
+    assert "beta is not a known setting" in refused(tmp_path, flags={"beta": "1"})
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

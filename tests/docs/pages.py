@@ -22,7 +22,9 @@ def files() -> list[Path]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
-        return [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+        return [
+            path for path in ROOT.rglob("*.md") if not any(part.startswith(".venv") for part in path.parts)
+        ]
     names = sorted(set(listed.stdout.decode().split("\0")) - {""})
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.cli import app
-from router.config.schema import SECTIONS
+from router.config.load import SECTIONS
 
 from .pages import ROOT, anchors, command_lines, connector_metrics, files, inline_code, links, pages
 

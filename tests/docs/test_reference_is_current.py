@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from router.config.schema import load
+from router.config.load import load
 
 from .pages import ROOT
 

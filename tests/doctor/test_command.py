@@ -20,7 +20,7 @@ DOWN = "http://127.0.0.1:9"
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "router.cli", "doctor", *arguments],
+        [sys.executable, "-m", "router", "doctor", *arguments],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,
@@ -33,7 +33,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "nothing to look at: give --engine URL"),
+        ([], "nothing to check: give --engine URL"),
         (["--engine", "nonsense"], "expected http://HOST:PORT"),
         (["--router", "nonsense"], "--router 'nonsense'"),
         (["--engine", DOWN, "--seconds", "-1"], "--seconds: -1.0"),

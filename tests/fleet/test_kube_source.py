@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from fleet.kube_objects import endpoint, endpoint_slice, pod
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.kubernetes.source import KubernetesSource
+from tests.support.pki import make_authority, make_certificate
 
 WAIT_S = 20.0
 Told = dict[str, str]
@@ -430,23 +430,16 @@ def test_whatever_happens_on_the_way_the_right_engines_are_known_in_the_end(
     run(main())
 
 
-def certificates(folder: Path) -> None:
+def certificates(folder: Path, *, old: bool = False) -> None:
     """An authority and a certificate of 127.0.0.1 by it."""
-
-    def openssl(words: str) -> None:
-        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
-
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl("req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -subj /CN=authority -days 2")
-    openssl("req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=kube-apiserver")
-    openssl(
-        "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out server.crt -days 2 "
-        "-extfile san"
-    )
+    make_authority(folder, old=old)
+    make_certificate(folder, "server", subject="/CN=kube-apiserver", old=old)
 
 
-def test_over_tls_with_the_clusters_authority(tmp_path: Path) -> None:
-    certificates(tmp_path)
+@pytest.mark.parametrize("old", [False, True], ids=["proper", "old"])
+def test_over_tls_with_the_clusters_authority(tmp_path: Path, old: bool) -> None:
+    """Clusters live long: an authority without key usage serves as it does for kubectl."""
+    certificates(tmp_path, old=old)
     (tmp_path / "token").write_text("t0ken")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")

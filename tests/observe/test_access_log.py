@@ -151,6 +151,21 @@ def test_the_tokens_that_wait_are_bounded(tmp_path: Path) -> None:
     assert log.stats.dropped["queue_full"] == 1, "what was written makes room"
 
 
+def test_what_clients_choose_counts_among_what_waits(tmp_path: Path) -> None:
+    log = AccessLog(settings(tmp_path / "a.jsonl", queue_tokens_max=1000))
+    log.add(access(tokens=1, extras=PromptExtras(cache_salt="s" * 2000)))
+    assert log.stats.dropped["queue_full"] == 1
+
+
+def test_the_files_are_for_their_owners_eyes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    log = AccessLog(settings(path, bytes_max=4000))
+    write(log, *(access() for _ in range(20)))
+    assert log.stats.rotations
+    for file in (path, Path(f"{path}.1"), Path(f"{path}.key")):
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_files_turn_over_within_their_bound(tmp_path: Path) -> None:
     path, bytes_max = tmp_path / "a.jsonl", 4000
     log = AccessLog(settings(path, bytes_max=bytes_max))

@@ -11,21 +11,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from publisher.events import DecodedBatch
 from router.api.admin.stats import AdminStats
 from router.api.metrics import _GAUGES, Sources, render_metrics
-from router.books import Books
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import SourceStats
-from router.fleet.sources.runner import FleetSources
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
-from router.policy.affinity import AffinityStats
-from router.policy.inflight import InflightStats
-from router.policy.load import LoadStats
-from router.policy.shadow import ShadowStats
+from router.placement.affinity import AffinityStats
+from router.placement.books import Books
+from router.placement.inflight import InflightStats
+from router.placement.load import LoadStats
+from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats

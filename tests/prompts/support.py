@@ -96,7 +96,7 @@ def template_text(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
-async def no_engine(url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+async def no_engine(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
     """A ``post`` for tests in which no engine may be called."""
     raise AssertionError(f"unexpected call of {url}")
 

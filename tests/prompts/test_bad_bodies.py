@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.openai.body import Peek, peek
-from router.openai.errors import ApiError
+from router.openai.errors import ApiError, model_not_found
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
 from tests.prompts.support import chat, local_reader, model_dir, read, reader, say
 
@@ -195,3 +195,64 @@ def test_deeply_nested_messages_do_no_harm(local: PromptReader) -> None:
     deep = b'{"messages": [{"role": "user", "content": ' + b"[" * 50000 + b"]" * 50000 + b"}]}"
     with pytest.raises(ApiError):
         read(local, deep)
+
+
+@pytest.mark.parametrize("kind", [[], ["text"], {}, {"a": 1}, 5, True, None])
+def test_content_parts_of_any_type_are_left_to_the_engine(local: PromptReader, kind: Any) -> None:
+    body = chat(say("user", [{"type": kind, "text": "x"}]))
+    for side in (local, reader({"m": ModelPrompts()})):
+        assert outcome(lambda side=side: read(side, body)) == "TextAffinity"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "field", [b'"tools": ["\xff"]', b'"tools": {"\xff\xfe": 1}', b'"documents": ["\xff"]', b'"\xff": 1']
+)
+def test_invalid_utf8_anywhere_is_no_fault_of_ours(local: PromptReader, field: bytes) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], ' + field + b"}"
+    for side in (local, reader({"m": ModelPrompts()})):
+        known = {"TextAffinity", "Prompt", "invalid_json"}
+        assert outcome(lambda side=side: read(side, body)) in known  # type: ignore[misc]
+
+
+def test_half_a_surrogate_pair_in_the_model_is_no_fault_of_ours(local: PromptReader) -> None:
+    body = b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}'
+    model = peek(body).model
+    assert outcome(lambda: read(local, body, model=model)) in {"TextAffinity", "invalid_json"}
+    assert b"model_not_found" in model_not_found(model or "").body()
+
+
+def test_a_long_model_name_is_not_echoed() -> None:
+    assert len(model_not_found("m" * 7_000_000).body()) < 1000
+    assert "'m'" in model_not_found("m").message
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"type": JSON | st.sampled_from(["text", "refusal", "thinking", "tool_reference", "image_url"])},
+            optional={"text": JSON, "name": JSON, "refusal": JSON, "uuid": JSON, "x": JSON},
+        ),
+        max_size=3,
+    ),
+    st.sampled_from(["user", "system", "assistant", "tool", "developer"]),
+    JSON,
+    st.lists(st.fixed_dictionaries({"type": JSON, "function": JSON}) | JSON, max_size=2) | JSON,
+    st.binary(max_size=4),
+)
+def test_no_parts_tools_or_bytes_raise_anything_else(
+    local: PromptReader, parts: Any, role: str, kwargs: Any, tools: Any, junk: bytes
+) -> None:
+    body = chat(
+        say(role, parts), tools=tools, chat_template_kwargs=kwargs, continue_final_message=kwargs == 0
+    )
+    data = json.dumps(body).encode()
+    at = len(data) * len(junk) // 5
+    for one in (data, data[:at] + junk + data[at:]):
+        for side in (local, reader({"m": ModelPrompts()})):
+            assert outcome(lambda side=side, one=one: read(side, one)) in {  # type: ignore[misc]
+                "Prompt",
+                "TextAffinity",
+                "invalid_json",
+                "invalid_type",
+            }

@@ -49,10 +49,14 @@ class Engine:
         self.answers = answers
         self.wait = wait
         self.calls: list[tuple[str, bytes]] = []
+        self.headers: list[dict[str, str]] = []
 
-    async def post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def post(
+        self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
         path = url.removeprefix("http://engine")
         self.calls.append((path, body))
+        self.headers.append(headers)
         if self.wait:
             await asyncio.Event().wait()
         answer = self.answers.get(path, 404)
@@ -391,3 +395,38 @@ def test_without_tensors_keeps_the_request() -> None:
 
 def test_a_reader_without_an_engine_never_calls_one() -> None:
     assert isinstance(read(reader({"m": ModelPrompts()}, post=no_engine), HELLO), TextAffinity)
+
+
+def test_an_engine_is_asked_in_the_clients_name_or_in_nobodys() -> None:
+    engine = Engine({RENDER: 403, "/tokenize": {"tokens": [1, 2]}})
+    side = engine_reader(engine)
+    asked = request(HELLO)
+    asyncio.run(side.read(asked))
+    assert engine.headers == [{}, {}]
+    asked.headers = [(b"authorization", b"Bearer c\xe9"), (b"cookie", b"x")]
+    asyncio.run(side.read(asked))
+    assert engine.headers[2:] == [{"authorization": "Bearer c\xe9"}]
+
+
+@pytest.mark.parametrize(
+    "useless", [{}, [], "x", {"tokens": []}, {"tokens": [-1]}, {"tokens": ["a"]}, {"tokens": None}]
+)
+def test_a_tokenize_endpoint_that_answers_something_useless_rests(useless: Any) -> None:
+    now = [100.0]
+    engine = Engine({RENDER: 404, "/tokenize": useless})
+    side = engine_reader(engine, clock=lambda: now[0])
+    for _ in range(5):
+        assert isinstance(read(side, HELLO), TextAffinity)
+    assert engine.paths == [RENDER, "/tokenize"]
+    assert side.stats.engine_skipped == 2 * 4
+    now[0] += PromptSettings().engine_failed_s + 0.1
+    engine.answers["/tokenize"] = {"tokens": [5]}
+    assert isinstance(read(side, HELLO), Prompt)
+
+
+def test_a_client_cannot_send_an_endpoint_to_rest_with_nothing() -> None:
+    engine = Engine({"/v1/completions/render": 404, "/tokenize": {"tokens": []}})
+    side = engine_reader(engine)
+    for empty in ("", None, []):
+        read(side, {"prompt": empty}, "/v1/completions")
+    assert engine.paths == []

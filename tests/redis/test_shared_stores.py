@@ -9,8 +9,8 @@ from publisher.events import BlockStored, encode_tokens
 from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.policy.load import LoadAccount
-from router.policy.rates import RateBook
+from router.placement.load import LoadAccount
+from router.placement.rates import RateBook
 from router.replication.gossip.load import LoadExchange
 from router.replication.lookup import Sight
 from router.replication.schema.registry import EngineFacts

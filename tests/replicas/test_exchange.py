@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.policy.load import LoadAccount, OthersLoad
-from router.policy.rates import RateBook
+from router.placement.load import LoadAccount, OthersLoad
+from router.placement.rates import RateBook
 from router.replication.gossip.load import LoadExchange
 from router.replication.leases.heartbeat import Pulse
 

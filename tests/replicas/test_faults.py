@@ -8,8 +8,8 @@ import time
 import pytest
 
 from replicas.fleet import Fleet, Relay, fleet, run, until
-from replicas.servers import RedisServer, Replica, server_binary
-from tests.redis.servers import Cluster
+from replicas.servers import RedisServer, Replica
+from tests.redis.servers import Cluster, any_program
 
 RECOVERY_S = 15.0
 """Until ``index verify`` must be exact again after a fault, on a machine crowded with tests."""
@@ -178,7 +178,7 @@ def test_a_cluster_node_down_and_up_again() -> None:
             cluster.nodes[1].start()
             await recovered(made)
 
-    cluster = Cluster(server_binary())
+    cluster = Cluster(any_program())
     try:
         run(main(cluster))
     finally:

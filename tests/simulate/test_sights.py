@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
-from router.policy.shadow import ShadowSpec
+from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import ARMS, arms_of
 from router.simulate.run.router_view import NOTHING, Blind, History, Rules, Seen, Truth, history_blocks
 from router.simulate.workload.requests import block_hashes

@@ -12,7 +12,7 @@ import pytest
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.cli import app
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.simulate import plot
 from tests.simulate.support import line, write_lines
 from tests.simulate.test_capture_and_fit import COMPUTED, PACE, PREFILL, captured, drawn

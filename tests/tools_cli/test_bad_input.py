@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from publisher.events import EventDecodeError, decode_batch, encode_batch
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
 from router.tools.capture.file import CapturedFrame, CaptureError, read_capture
 from router.tools.capture.redact import redact

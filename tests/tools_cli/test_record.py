@@ -17,7 +17,7 @@ import zmq
 
 from publisher.events import BlockStored, decode_batch, encode_batch, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.feeds.base import FeedSettings
 from router.tools.capture.file import CaptureError, CaptureLine, read_capture
 from router.tools.capture.redact import redact
@@ -382,7 +382,7 @@ def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
         command = [
             sys.executable,
             "-m",
-            "router.cli",
+            "router",
             "record",
             "--engine",
             engine,

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from router.books import Books
 from router.fleet.desired import FleetFullError, Roster
 from router.fleet.identity import Engine
 from router.fleet.sources.base import SourceStats
 from router.fleet.sources.engine_list import check_address
 from router.fleet.status import EngineStatus, Fleet
 from router.openai.errors import ApiError, bad_request
+from router.placement.books import Books
 
 
 class FleetDesk:
@@ -121,7 +121,7 @@ def _not_found(name: str) -> ApiError:
     return ApiError(
         404,
         "engine_not_found",
-        f"There is no engine {name!r}; GET /admin/engines lists what there is.",
+        f"Engine {name!r} not found; GET /admin/engines lists the engines.",
         kind="not_found_error",
         param="engine",
         headers=((b"x-should-retry", b"false"),),

@@ -48,7 +48,7 @@ def check_address(engine: Engine) -> None:
                 f"engine {engine.base_url}: {name}={address!r} is not a tcp:// or ipc:// address"
             )
     if engine.replay is not None and engine.events is None:
-        raise ValueError(f"engine {engine.base_url}: replay= without events= has nothing to complete")
+        raise ValueError(f"engine {engine.base_url}: replay= needs events=")
 
 
 def read_list(content: bytes, *, is_json: bool) -> list[Sighting]:

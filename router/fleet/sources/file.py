@@ -62,7 +62,7 @@ class FileSource:
             sightings = read_list(content, is_json=self._path.suffix == ".json")
         except BadListError as error:
             if fresh or not self.stats.failing:
-                self._fail("malformed", f"{self._path}: {error}; what was known stays")
+                self._fail("malformed", f"{self._path}: {error}; the engines stay as last read")
             return
         self.stats.recovered()
         if sightings != self._known:
@@ -74,4 +74,4 @@ class FileSource:
 
     def _fail(self, reason: str, text: str) -> None:
         if self.stats.failed(reason, text):
-            _log.warning("engine file of no use", problem=self.stats.last_error)
+            _log.warning("engine file not usable", problem=self.stats.last_error)

@@ -76,11 +76,14 @@ def _check_part(part: Any) -> None:
         return
     if not isinstance(part, dict):
         raise NotLocalError("message_shape")
-    if not MEDIA_KEYS.isdisjoint(part) or part.get("type") in MEDIA_KEYS:
+    kind = part.get("type")
+    if not isinstance(kind, str | None):
+        raise NotLocalError("message_shape")
+    if not MEDIA_KEYS.isdisjoint(part) or kind in MEDIA_KEYS:
         raise NotLocalError("multimodal")
-    if not _EMBEDS_KEYS.isdisjoint(part) or part.get("type") in _EMBEDS_KEYS:
+    if not _EMBEDS_KEYS.isdisjoint(part) or kind in _EMBEDS_KEYS:
         raise NotLocalError("embeds")
-    field = _TEXT_FIELDS.get(part.get("type", ""))
+    field = None if kind is None else _TEXT_FIELDS.get(kind)
     if field is None or not isinstance(part.get(field), str) or "uuid" in part:
         raise NotLocalError("message_shape")
 

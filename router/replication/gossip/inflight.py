@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from publisher.events import BlockHash
-from router.policy.inflight import Common, InflightPrefixes, InflightPrompt
+from router.placement.inflight import Common, InflightPrefixes, InflightPrompt
 
 _BLOCKS_MAX = 8192
 """Hash blocks told of one prompt, 8 bytes each: the longest prefix that others can match."""

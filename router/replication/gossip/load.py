@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from router.policy.load import OthersLoad
+from router.placement.load import OthersLoad
 from router.replication.leases.heartbeat import Pulse
 
 SILENCE_S = 2.0

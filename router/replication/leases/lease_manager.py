@@ -148,7 +148,7 @@ class LeaseKeeper:
             except (IndexUnavailable, TimeoutError) as error:
                 self.stats.failed_ticks += 1
                 if not self._failing:
-                    _log.warning("leases cannot be kept", problem=f"{type(error).__name__}: {error}")
+                    _log.warning("leases cannot be renewed", problem=f"{type(error).__name__}: {error}")
                 self._failing = True
             except IndexRefused as error:
                 self.stats.failed_ticks += 1
@@ -250,7 +250,7 @@ class LeaseKeeper:
             return False
         self.held[engine_id] = Held(held.model, token, asked_s + self._lease_s)
         self.stats.won_back += 1
-        _log.info("lease won back", engine=engine_id, token=token)
+        _log.info("lease regained", engine=engine_id, token=token)
         await self._estate.enter(wanted, token, again=True)
         return True
 
@@ -279,5 +279,5 @@ class LeaseKeeper:
         held = self.held.pop(engine_id)
         self._estate.leave(held.model, engine_id)
         self.stats.given += 1
-        _log.info("lease given", engine=engine_id, token=held.token)
+        _log.info("lease released", engine=engine_id, token=held.token)
         await desk.leases.release(engine_id, held.token)

@@ -17,7 +17,7 @@ import msgspec
 
 from publisher.groups import Family
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.policy.base import PolicySettings
+from router.placement.candidate import PolicySettings
 from router.simulate.outcome import Outcome
 from router.simulate.plan import check_layout
 from router.simulate.run.arms import ARMS, Arm

@@ -1,6 +1,7 @@
 """The arms of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
 
-The policies are those that serve (``router.policy.arms``), unchanged; an arm only says what they are told.
+The policies are those that serve (``router.placement.policies``), unchanged; an arm only says what they are
+told.
 The honest versions of what other routers do are here: full attention only, own history uncapped and capped,
 hash of the session with bounded load, power of two.
 """
@@ -16,7 +17,7 @@ SightName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """``policy`` is a name of ``router.policy.arms``; ``beta`` None leaves the setting as it is."""
+    """``policy`` is a name of ``router.placement.policies``; ``beta`` None leaves the setting as it is."""
 
     policy: str
     sight: SightName

@@ -1,9 +1,9 @@
 """A fleet behind one arm: arrivals, placements and engines in one order of virtual time.
 
-The placement is the router's own code: candidates are made as the planner makes them (``router.planner``),
-the policy chooses, the load account and the prompts in flight are kept as for real requests. What is
-simulated is the engines (``engine``) and that events arrive at once. A run depends on its inputs and the seed
-alone.
+The placement is the router's own code: candidates are made as the planner makes them
+(``router.placement.decide``), the policy chooses, the load account and the prompts in flight are kept as for
+real requests. What is simulated is the engines (``engine``) and that events arrive at once. A run depends on
+its inputs and the seed alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
-from router.policy.arms import ArmState, policy
-from router.policy.base import Ask, Candidate, PolicySettings, ask
-from router.policy.inflight import InflightPrefixes, InflightPrompt, keeps
-from router.policy.load import LoadAccount, Ticket
-from router.policy.rates import RateBook, RateSettings
-from router.policy.shadow import ShadowSpec
+from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.placement.load import LoadAccount, Ticket
+from router.placement.policies import ArmState, policy
+from router.placement.rates import RateBook, RateSettings
+from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import SimEngine, Visit
 from router.simulate.run.router_view import Blind, History, Rules, Sight, Truth, history_blocks
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
 Progress = Callable[[int], None]

@@ -1,8 +1,8 @@
 """What a router believes each engine holds: the truth, a history of its own, a shadow, or nothing.
 
 Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
-trunk (``router.policy.base``) in tokens; the other calls tell a sight what a router sees anyway. Nothing but
-``Truth`` ever asks an engine.
+trunk (``router.placement.candidate``) in tokens; the other calls tell a sight what a router sees anyway.
+Nothing but ``Truth`` ever asks an engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
-from router.policy.shadow import ShadowFleet, ShadowSpec
+from router.placement.shadow import ShadowFleet, ShadowSpec
 
 
 class Seen(NamedTuple):
@@ -110,7 +110,7 @@ class History:
 
 
 class Rules:
-    """The router's own shadow pools (``router.policy.shadow``): the engine's rules without its events."""
+    """The router's own shadow pools (``router.placement.shadow``): the engine's rules without its events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
         self._fleet = ShadowFleet()

@@ -15,19 +15,19 @@ def doctor(
         Parameter(
             name="--engine",
             help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-            "Event endpoints are asked from the engine where not given.",
+            "Without events= the engine is asked for its event endpoints.",
             negative="",
         ),
     ] = None,
     router: Annotated[
         str | None,
-        Parameter(help="A running router: its view is compared; without --engine its engines are looked at."),
+        Parameter(help="A running router: its view is compared; without --engine its engines are checked."),
     ] = None,
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
     ] = None,
     config: Annotated[Path | None, Parameter(help="TOML configuration file of the router.")] = None,
-    seconds: Annotated[float, Parameter(help="How long live events are listened for.")] = 3.0,
+    seconds: Annotated[float, Parameter(help="Seconds to listen for live events.")] = 3.0,
     timeout: Annotated[float, Parameter(help="Seconds to wait for each answer.")] = 5.0,
     probe: Annotated[
         bool,

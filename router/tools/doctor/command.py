@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, Config, load, parse_engine
+from router.config.errors import ConfigError
+from router.config.load import load, parse_engine
+from router.config.schema import ANY_MODEL, Config
 from router.prompts.reader import ModelDirError
 from router.serve import configure_logging
 from router.tools.doctor import checks
@@ -47,7 +48,7 @@ def run_doctor(
     models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
     loaded = load(config, engines=tuple(parse_engine(text) for text in engines), models=models).config
     if not loaded.engines and router is None:
-        raise ConfigError("nothing to look at: give --engine URL (repeatable), --router URL or --config FILE")
+        raise ConfigError("nothing to check: give --engine URL (repeatable), --router URL or --config FILE")
     configure_logging("error", "console")
     findings = uvloop.run(_examine(loaded, router_url(router), settings, quiet=as_json))
     if as_json:

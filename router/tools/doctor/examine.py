@@ -40,6 +40,7 @@ from router.tools.doctor.http import Http
 from router.tools.doctor.listener import EventTap
 from router.tools.doctor.parity import compare
 from router.tools.doctor.probe import Prober
+from router.tools.ops_client import ops_headers
 
 _DETECTION_S_MAX = 20.0
 _ENGINES_MAX = 256
@@ -49,7 +50,7 @@ class ExamineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long is listened and waited; seconds."""
 
     seconds: float = 3.0
-    """How long live events are listened for."""
+    """Seconds to listen for live events."""
     timeout_s: float = 5.0
     """For one answer over HTTP, and for silence of a replay socket."""
     probe_timeout_s: float = 60.0
@@ -91,7 +92,7 @@ async def ask_router(http: Http, url: str) -> RouterSeen:
     """A router's own view of itself."""
     paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
     ready, engines, receipts, metrics, version, sources = await asyncio.gather(
-        *(http.get(url + path) for path in paths)
+        *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = engines.json(list[dict[str, Any]]) if engines.ok else None
     by_id = None if listed is None else {str(e.get("engine")): e for e in listed}
@@ -278,7 +279,9 @@ class _Examination:
         settings = replace(self._seen.config.prompts, engine_timeout_s=self._settings.timeout_s)
         return PromptReader(models, settings, self._post, engine_url=lambda _model: self._probed_url)
 
-    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def _post(
+        self, url: str, body: bytes, _headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
         answer = await self._http.post(url, body, timeout_s=timeout_s)
         if not answer.status:
             raise OSError(f"{url}: {answer.problem}")

@@ -75,7 +75,7 @@ def _run(name: str, subject: str, told: Iterator[Told]) -> list[Finding]:
                 Severity.ERROR,
                 subject,
                 f"the check itself failed: {type(problem).__name__}: {problem}"[:300],
-                "an answer of a shape that the check does not know",
+                "an answer in a form this check does not know",
                 "please report it with the output of --json",
             )
         )

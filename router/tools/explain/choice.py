@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.policy.arms import ArmState, policy
-from router.policy.base import Ask, Candidate, Confidence, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, Confidence, PolicySettings, ask
+from router.placement.policies import ArmState, policy
 from router.tools.explain.state import AskedPrompt, EngineExplanation
 
 _CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.block_hash import ALGORITHMS, HashScheme
-from router.config.checks import ConfigError
-from router.config.schema import ANY_MODEL, Config, load
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import ANY_MODEL, Config
 from router.index.learn.layout import ModelFacts
 from router.openai.body import peek
 from router.tools.capture.file import CaptureError, is_trace, read_capture
@@ -23,6 +24,7 @@ from router.tools.capture.progress import shown
 from router.tools.explain.choice import ChoiceMade, choice
 from router.tools.explain.prompt import PromptError, read_body, read_prompt, router_body
 from router.tools.explain.state import AskedPrompt, Boundary, EngineExplanation, MissingBlock, explain_engine
+from router.tools.ops_client import ops_headers, reason
 from router.tools.replay.player import Player, up_to
 from router.tools.verify.traces import TraceError, trace_facts
 
@@ -81,7 +83,7 @@ def _check(options: ExplainOptions) -> None:
     if options.router is not None and not options.router.startswith(("http://", "https://")):
         raise ConfigError(f"--router {options.router!r}: expected http://HOST:PORT")
     if options.router is not None and (options.at is not None or options.hash_scheme is not None):
-        raise ConfigError("--at and --hash-scheme are for captures; a router answers for now, as it sees it")
+        raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
     if options.at is not None and options.at < 0:
         raise ConfigError(f"--at: {options.at} is not a seq")
 
@@ -184,13 +186,16 @@ def _why(block: MissingBlock) -> str:
 
 def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
     url = f"{router.rstrip('/')}/kvatlas/explain"
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})  # noqa: S310  # checked
+    headers = {"content-type": "application/json", **ops_headers()}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310  # checked
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
             text = answer.read(_ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
         with error:
-            print(f"kvatlas explain: {url}: {error.code}: {_reason(error.read(4096))}", file=sys.stderr)
+            refused = error.read(4096)
+            told = reason(refused) or refused[:200].decode(errors="replace")
+            print(f"kvatlas explain: {url}: {error.code}: {told}", file=sys.stderr)
         return 1
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise PromptError(f"{url}: {error}") from None
@@ -203,14 +208,6 @@ def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: b
     else:
         Console().print(_router_table(said))
     return 0
-
-
-def _reason(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or what there is."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
 
 
 class RouterHit(msgspec.Struct):
@@ -234,7 +231,7 @@ class RouterEngine(msgspec.Struct):
 
 
 class RouterAnswer(msgspec.Struct):
-    """``POST /kvatlas/explain`` (router/explain.py)."""
+    """``POST /kvatlas/explain`` (router/placement/explain.py)."""
 
     prompt: dict[str, Any]
     choice: dict[str, Any]

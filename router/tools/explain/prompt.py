@@ -136,7 +136,7 @@ def _fields(path: Path, body: bytes) -> _Fields:
 
 
 async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> AskedPrompt:
-    async def nobody(url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def nobody(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
         raise OSError("there is no engine to ask")
 
     try:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from publisher.events import BlockHash
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.fleet.identity import Engine
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
@@ -221,7 +221,7 @@ def _run(
             scopes = [found for found in books if found is not None]
             if not scopes:
                 where = f"namespace {settings.namespace!r}" + ("" if model is None else f", model {model!r}")
-                print(f"kvatlas index: nothing in {where}", file=sys.stderr)
+                print(f"kvatlas index: {where} is empty", file=sys.stderr)
                 return 1
             return await show(client, scopes)
 

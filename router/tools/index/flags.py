@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from router.config.schema import load
+from router.config.load import load
 from router.replication.settings import IndexSettings
 
 IndexFlag = Annotated[

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from router.config.checks import ConfigError
-from router.config.schema import parse_engine
+from router.config.errors import ConfigError
+from router.config.load import parse_engine
 from router.fleet.identity import Engine
 from router.fleet.poller import event_sources
 from router.tools.capture.file import CaptureError

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from publisher.zmq_publisher import ZmqPublisher
-from router.config.checks import ConfigError
+from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
@@ -83,14 +83,14 @@ def _check(options: ReplayOptions) -> None:
     if not 1 <= options.samples <= 10_000:
         raise ConfigError(f"--samples: {options.samples} is not in 1..10000")
     if options.diff is not None and options.diff_seq is not None:
-        raise ConfigError("--diff and --diff-seq: one of them")
+        raise ConfigError("--diff and --diff-seq exclude each other")
     if options.publish and (options.diff is not None or options.diff_seq is not None):
-        raise ConfigError("--publish and --diff: one of them")
+        raise ConfigError("--publish and --diff exclude each other")
     if options.index is not None:
         if not options.index.is_shared:
             raise ConfigError("--index: no address of a shared index")
         if options.diff is not None or options.diff_seq is not None:
-            raise ConfigError("--index and --diff: one of them")
+            raise ConfigError("--index and --diff exclude each other")
 
 
 def _frames(options: ReplayOptions, to_seq: int | None) -> Iterator[CapturedFrame]:
@@ -210,7 +210,7 @@ async def _perform(
         frames = shown(_frames(options, options.to_seq), "playing", quiet=quiet or bool(speed))
         await _feed(sampler, paced(frames, speed), published, stop, live, player)
         if endpoints and not stop.is_set():
-            print(f"all {total} frames are sent; replay is served until Ctrl-C", file=sys.stderr, flush=True)
+            print(f"all {total} frames sent; serving replay until Ctrl-C", file=sys.stderr, flush=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(options.stay_s):
                     await stop.wait()

@@ -9,10 +9,12 @@ from cyclopts import Parameter
 
 def top(
     *,
-    router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
-    interval: Annotated[float, Parameter(help="Seconds between two pictures.")] = 1.0,
-    once: Annotated[bool, Parameter(help="One picture, then stop.", negative="")] = False,
-    json: Annotated[bool, Parameter(help="One JSON object per picture, one per line.", negative="")] = False,
+    router: Annotated[str, Parameter(help="URL of the router's ops port.")] = "http://127.0.0.1:9001",
+    interval: Annotated[float, Parameter(help="Seconds between two refreshes.")] = 1.0,
+    once: Annotated[bool, Parameter(help="Print one picture and stop.", negative="")] = False,
+    json: Annotated[
+        bool, Parameter(help="Print one JSON object per refresh, one per line.", negative="")
+    ] = False,
 ) -> int:
     """Watch a running router, engine by engine; q or Ctrl-C ends. Not on a terminal: one picture."""
     from router.tools.top.command import run_top  # noqa: PLC0415  # so that --help is quick

@@ -19,8 +19,8 @@ from connectors.settings import OffloadSettings
 from connectors.tiered import EXTRA_CONFIG
 from connectors.transfer.base import TransferEngine, TransferJob
 from connectors.transfer.host import HostTransferEngine
+from connectors.transfer.host_pool import PinnedHostPool
 from connectors.worker.engines import EngineWithPool
-from connectors.worker.host_pool import PinnedHostPool
 from connectors.worker.worker import EngineFactory
 
 

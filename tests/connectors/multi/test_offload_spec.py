@@ -39,7 +39,7 @@ from connectors.layout.blocks import LayoutError
 from connectors.offload_spec import HostOffloadingSpec, view_of
 from connectors.transfer.base import TransferJob
 from connectors.transfer.host import HostTransferEngine
-from connectors.worker.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool
 from connectors.worker.offload_worker import RowOffloadingWorker, chunk_moves
 
 BLOCKS = 12

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from connectors.worker import host_memory
-from connectors.worker.host_pool import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
+from connectors.transfer import host_memory
+from connectors.transfer.host_pool import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
 from tests.connectors.transfer_cuda.fakes import FakeDevice, FakeDriver
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine, open_cuda
 from connectors.transfer.cuda_device import TorchDevice
 from connectors.transfer.driver import CudaDriver
-from connectors.worker.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool
 from tests.connectors.transfer_host.contract import PoolPart, TransferEngineContract
 from tests.connectors.transfer_host.handmade import UNIFORM, Bytes, HandmadeCache
 

@@ -59,7 +59,7 @@ class DnsSource:
                 failures += 1
                 self._failing.add(name)
                 if self.stats.failed("resolve", str(error)):
-                    _log.warning("DNS name not resolved", name=name, problem=self.stats.last_error)
+                    _log.warning("DNS name could not be resolved", name=name, problem=self.stats.last_error)
                 pause_s = self._settings.interval_s_min * 2 ** min(failures - 1, 16)
             else:
                 failures = 0

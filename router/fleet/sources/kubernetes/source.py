@@ -97,7 +97,7 @@ class KubernetesSource:
         for problem in sorted(set(seen.problems) - self._problems):
             self.stats.refused += 1
             self.stats.complain("malformed", problem)
-            _log.warning("Kubernetes object not understood", problem=problem)
+            _log.warning("Kubernetes object could not be parsed", problem=problem)
         self._problems = set(seen.problems)
         if seen.sightings != self._told and any(synced for synced, _ in states):
             self._told = seen.sightings

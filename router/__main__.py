@@ -1,0 +1,109 @@
+"""Entry point of the ``kvatlas`` command, and its outer edge: whatever ends a command ends it in a sentence.
+
+Light on purpose: a wheel installed without its extras gets as far as here and is told what to install.
+Always true: no traceback reaches the terminal unless ``KVATLAS_TRACEBACK`` is set, and the status is 0 done,
+1 no or could not, 2 bad arguments or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import traceback
+from collections.abc import Sequence
+
+TRACEBACK_VARIABLE = "KVATLAS_TRACEBACK"
+_EXTRA_OF = {"matplotlib": "plot", "torch": "connectors", "mooncake": "connectors-mooncake"}
+"""Extras that hold a module; every other one comes with ``router``."""
+_OWN = frozenset({"router", "publisher", "connectors"})
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command; returns its exit status, and says on stderr why it is not 0."""
+    try:
+        for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows "?"
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+        from router.cli import call  # noqa: PLC0415  # a bare wheel cannot import it
+
+        status = call(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException as error:  # noqa: BLE001  # the one place where everything ends
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exc()
+        status = _told(_innermost(error))
+    return status
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What a task group wraps, where it is a single error."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _told(error: BaseException) -> int:
+    """Say what ended the command; returns the status."""
+    nobody_reads = _let_go_of_output()
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, BrokenPipeError) and nobody_reads:
+        return 1  # nobody reads any more: head, or a pager that was left
+    if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) not in _OWN:
+        extra = _EXTRA_OF.get(name, "router")
+        _say(f"this command needs the Python module {name!r}: pip install 'kvatlas[{extra}]'")
+    elif isinstance(error, OSError):
+        _say(_of_system(error))
+    elif isinstance(error, MemoryError):
+        _say("not enough memory")
+    else:
+        _say(f"unexpected {type(error).__name__}: {error} (a bug; {TRACEBACK_VARIABLE}=1 shows where)")
+    return 1
+
+
+def _of_system(error: OSError) -> str:
+    """What the system said, and of which file, without its number."""
+    said = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {said}" if error.filename else said
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"kvatlas: {text}", file=sys.stderr, flush=True)
+
+
+def _let_go_of_output() -> bool:
+    """Write out what was printed; let an output go that is gone or full: nothing then fails on it at exit.
+
+    Returns whether nobody reads it any more.
+    """
+    if sys.stdout is None:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+        if not gone:
+            sys.stdout.flush()
+    except (OSError, ValueError):  # full, closed, or no file at all
+        gone = False
+    else:
+        if not gone:
+            return False
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
+
+
+if __name__ == "__main__":
+    main()

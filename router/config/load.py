@@ -1,0 +1,213 @@
+"""Reads the configuration from its four sources, and says where each value came from.
+
+The later one wins: defaults, the TOML file, environment variables (``KVATLAS_<SECTION>_<KEY>``, e.g.
+``KVATLAS_POLICY_BETA``), command-line flags. Every value is checked at start; a fault names the key, the
+value and what would be right (``ConfigError``).
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from router.api.admin.settings import AdminSettings
+from router.config.checks import check_config, check_engine
+from router.config.errors import ConfigError
+from router.config.schema import Config, ModelConfig, ServerConfig
+from router.feeds.base import FeedSettings
+from router.fleet.identity import Engine
+from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
+from router.observe.access_log import AccessLogSettings
+from router.placement.candidate import PolicySettings
+from router.prompts.config import PromptSettings
+from router.proxy.settings import ListenSettings, ProxySettings
+from router.replication.redis.settings import has_password
+from router.replication.settings import IndexSettings
+
+ENV_PREFIX = "KVATLAS_"
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "server": ServerConfig,
+    "fleet": FleetSettings,
+    "fleet.file": FileSettings,
+    "fleet.dns": DnsSettings,
+    "fleet.kubernetes": KubernetesSettings,
+    "policy": PolicySettings,
+    "proxy": ProxySettings,
+    "listen": ListenSettings,
+    "feeds": FeedSettings,
+    "prompts": PromptSettings,
+    "index": IndexSettings,
+    "admin": AdminSettings,
+    "access_log": AccessLogSettings,
+}
+"""Sections whose keys are plain values, so that a flag or an environment variable can set each."""
+
+
+def variable(section: str, key: str = "") -> str:
+    """The environment variable of a setting; without ``key`` what all of its section begin with."""
+    return f"{ENV_PREFIX}{section}_{key}".replace(".", "_").upper()
+
+
+def plain_keys(section: str) -> list[str]:
+    """Keys of a section that are values, not sections themselves."""
+    return [key for key in SECTIONS[section].__struct_fields__ if f"{section}.{key}" not in SECTIONS]
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A configuration, and where every value that is not a default came from (``section.key`` -> source)."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+def load(
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None,
+    index_file: Path | None = None,
+    engines: tuple[Engine, ...] = (),
+    models: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Loaded:
+    """Merge all sources. ``flags`` maps ``section.key`` to a value; ``index_file`` holds ``index.url``.
+
+    Raises ``ConfigError``, also for a password among the flags, which every user of the machine can read.
+    """
+    tree = _read_toml(path) if path is not None else {}
+    sources = dict.fromkeys(_leaves(tree), f"file {path}")
+    for key, text, name in _environment(environ):
+        _put(tree, key, text)
+        sources[key] = f"environment {name}"
+    if index_file is not None:
+        _put(tree, "index.url", _read_url(index_file))
+        sources["index.url"] = f"file {index_file}"
+    for key, value in (flags or {}).items():
+        if key == "index.url" and has_password(str(value)):
+            raise ConfigError(
+                "index.url: a password on the command line can be read by every user of this machine; put "
+                f"the URL into a file (--index-file PATH) or into the environment ({ENV_PREFIX}INDEX_URL)"
+            )
+        _put(tree, key, value)
+        sources[key] = "flag"
+    if engines:
+        tree["engines"] = [msgspec.to_builtins(engine) for engine in engines]
+        sources["engines"] = "flag"
+    for name, settings in (models or {}).items():
+        tree.setdefault("models", {}).setdefault(name, {}).update(settings)
+        sources |= {f"models.{name}.{key}": "flag" for key in settings}
+    config = _build(tree, Config, "")
+    check_config(config)
+    return Loaded(config, sources)
+
+
+def parse_engine(text: str) -> Engine:
+    """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]`` as ``--engine`` takes it."""
+    url, *options = text.split(",")
+    values: dict[str, Any] = {"base_url": url.rstrip("/")}
+    names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank"}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if name not in names or not separator:
+            raise ConfigError(f"--engine {text!r}: {option!r} is not one of {', '.join(names)} with =VALUE")
+        values[names[name]] = value
+    try:
+        engine = msgspec.convert(values, Engine, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--engine {text!r}: {error}") from None
+    check_engine(engine)
+    return engine
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"configuration file {path}: {error}") from None
+
+
+def _read_url(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--index-file {path}: {error}") from None
+
+
+def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(key, text, variable) of every variable that names a setting. An unknown one is refused."""
+    known = {
+        variable(section, key): f"{section}.{key}" for section in SECTIONS for key in plain_keys(section)
+    }
+    found = []
+    for name, text in environ.items():
+        if name in known:
+            found.append((known[name], text, name))
+        elif any(name.startswith(variable(section)) for section in SECTIONS):
+            raise ConfigError(
+                f"environment variable {name} is not a known setting; see docs/configuration.md"
+            )
+    return found
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, field = key.rpartition(".")
+    if section not in SECTIONS or field not in plain_keys(section):
+        raise ConfigError(f"{key} is not a known setting; see docs/configuration.md")
+    table: Any = tree
+    for part in section.split("."):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section}: expected a table of settings, got {table!r}")
+    table[field] = value
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, value in tree.items():
+        keys += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+    return keys
+
+
+def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
+    """``tree`` as ``struct``, key by key. Raises ``ConfigError`` that names the key and the value."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{prefix.rstrip('.')}: expected a table of settings, got {tree!r}")
+    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    values = {}
+    for name, value in tree.items():
+        if name not in types:
+            raise ConfigError(f"unknown key {prefix}{name}; known: {', '.join(sorted(types))}")
+        values[name] = _value(value, types[name], f"{prefix}{name}")
+    try:
+        return struct(**values)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+    except TypeError:
+        missing = [f.name for f in msgspec.structs.fields(struct) if f.required and f.name not in values]
+        raise ConfigError(f"{prefix.rstrip('.')}: {', '.join(missing)} must be given") from None
+
+
+def _value(value: Any, kind: Any, key: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _build(value, kind, f"{key}.")
+    if key == "models" and isinstance(value, dict):
+        return {name: _build(settings, ModelConfig, f"models.{name}.") for name, settings in value.items()}
+    if key == "engines" and isinstance(value, list):
+        return tuple(_engine(fields, f"engines[{number}].") for number, fields in enumerate(value))
+    if isinstance(value, str) and kind == tuple[str, ...]:  # from a flag or a variable
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{key} = {value!r}: {error}") from None
+
+
+def _engine(fields: Any, prefix: str) -> Engine:
+    engine = _build(fields, Engine, prefix)
+    return msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))

@@ -1,0 +1,101 @@
+"""Runs every source of engines and puts what they tell into the roster.
+
+Always true: a source that fails by a fault of ours is begun again, and the others go on; engines with
+addresses that cannot be used never reach the roster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import structlog
+
+from router.fleet.desired import STATIC, Roster
+from router.fleet.identity import Engine
+from router.fleet.settings import FleetSettings
+from router.fleet.sources.base import Sighting, Source, SourceStats
+from router.fleet.sources.dns.source import DnsSource
+from router.fleet.sources.engine_list import check_address
+from router.fleet.sources.file import FileSource
+from router.fleet.sources.kubernetes.access import AccessError
+from router.fleet.sources.kubernetes.source import KubernetesSource
+
+_log = structlog.get_logger()
+_AFTER_FAULT_S = 2.0
+
+
+class FleetSources:
+    """All sources of one router. ``changed`` is called when the roster may differ."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        settings: FleetSettings,
+        roster: Roster,
+        *,
+        changed: Callable[[], None],
+    ) -> None:
+        self._static = SourceStats(synced=True, engines=len(engines))
+        self._sources: list[Source] = list(_configured(settings))
+        self._roster = roster
+        self._changed = changed
+        roster.tell(STATIC, [Sighting(engine) for engine in engines])
+
+    @property
+    def stats(self) -> dict[str, SourceStats]:
+        """By source; the static list is one too."""
+        return {STATIC: self._static, **{source.name: source.stats for source in self._sources}}
+
+    def unheard(self) -> list[str]:
+        """Sources that have not told their whole set yet, with the reason where there is one."""
+        return [
+            f"{source.name} ({source.stats.last_error})" if source.stats.last_error else source.name
+            for source in self._sources
+            if not source.stats.synced
+        ]
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for source in self._sources:
+                tasks.create_task(self._keep_up(source), name=f"source {source.name}")
+
+    async def _keep_up(self, source: Source) -> None:
+        while True:
+            try:
+                await source.run(lambda sightings: self._told(source, sightings))
+            except* AccessError as errors:
+                text = str(errors.exceptions[0])
+                if source.stats.failed("access", text):
+                    _log.warning("source of engines cannot start", source=source.name, problem=text)
+            except* Exception:  # noqa: BLE001  # whatever it is, the engines that are known stay
+                source.stats.failed("fault", "internal error in the router; see its log")
+                _log.exception("source of engines failed, restarting it", source=source.name)
+            await asyncio.sleep(_AFTER_FAULT_S)
+
+    def _told(self, source: Source, sightings: Sequence[Sighting]) -> None:
+        usable = []
+        for one in sightings:
+            try:
+                check_address(one.engine)
+            except ValueError as error:
+                source.stats.refused += 1
+                source.stats.complain("malformed", str(error))
+            else:
+                usable.append(one)
+        source.stats.engines = len(usable)
+        self._roster.tell(source.name, usable)
+        if self._roster.left_out:
+            source.stats.complain("fleet_full", f"{self._roster.left_out} servers over fleet.engines_max")
+            _log.warning("more engines than fleet.engines_max", left_out=self._roster.left_out)
+        self._changed()
+
+
+def _configured(settings: FleetSettings) -> Iterator[Source]:
+    if settings.file.on:
+        yield FileSource(settings.file)
+    if settings.kubernetes.on:
+        yield KubernetesSource(settings.kubernetes)
+    if settings.dns.on:
+        yield DnsSource(settings.dns)

@@ -1,0 +1,265 @@
+"""How much of a prompt is the same as a prompt in flight, engine by engine: control of herds.
+
+Siblings of one prompt arrive within seconds, before the first of them has made the engine publish anything.
+Whoever looks at published blocks alone sees them all cold and sprays them. So the prompts sent to each engine
+are kept here until the index can know them. Two numbers come out for a new prompt and an engine: the blocks
+it has in common with a prompt in flight there (counts towards ``trunk``), and how many of those the engine
+will keep when it gets to that prompt (``coming``: first in, first out, so they are a hit by the time the
+new one is served).
+
+A radix tree over block hashes. A block hash covers the whole prefix before it, so two hash lists are equal
+up to some position and different from there on: the end of a match inside a node is found by bisection, and
+hashes of engines of different schemes never meet.
+
+An ended prompt counts as common for ``grace_s`` more: the engine publishes blocks with the step that
+computes them, and the batch travels while the last bytes of a short answer do; removing the prompt with its
+last byte would leave a moment in which nobody knows the prefix. What it keeps stops counting with its first
+token: from then on the events say it exactly, evictions included. A failed prompt goes at once. Bounded:
+beyond ``prompts_max`` or ``blocks_max`` the oldest prompts leave early, counted.
+
+Always true: memory is O(prompts kept), a look-up O(branch points on its path * log blocks + engines).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from publisher.events import BlockHash
+from router.placement.prefix_node import PrefixNode
+
+
+class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds. A block costs 8 bytes here and up to 36 in the list it shares with the prompt."""
+
+    prompts_max: int = 8192
+    blocks_max: int = 2_000_000
+    grace_s: float = 2.0
+
+
+class InflightStats(msgspec.Struct):
+    """Counters for metrics; ``prompts`` and ``blocks`` are current."""
+
+    prompts: int = 0
+    blocks: int = 0
+    evicted: int = 0
+
+
+class InflightPrompt(msgspec.Struct, eq=False):
+    """One prompt on one engine; opaque to its holder."""
+
+    engine_id: str
+    hashes: Sequence[BlockHash]
+    num_blocks: int
+    keeps: tuple[int, ...] = ()
+    kept: bool = True
+
+
+class Common(NamedTuple):
+    """Leading hash blocks shared with prompts in flight, per engine; engines without any are absent."""
+
+    blocks: dict[str, int]
+    coming: dict[str, int]
+    """Of those, what the engine will hold in every group once it has computed the prompt in flight."""
+
+
+def keeps(
+    prompt_tokens: int,
+    trunk_tokens: int,
+    *,
+    alignment: int,
+    hash_block_size: int,
+    retention_interval: int | None = 0,
+    every_block: bool = False,
+) -> tuple[int, ...]:
+    """The prefixes of a prompt, in hash blocks, that an engine will be able to hit once it computed it.
+
+    vLLM keeps the windows and states at the last aligned boundary of the prompt, at the junction that the
+    visit finds (the end of ``trunk_tokens``) and at multiples of the retention interval; all boundaries
+    if that is None, or if every group is full attention (``every_block``). Sizes in tokens.
+    """
+    last = prompt_tokens - 1
+    step = alignment if every_block or retention_interval is None else retention_interval
+    ends = set(range(step, last + 1, step)) if step else set()
+    ends |= {last // alignment * alignment, min(trunk_tokens, last) // alignment * alignment}
+    return tuple(sorted(end // hash_block_size for end in ends if end))
+
+
+class InflightPrefixes:
+    """Prompts in flight of the whole fleet. One writer; every call may drop prompts whose grace is over."""
+
+    def __init__(self, settings: InflightSettings | None = None) -> None:
+        self.settings = settings or InflightSettings()
+        self.stats = InflightStats()
+        self._root = PrefixNode((), 0, 0)
+        self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
+        self._ended: deque[tuple[float, InflightPrompt]] = deque()
+
+    def add(
+        self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
+    ) -> InflightPrompt:
+        """A prompt goes to this engine, which will ``keeps`` these prefixes of it (see ``keeps``).
+
+        ``hashes`` is held, not copied: it may grow, but not change.
+        """
+        self._expire(now)
+        held = tuple(sorted({end for end in keeps if 0 < end <= len(hashes)}))
+        prompt = InflightPrompt(engine_id, hashes, len(hashes), held)
+        self._insert(prompt)
+        self._prompts[prompt] = None
+        self.stats.prompts += 1
+        self.stats.blocks += prompt.num_blocks
+        settings = self.settings
+        while self.stats.prompts > settings.prompts_max or self.stats.blocks > settings.blocks_max:
+            self.stats.evicted += 1
+            self.drop(next(iter(self._prompts)))
+        return prompt
+
+    def prefilled(self, prompt: InflightPrompt) -> None:
+        """Its first token arrived: what it keeps is for the events to say from now on."""
+        if not prompt.kept or not prompt.keeps:
+            return
+        path = self._path(prompt)
+        self._unkeep(prompt, path)
+        for node in reversed(path):
+            node.join()
+
+    def end(self, prompt: InflightPrompt, now: float) -> None:
+        """The answer ended; the prompt still counts as common for the grace period."""
+        self.prefilled(prompt)
+        self._ended.append((now + self.settings.grace_s, prompt))
+        self._expire(now)
+
+    def drop(self, prompt: InflightPrompt) -> None:
+        """The prompt counts no longer: its engine failed it. Dropping twice changes nothing."""
+        if not prompt.kept:
+            return
+        prompt.kept = False
+        del self._prompts[prompt]
+        self._remove(prompt)
+        self.stats.prompts -= 1
+        self.stats.blocks -= prompt.num_blocks
+
+    def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
+        """What a prompt shares with the prompts in flight on each engine."""
+        self._expire(now)
+        path: list[tuple[PrefixNode, int]] = []
+        node, depth = self._root, 0
+        while depth < len(hashes):
+            child = node.children.get(hashes[depth])
+            if child is None:
+                break
+            depth = child.match(hashes)
+            path.append((child, depth))
+            if depth < child.end:
+                break
+            node = child
+        blocks: dict[str, int] = {}
+        coming: dict[str, int] = {}
+        most = len(path[0][0].engines) if path else 0
+        for node, depth in reversed(path):  # deepest first; who is below is above too, so all are soon found
+            if len(blocks) < most:
+                for engine_id in node.engines:
+                    blocks.setdefault(engine_id, depth)
+            if node.keepers and depth == node.end:
+                for engine_id in node.keepers:
+                    coming.setdefault(engine_id, depth)
+        return Common(blocks, coming)
+
+    def forget(self, engine_id: str) -> None:
+        """The engine restarted or left: nothing is in flight there any more."""
+        for prompt in [p for p in self._prompts if p.engine_id == engine_id]:
+            self.drop(prompt)
+
+    def check_integrity(self) -> list[str]:
+        """Recounts the tree; an empty list, or one sentence per contradiction."""
+        problems: list[str] = []
+        through: dict[tuple[int, str, bool], int] = {}
+        for prompt in self._prompts:
+            for node in self._path(prompt):
+                passes = (id(node), prompt.engine_id, False)
+                through[passes] = through.get(passes, 0) + 1
+                if node.end in prompt.keeps:
+                    ends = (id(node), prompt.engine_id, True)
+                    through[ends] = through.get(ends, 0) + 1
+        stack = list(self._root.children.items())
+        while stack:
+            first, node = stack.pop()
+            if node.start >= node.end or node.hashes[node.start] != first:
+                problems.append(f"node [{node.start}, {node.end}) does not start with its key")
+            for counts, keeping in ((node.engines, False), (node.keepers, True)):
+                for engine_id, count in counts.items():
+                    if through.pop((id(node), engine_id, keeping), 0) != count:
+                        problems.append(f"node [{node.start}, {node.end}): count of {engine_id} is off")
+            stack.extend(node.children.items())
+        if through:
+            problems.append(f"{len(through)} prompts pass nodes that do not count them")
+        if self.stats.blocks != sum(p.num_blocks for p in self._prompts):
+            problems.append("blocks kept are not their sum")
+        return problems
+
+    def _expire(self, now: float) -> None:
+        ended = self._ended
+        while ended and ended[0][0] <= now:
+            self.drop(ended.popleft()[1])
+
+    def _insert(self, prompt: InflightPrompt) -> None:
+        hashes, engine_id, end = prompt.hashes, prompt.engine_id, prompt.num_blocks
+        node, depth = self._root, 0
+        while depth < end:
+            child = node.children.get(hashes[depth])
+            if child is None:
+                child = node.children[hashes[depth]] = PrefixNode(hashes, depth, end)
+            else:
+                at = child.match(hashes)
+                if at < child.end:
+                    child.split(at)
+            child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
+            node, depth = child, child.end
+        node = self._root
+        for cut in prompt.keeps:  # ascending
+            while node.end < cut:
+                node = node.children[hashes[node.end]]
+            if cut < node.end:
+                node.split(cut)
+            node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
+
+    @staticmethod
+    def _unkeep(prompt: InflightPrompt, path: list[PrefixNode]) -> None:
+        ends = {node.end: node for node in path}
+        for end in prompt.keeps:
+            _less(ends[end].keepers, prompt.engine_id)
+        prompt.keeps = ()
+
+    def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:
+        """The nodes of a prompt that was inserted, from the root down."""
+        path: list[PrefixNode] = []
+        node, depth = self._root, 0
+        while depth < prompt.num_blocks:
+            node = node.children[prompt.hashes[depth]]
+            path.append(node)
+            depth = node.end
+        return path
+
+    def _remove(self, prompt: InflightPrompt) -> None:
+        path = self._path(prompt)
+        self._unkeep(prompt, path)
+        parent, left = self._root, 0
+        for node in path:
+            _less(node.engines, prompt.engine_id)
+            if not node.engines:  # nobody else passes here, so nobody is below either
+                del parent.children[node.hashes[node.start]]
+                break
+            parent, left = node, left + 1
+        for node in reversed(path[:left]):
+            node.join()
+
+
+def _less(counts: dict[str, int], engine_id: str) -> None:
+    if counts[engine_id] > 1:
+        counts[engine_id] -= 1
+    else:
+        del counts[engine_id]

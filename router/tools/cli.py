@@ -1,0 +1,119 @@
+"""The subcommands about captures: their arguments and help; what they do is imported when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
+
+Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
+Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
+ConfigFile = Annotated[
+    Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
+]
+
+
+def record(
+    *,
+    engine: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--engine",
+            help="URL[,events=..][,replay=..][,topic=..][,dp-rank=N], or without a server "
+            "events=tcp://..[,replay=tcp://..][,topic=..][,source=NAME]; repeat for more.",
+            negative="",
+        ),
+    ] = None,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="File to write: .jsonl.gz or .jsonl.")],
+    seconds: Annotated[
+        float | None, Parameter(help="Stop after this many seconds; otherwise at Ctrl-C.")
+    ] = None,
+    rotate_mb: Annotated[
+        float | None, Parameter(help="Start a new file (NAME.00000.jsonl.gz, ..) after this many MB.")
+    ] = None,
+    max_mb: Annotated[
+        float | None,
+        Parameter(
+            help="Most MB of all files: the oldest rotated files are deleted; a single file ends there."
+        ),
+    ] = None,
+    redact: Annotated[
+        bool,
+        Parameter(
+            help="Write zeros for token ids: hashes stay valid, but their scheme can no longer be detected.",
+            negative="",
+        ),
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Record what engines publish, history first, into a capture; status 1 if anything is missing in it."""
+    from router.tools.record.command import RecordOptions, run_record  # noqa: PLC0415  # loaded when run
+
+    options = RecordOptions(output, seconds, rotate_mb, max_mb, redact)
+    return run_record(engine or [], options, as_json=json)
+
+
+def replay(
+    *paths: Pieces,
+    to_seq: Annotated[int | None, Parameter(help="Stop each engine after this sequence number.")] = None,
+    source: Annotated[str | None, Parameter(help="Only this engine of the capture.")] = None,
+    speed: Annotated[
+        float | None,
+        Parameter(help="Multiple of the recorded pace; 0: at once (the default; with --publish 1)."),
+    ] = None,
+    publish: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Publish as the engine did, at tcp://..[,replay=tcp://..]; once per engine of the capture.",
+            negative="",
+        ),
+    ] = None,
+    stay: Annotated[
+        float | None, Parameter(help="Seconds to serve replay after the last frame; otherwise until Ctrl-C.")
+    ] = None,
+    samples: Annotated[int, Parameter(help="Number of moments at which residency is shown.")] = 10,
+    diff: Annotated[
+        Path | None, Parameter(help="Compare with this capture; status 1 if they differ.")
+    ] = None,
+    diff_seq: Annotated[
+        int | None, Parameter(help="Compare with the same capture at this seq; status 1 if they differ.")
+    ] = None,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    json: Json = False,
+) -> int:
+    """Play a capture: residency per engine, group and medium over time, as a live feed again, or a diff.
+
+    With --index also into a shared index, in a namespace of its own; status 1 if it then shows otherwise.
+    """
+    from router.tools.replay.command import ReplayOptions, run_replay  # noqa: PLC0415  # loaded when run
+
+    shared = None if index is None and index_file is None else index_settings(index, index_file)
+    published = tuple(publish or ())
+    options = ReplayOptions(
+        paths, to_seq, source, speed, published, stay, samples, diff, diff_seq, index=shared
+    )
+    return run_replay(options, as_json=json)
+
+
+def explain(
+    *paths: Pieces,
+    request: Annotated[Path, Parameter(help="JSON: a chat or completion body, or an object with token_ids.")],
+    router: Annotated[str | None, Parameter(help="Ask this running router instead of a capture.")] = None,
+    at: Annotated[int | None, Parameter(help="Explain the state after this sequence number.")] = None,
+    tokenizer: Annotated[Path | None, Parameter(help="Directory with tokenizer.json.")] = None,
+    config: ConfigFile = None,
+    hash_scheme: Annotated[
+        str | None,
+        Parameter(help="ALGO[,seed=..][,size=N][,lookahead=N], where it cannot be detected (redacted)."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
+    from router.tools.explain.command import ExplainOptions, run_explain  # noqa: PLC0415  # loaded when run
+
+    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme)
+    return run_explain(options, as_json=json)

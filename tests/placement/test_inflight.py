@@ -1,0 +1,177 @@
+"""Prompts in flight: common prefixes, what they leave behind, grace, bounds; held against a plain list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from publisher.block_hash import HashScheme, block_hashes
+from publisher.events import BlockHash
+from router.placement.inflight import InflightPrefixes, InflightPrompt, InflightSettings, keeps
+
+SCHEME = HashScheme(algo="sha256_cbor", hash_block_size=1)
+
+
+def hashes(text: str) -> list[BlockHash]:
+    """One hash block per letter."""
+    return block_hashes([ord(letter) for letter in text], SCHEME)
+
+
+def test_common_prefix_per_engine() -> None:
+    inflight = InflightPrefixes()
+    inflight.add("a", hashes("system prompt one"), 0.0)
+    inflight.add("b", hashes("system of b"), 0.0)
+    inflight.add("c", hashes("other"), 0.0)
+    assert inflight.common(hashes("system prompt two"), 0.0).blocks == {"a": 14, "b": 7}
+    assert inflight.common(hashes("oth"), 0.0).blocks == {"c": 3}
+    assert inflight.common([], 0.0).blocks == {}
+    assert inflight.common(hashes("nobody"), 0.0).blocks == {}
+    assert inflight.check_integrity() == []
+
+
+def test_an_ended_prompt_counts_until_its_grace_is_over() -> None:
+    inflight = InflightPrefixes(InflightSettings(grace_s=2.0))
+    prompt = inflight.add("a", hashes("abc"), 0.0, [3])
+    assert inflight.common(hashes("abcd"), 0.0) == ({"a": 3}, {"a": 3})
+    inflight.end(prompt, 10.0)
+    assert inflight.common(hashes("abcd"), 11.9) == ({"a": 3}, {})  # evictions are the events' to tell
+    assert inflight.common(hashes("abcd"), 12.0).blocks == {}
+    assert inflight.stats.prompts == inflight.stats.blocks == 0
+
+
+def test_a_failed_prompt_goes_at_once_and_only_once() -> None:
+    inflight = InflightPrefixes()
+    first, twin = inflight.add("a", hashes("abc"), 0.0), inflight.add("a", hashes("abc"), 0.0)
+    inflight.drop(first)
+    inflight.drop(first)
+    inflight.end(first, 0.0)
+    assert inflight.common(hashes("abc"), 0.0).blocks == {"a": 3}
+    inflight.drop(twin)
+    assert inflight.common(hashes("abc"), 0.0).blocks == {}
+    assert inflight.check_integrity() == []
+
+
+def test_what_a_prompt_keeps_comes_only_where_the_new_one_contains_it() -> None:
+    inflight = InflightPrefixes()
+    prompt = inflight.add("a", hashes("system user"), 0.0, [6, 10])
+    assert inflight.common(hashes("system user goes on"), 0.0).coming == {"a": 10}
+    assert inflight.common(hashes("system us"), 0.0).coming == {"a": 6}
+    assert inflight.common(hashes("syst"), 0.0).coming == {}
+    inflight.prefilled(prompt)
+    assert inflight.common(hashes("system user"), 0.0) == ({"a": 11}, {})
+    assert inflight.check_integrity() == []
+
+
+def test_a_branch_that_goes_leaves_shorter_prompts_as_they_were() -> None:
+    inflight = InflightPrefixes()
+    inflight.add("short", hashes("ab"), 0.0)
+    inflight.add("long", hashes("abcd"), 0.0)
+    branch = inflight.add("branch", hashes("abx"), 0.0)
+    inflight.drop(branch)
+    assert inflight.common(hashes("abcd"), 0.0).blocks == {"short": 2, "long": 4}
+
+
+def test_forgetting_an_engine_leaves_the_others() -> None:
+    inflight = InflightPrefixes()
+    inflight.add("a", hashes("abcd"), 0.0, [2])
+    inflight.add("b", hashes("abxy"), 0.0, [2])
+    inflight.forget("a")
+    assert inflight.common(hashes("abcd"), 0.0) == ({"b": 2}, {"b": 2})
+    assert inflight.check_integrity() == []
+
+
+def test_memory_is_bounded_by_prompts_and_by_blocks() -> None:
+    inflight = InflightPrefixes(InflightSettings(prompts_max=3, blocks_max=10))
+    for letter in "abcd":
+        inflight.add("e", hashes(letter * 2), 0.0)
+    assert (inflight.stats.prompts, inflight.stats.evicted) == (3, 1)
+    assert inflight.common(hashes("aa"), 0.0).blocks == {}  # the oldest left
+    inflight.add("e", hashes("x" * 9), 0.0)
+    assert inflight.stats.blocks <= 10
+    assert inflight.common(hashes("xxx"), 0.0).blocks == {"e": 3}
+    assert inflight.check_integrity() == []
+
+
+def test_a_list_that_grows_after_it_was_added_does_no_harm() -> None:
+    inflight = InflightPrefixes()
+    growing = hashes("abc")
+    prompt = inflight.add("a", growing, 0.0, [3])
+    growing += hashes("abcdef")[3:]
+    assert inflight.common(hashes("abcdef"), 0.0).blocks == {"a": 3}
+    inflight.drop(prompt)
+    assert inflight.common(hashes("abcdef"), 0.0).blocks == {}
+
+
+def test_keeps_follows_the_retention_rule() -> None:
+    sizes = {"alignment": 32, "hash_block_size": 16}
+    assert keeps(163, 0, **sizes) == (10,)  # the last boundary of the prompt
+    assert keeps(160, 100, **sizes) == (6, 8)  # never the whole prompt; the junction of a trunk of 100
+    assert keeps(163, 0, retention_interval=64, **sizes) == (4, 8, 10)
+    assert keeps(163, 0, retention_interval=None, **sizes) == (2, 4, 6, 8, 10)
+    assert keeps(163, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)
+    assert keeps(16, 500, **sizes) == ()
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(("add", "prefilled", "end", "drop")),
+        st.sampled_from("ABC"),
+        st.text("ab", max_size=8),
+        st.sets(st.integers(0, 9), max_size=3),
+        st.integers(0, 30),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(operations=operations, probes=st.lists(st.text("ab", max_size=8), max_size=5))
+def test_agrees_with_comparing_every_prompt(
+    operations: list[tuple[str, str, str, set[int], int]], probes: list[str]
+) -> None:
+    inflight = InflightPrefixes(InflightSettings(grace_s=5.0))
+    model: list[_Known] = []
+    for now, (what, engine, text, kept, which) in enumerate(operations):
+        if what == "add":
+            prompt = inflight.add(engine, hashes(text), now, sorted(kept))
+            model.append(_Known(prompt, text, {k for k in kept if 0 < k <= len(text)}))
+        elif model:
+            known = model[which % len(model)]
+            if what == "drop":
+                inflight.drop(known.prompt)
+                known.until = -1.0
+            elif what == "prefilled":
+                inflight.prefilled(known.prompt)
+                known.kept = set()
+            elif known.until == float("inf"):
+                inflight.end(known.prompt, now)
+                known.kept, known.until = set(), now + 5.0
+        model = [known for known in model if known.until > now]
+        for probe in [text, *probes]:
+            assert inflight.common(hashes(probe), now) == _common(model, probe)
+        assert inflight.check_integrity() == []
+
+
+@dataclass
+class _Known:
+    prompt: InflightPrompt
+    text: str
+    kept: set[int]
+    until: float = float("inf")
+
+
+def _common(model: list[_Known], probe: str) -> tuple[dict[str, int], dict[str, int]]:
+    blocks: dict[str, int] = {}
+    coming: dict[str, int] = {}
+    for known in model:
+        engine_id, same = known.prompt.engine_id, 0
+        while probe[same : same + 1] == known.text[same : same + 1] != "":
+            same += 1
+        if same:
+            blocks[engine_id] = max(same, blocks.get(engine_id, 0))
+        for end in known.kept:
+            if end <= same:
+                coming[engine_id] = max(end, coming.get(engine_id, 0))
+    return blocks, coming
