@@ -32,6 +32,8 @@ class ProxyStats(msgspec.Struct):
     """Clients that left without a byte although the engine had had the time, and answered nobody."""
     bodies_too_large: int = 0
     paths_refused: int = 0
+    kv_transfer_params_removed: int = 0
+    """Requests whose body had ``kv_transfer_params``, which was taken out."""
     usage_unread: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
