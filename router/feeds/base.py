@@ -123,7 +123,7 @@ class FeedSettings(msgspec.Struct, frozen=True):
     tick_s: float = 0.25
     """Seconds between two checks of a feed's time-outs."""
     slice_s: float = 0.002
-    """Longest time a feed works before other tasks of the event loop get their turn, in seconds; a batch
+    """Longest time a feed works before other tasks of the event loop get their turn, in seconds; an event
     is never split."""
     receive_queue_max: int = 20_000
     """ZMQ receive high-water mark, in messages. ZMQ drops live messages beyond it, which shows as a gap
