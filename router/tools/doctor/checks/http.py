@@ -168,7 +168,7 @@ def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield warning(
             seen,
             "the machines' clocks differ",
-            "run NTP on both; until then kvatlas_feed_lag_s and time stamps in logs mislead",
+            "run NTP on both; until then kvatlas_feed_lag_seconds and time stamps in logs mislead",
         )
     elif lag is not None and lag > _LAG_S_MAX:
         yield warning(
