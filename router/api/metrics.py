@@ -7,19 +7,25 @@ fixed words only, so the number of series is bounded by the fleet.
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from router import __version__
 from router.api.admin.stats import AdminStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
 from router.index.models import Scopes
+from router.observe.field_texts import field_texts
+from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from router.observe.requests import RequestBook
 from router.placement.books import Books
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
@@ -41,6 +47,7 @@ _GAUGES = frozenset(
         "lease_replicas",
         "lease_wanted",
         "inflight_prompts",
+        "prompts_context_bytes",
         "prompts_prefix_bytes",
         "prompts_segment_bytes",
         "proxy_requests_active",
@@ -50,6 +57,7 @@ _GAUGES = frozenset(
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
+_UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
 _NOT_NUMBERS = frozenset({"state", "reason"})
 
 
@@ -68,6 +76,7 @@ class Sources(msgspec.Struct):
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
+    requests: RequestBook | None = None
 
 
 class RouterCollector:
@@ -79,6 +88,9 @@ class RouterCollector:
     def collect(self) -> Iterator[Metric]:
         """All families, in a fixed order."""
         s = self._sources
+        yield from _build()
+        if s.requests is not None:
+            yield from _requests(s.requests)
         yield from self._engines()
         yield from _by_engine("feed", s.feeds)
         yield from self._residency()
@@ -251,8 +263,55 @@ class RouterCollector:
 def render_metrics(sources: Sources) -> bytes:
     """The page in Prometheus text format."""
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     registry.register(RouterCollector(sources))
     return generate_latest(registry)
+
+
+def _build() -> Iterator[Metric]:
+    build = GaugeMetricFamily(
+        "kvatlas_build_info",
+        "1; the version of kvatlas and of Python as labels",
+        labels=["version", "python"],
+    )
+    build.add_metric([__version__, platform.python_version()], 1.0)
+    yield build
+
+
+_TIMES = {
+    "first_token": "kvatlas_time_to_first_token_seconds",
+    "between": "kvatlas_inter_token_seconds",
+    "whole": "kvatlas_request_duration_seconds",
+    "overhead": "kvatlas_router_overhead_seconds",
+}
+_TIME_TEXTS = {
+    "first_token": "From the head of a streamed completion request until the engine's first token, retries "
+    "included",
+    "between": "Time between two pieces of a streamed completion as they come from the engine; a piece is "
+    "one token, or several that came together",
+    "whole": "From the head of a completion request until the end of its answer, of those answered with 2xx",
+    "overhead": "The router's own time before a completion request goes to its first engine: parsing, "
+    "tokenizing, looking up, choosing",
+}
+
+
+def _requests(book: RequestBook) -> Iterator[Metric]:
+    ended = CounterMetricFamily(
+        "kvatlas_requests",
+        "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
+        "status as the client got it; client_gone: the client left before the end, broken_stream: the engine "
+        "broke off in the middle of its answer",
+        labels=["model", "engine", "status"],
+    )
+    for key, count in book.counts.items():
+        ended.add_metric(list(key), count)
+    yield ended
+    for name, metric in _TIMES.items():
+        family = HistogramMetricFamily(metric, _TIME_TEXTS[name], labels=["model"])
+        for model, times in book.models.items():
+            histogram: Histogram = getattr(times, name)
+            family.add_metric([model], histogram.buckets(), histogram.total)
+        yield family
 
 
 def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
@@ -267,7 +326,7 @@ def _numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
     """One family per number of a stats struct; a dict becomes a ``reason`` label."""
     for name in stats.__struct_fields__:
         value = getattr(stats, name)
-        family = _family(part, name, ["reason"] if isinstance(value, dict) else [])
+        family = _family(part, type(stats), name, ["reason"] if isinstance(value, dict) else [])
         for label, number in value.items() if isinstance(value, dict) else [(None, value)]:
             family.add_metric([] if label is None else [str(label)], float(number))
         yield family
@@ -282,12 +341,13 @@ def _by_label(label: str, part: str, stats_of: Mapping[str, msgspec.Struct]) -> 
     """One family per number over several stats structs of one type, each with its value of ``label``."""
     if not stats_of:
         return
-    for name in next(iter(stats_of.values())).__struct_fields__:
+    kind = type(next(iter(stats_of.values())))
+    for name in kind.__struct_fields__:
         values = {engine: getattr(stats, name) for engine, stats in stats_of.items()}
         if name in _NOT_NUMBERS or any(isinstance(v, str) for v in values.values()):
             continue
         by_reason = any(isinstance(v, dict) for v in values.values())
-        family = _family(part, name, [label, "reason"] if by_reason else [label])
+        family = _family(part, kind, name, [label, "reason"] if by_reason else [label])
         for engine, value in values.items():
             for labels, number in _labelled(engine, value):
                 family.add_metric(labels, number)
@@ -300,6 +360,15 @@ def _labelled(engine: str, value: object) -> Iterable[tuple[list[str], float]]:
     return [([engine], float(value))] if isinstance(value, int | float) else []
 
 
-def _family(part: str, name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(
+    part: str, stats: type[msgspec.Struct], name: str, labels: list[str]
+) -> CounterMetricFamily | GaugeMetricFamily:
     kind = GaugeMetricFamily if f"{part}_{name}" in _GAUGES else CounterMetricFamily
-    return kind(f"kvatlas_{part}_{name}", f"{part}: {name.replace('_', ' ')}", labels=labels)
+    text = field_texts(stats).get(name, f"{part}: {name.replace('_', ' ')}")
+    return kind(exported(part, name), text, labels=labels)
+
+
+def exported(part: str, name: str) -> str:
+    """The metric of a number of a stats struct: its unit is spelled out."""
+    spelled = re.sub(r"(_s|_monotonic)$", lambda unit: _UNITS[unit[1]], name)
+    return f"kvatlas_{part}_{spelled}"

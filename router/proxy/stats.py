@@ -32,18 +32,24 @@ class ProxyStats(msgspec.Struct):
     """Clients that left without a byte although the engine had had the time, and answered nobody."""
     bodies_too_large: int = 0
     paths_refused: int = 0
+    kv_transfer_params_removed: int = 0
+    """Requests whose body had ``kv_transfer_params``, which was taken out."""
     usage_unread: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
-    """Answers of our own, by error code."""
+    """Answers of the router's own that say what went wrong, by error code; unknown paths and models are not
+    among them."""
+    not_found: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests for a path or a model that is not there (404 by the router), by error code."""
 
     def count_failure(self, reason: str) -> None:
         """One engine failure."""
         self.engine_failures[reason] = self.engine_failures.get(reason, 0) + 1
 
-    def count_error(self, code: str) -> None:
+    def count_error(self, status: int, code: str) -> None:
         """One error answer of our own."""
-        self.errors[code] = self.errors.get(code, 0) + 1
+        counts = self.not_found if status == 404 else self.errors
+        counts[code] = counts.get(code, 0) + 1
 
 
 class ListenStats(msgspec.Struct):

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
 from router.api.admin.stats import AdminStats
-from router.api.metrics import _GAUGES, Sources, render_metrics
+from router.api.metrics import _GAUGES, Sources, exported, render_metrics
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
@@ -29,7 +29,7 @@ from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
-from router.replication.gossip.inflight import FlightStats
+from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
 from router.replication.lookup import SightStats
 from router.replication.service import SharedIndex
@@ -48,7 +48,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "load": LoadStats,
     "lease": LeaseStats,
     "look": SightStats,
-    "flight": FlightStats,
+    "flight": GossipStats,
     "mirror": MirrorStats,
     "source": SourceStats,
     "admin": AdminStats,
@@ -111,10 +111,10 @@ def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
 def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
     found = families(sources)
     missing = [
-        f"kvatlas_{part}_{name}"
+        exported(part, name)
         for part, struct in PARTS.items()
         for name in struct.__struct_fields__
-        if f"kvatlas_{part}_{name}" not in found
+        if exported(part, name) not in found
         and not isinstance(getattr(struct(), name), str)  # words are for /kvatlas/engines
     ]
     assert missing == []

@@ -15,7 +15,7 @@ from router.tools.capture.writer import CaptureWriter
 from router.tools.console import WIDTH_PIPED, output_console
 from router.tools.index.command import addressed
 from router.tools.record.command import _table as record_table
-from router.tools.record.order import SourceStats
+from router.tools.record.order import RecordStats
 from router.tools.replay.player import PlaneSample, Sample, SourceRun
 from router.tools.replay.tables import sample_table, stream_table
 from router.tools.verify.command import _table as verify_table
@@ -46,7 +46,7 @@ def samples() -> RenderableType:
 def recording(folder: Path) -> RenderableType:
     writer = CaptureWriter(folder / "c.jsonl.gz")
     writer.close()
-    stats = SourceStats(
+    stats = RecordStats(
         ENGINE, connected=True, frames=123_456, history_frames=10_000, first_seq=0, last_seq=123_459,
         gaps=12, lost_frames=345, restarts=3, malformed=1,
     )  # fmt: skip
