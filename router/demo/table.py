@@ -26,7 +26,7 @@ def live_table(
         box=SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     table.add_column("engine", no_wrap=True)
     for name in ("reqs", "predicted", "actual", "exact", "KV held", "TTFT p50"):

@@ -170,10 +170,10 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
                 title=_title(plan, retention, factor),
                 pad_edge=False,
                 show_edge=False,
-                padding=(0, 1, 0, 0),
+                padding=0,
             )
             table.title_justify, table.title_style = "left", "bold"
-            table.add_column("policy")
+            table.add_column("policy", overflow="fold")
             for name in _COLUMNS:
                 table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:

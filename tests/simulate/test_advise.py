@@ -24,7 +24,7 @@ from router.simulate.advise.trials import (
     trials,
 )
 from router.simulate.run.fleet import FleetSetup
-from tests.simulate.support import FULL, HYBRID, request
+from tests.simulate.support import FULL, HYBRID, line, request, write_lines
 
 CAPTURE = Path(__file__).parents[1] / "data" / "captures" / "simulated.jsonl.gz"
 SETUP = FleetSetup(groups=HYBRID, num_blocks=1000, engines=4)
@@ -210,7 +210,6 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--requests", "3"], "--requests 3"),
         (["chat", "--ttft-target", "0"], "--ttft-target 0"),
         (["chat", "--retention", "0,1024"], "one value"),
-        (["chat", "--requests", "60", "--engines", "1", "--pool", "64"], "--pool 64: no request fits"),
         ([str(CAPTURE)], "a capture of KV events .*, which holds no requests; name the router's access log"),
         (["chat", "--router", "http://127.0.0.1:9"], "--router http://127.0.0.1:9"),
     ],
@@ -218,6 +217,17 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_advised_on_is_refused(words: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         app(["advise", *words], result_action="return_value", exit_on_error=False)
+
+
+def test_a_pool_too_small_for_every_prompt_is_named(tmp_path: Path) -> None:
+    lines = [line(timestamp=900 * i, input_length=90_000, hash_ids=list(range(176))) for i in range(60)]
+    path = write_lines(tmp_path / "w.jsonl", *lines)
+    with pytest.raises(ConfigError, match="--pool 100: no request fits into the engines' caches"):
+        app(
+            ["advise", str(path), "--pool", "100", "--processes", "1"],
+            result_action="return_value",
+            exit_on_error=False,
+        )
 
 
 def test_the_fleet_of_a_running_router() -> None:

@@ -240,10 +240,8 @@ def _show(
     )
     for note in facts["notes"]:
         console.print(note, style="dim", highlight=False)
-    table = Table(
-        box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
-    )
-    table.add_column("what is changed", max_width=9)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=0, show_edge=False)
+    table.add_column("what is changed")
     table.add_column("to")
     for name in ("hit %", "mean s", "p90 s", "p99 s", "busy %", "mean"):
         table.add_column(name, justify="right", no_wrap=True)

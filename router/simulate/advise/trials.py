@@ -219,19 +219,23 @@ def doubt(told: Sequence[TrialResult], num_requests: int) -> str:
 def _routing(base: TrialResult, others: Sequence[TrialResult], reusable: float) -> Advice:
     blind = min((one for one in others if one.value in BLIND), key=lambda one: one.mean_s)
     shares = (
-        f"an endless cache would hit at most {reusable:.0%} of the prompt tokens, this fleet hits "
-        f"{base.hit_share:.0%}, and {blind.hit_share:.0%} under {blind.value}"
+        ""
+        if base.refused
+        else (
+            f"; an endless cache would hit at most {reusable:.0%} of the prompt tokens, this fleet hits "
+            f"{base.hit_share:.0%}, and {blind.hit_share:.0%} under {blind.value}"
+        )
     )
     gain = 1 - base.mean_s / blind.mean_s if blind.mean_s else 0.0
     if gain >= ROUTING_GAIN_MIN:
         text = (
             f"Prefix routing pays: mean time to first token {base.mean_s:.3f} s, {gain:.0%} less than "
-            f"{blind.value} ({blind.mean_s:.3f} s); {shares}."
+            f"{blind.value} ({blind.mean_s:.3f} s){shares}."
         )
         return Advice(topic="routing", setting="policy", value=None, text=text)
     text = (
         f"Prefix routing does not pay on this traffic: {blind.value} has {blind.mean_s:.3f} s, the serving "
-        f"policy {base.mean_s:.3f} s on average; {shares}. {blind.value} does as well and needs no events."
+        f"policy {base.mean_s:.3f} s on average{shares}. {blind.value} does as well and needs no events."
     )
     return Advice(topic="routing", setting="policy", value=blind.value, text=text)
 

@@ -24,7 +24,7 @@ def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
         box=SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     table.add_column("engine", overflow="fold", min_width=14)
     for name in _COLUMNS:
