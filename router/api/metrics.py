@@ -119,19 +119,29 @@ class RouterCollector:
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources
-        up = GaugeMetricFamily("kvatlas_engine_up", "1 if the engine answers", labels=["engine"])
+        up = GaugeMetricFamily(
+            "kvatlas_engine_up", "1 if the engine answers GET /v1/models with a model", labels=["engine"]
+        )
         held = GaugeMetricFamily(
             "kvatlas_engine_held",
             "1 if it gets no new requests (drained, not ready, leaving)",
             labels=["engine"],
         )
         opened = GaugeMetricFamily(
-            "kvatlas_engine_breaker_open", "1 if its breaker is open", labels=["engine"]
+            "kvatlas_engine_breaker_open",
+            "1 if the engine gets no requests because its latest ones failed (circuit breaker)",
+            labels=["engine"],
         )
         usage = GaugeMetricFamily(
-            "kvatlas_engine_kv_usage_ratio", "KV blocks in use, by the engine", labels=["engine"]
+            "kvatlas_engine_kv_usage_ratio",
+            "Share of its KV blocks that the engine says running requests use (0 to 1)",
+            labels=["engine"],
         )
-        states = GaugeMetricFamily("kvatlas_feed_state", "1 for the feed's state", labels=["engine", "state"])
+        states = GaugeMetricFamily(
+            "kvatlas_feed_state",
+            "1 for the state that the feed of the engine's KV events is in",
+            labels=["engine", "state"],
+        )
         open_engines = set(s.board.open_engines())
         for status in s.fleet:
             up.add_metric([status.engine_id], float(status.up))
@@ -147,21 +157,41 @@ class RouterCollector:
         yield from (up, held, opened, usage, states)
 
     def _residency(self) -> Iterator[Metric]:
-        blocks = GaugeMetricFamily("kvatlas_index_blocks", "Distinct block hashes held", labels=["model"])
-        held = GaugeMetricFamily(
-            "kvatlas_index_residencies", "(engine, plane, block) triples", labels=["model"]
+        blocks = GaugeMetricFamily(
+            "kvatlas_index_blocks",
+            "Distinct KV blocks (by hash) that the engines of a model hold",
+            labels=["model"],
         )
-        extra = GaugeMetricFamily("kvatlas_index_extra_copies", "Copies beyond the first", labels=["model"])
-        rows = GaugeMetricFamily("kvatlas_index_patterns", "Distinct residency rows", labels=["model"])
+        held = GaugeMetricFamily(
+            "kvatlas_index_residencies",
+            "Entries of the index: one per block, engine, medium and group of layers",
+            labels=["model"],
+        )
+        extra = GaugeMetricFamily(
+            "kvatlas_index_extra_copies",
+            "Further copies of blocks that an engine holds more than once",
+            labels=["model"],
+        )
+        rows = GaugeMetricFamily(
+            "kvatlas_index_patterns",
+            "Distinct sets of places that blocks are held in, which rows of the index share",
+            labels=["model"],
+        )
         unknown = CounterMetricFamily(
-            "kvatlas_index_unknown_removals", "Removals of absent blocks", labels=["model"]
+            "kvatlas_index_unknown_removals",
+            "Removal events of blocks that were not known to be held",
+            labels=["model"],
         )
         rejected = CounterMetricFamily(
             "kvatlas_index_rejected_events",
-            "Events that made no sense, by reason",
+            "Events that the index left out because they made no sense, by reason",
             labels=["engine", "reason"],
         )
-        mode = GaugeMetricFamily("kvatlas_index_mode", "1 for how hashes are had", labels=["engine", "mode"])
+        mode = GaugeMetricFamily(
+            "kvatlas_index_mode",
+            "1 for the way in which block hashes of prompts are found: native, learned, or not yet",
+            labels=["engine", "mode"],
+        )
         for model, scope in self._sources.scopes.models().items():
             stats = scope.stats()
             blocks.add_metric([model], stats.blocks)
@@ -180,7 +210,9 @@ class RouterCollector:
     def _removals(self) -> Iterator[Metric]:
         """How each publisher's removals are read (``router.index.learn.removals``), and by what evidence."""
         read = GaugeMetricFamily(
-            "kvatlas_index_removals", "1 for how removals are read", labels=["engine", "semantics"]
+            "kvatlas_index_removals",
+            "1 for what a removal event of the engine takes: one copy, the last copy, or the number it tells",
+            labels=["engine", "semantics"],
         )
         evidence = CounterMetricFamily(
             "kvatlas_index_removal_evidence",
@@ -205,14 +237,18 @@ class RouterCollector:
 
     def _receipts(self) -> Iterator[Metric]:
         outcomes = CounterMetricFamily(
-            "kvatlas_receipts", "Receipts by outcome", labels=["engine", "outcome"]
+            "kvatlas_receipts",
+            "Predictions compared with what the engine reported, by outcome",
+            labels=["engine", "outcome"],
         )
         predicted = CounterMetricFamily(
-            "kvatlas_predicted_hit_tokens", "Predicted, where reported", labels=["engine"]
+            "kvatlas_predicted_hit_tokens",
+            "Predicted hit tokens of requests whose hit the engine reported",
+            labels=["engine"],
         )
         by_medium = CounterMetricFamily(
             "kvatlas_predicted_hit_medium_tokens",
-            "Predicted, where reported, by where they lie",
+            "Predicted hit tokens of requests whose hit the engine reported, by the medium they lie in",
             labels=["engine", "medium"],
         )
         farthest = CounterMetricFamily(
@@ -221,16 +257,24 @@ class RouterCollector:
             labels=["engine", "medium", "outcome"],
         )
         actual = CounterMetricFamily(
-            "kvatlas_reported_hit_tokens", "Reported by the engine", labels=["engine"]
+            "kvatlas_reported_hit_tokens",
+            "Hit tokens (cached_tokens) that the engine reported, of requests with a prediction",
+            labels=["engine"],
         )
         lengths = CounterMetricFamily(
             "kvatlas_prompt_mismatches",
             "Prompts whose token count the engine reports differently: tokenizer or template differ",
             labels=["engine"],
         )
-        drifting = GaugeMetricFamily("kvatlas_prediction_drifting", "1 if too often wrong", labels=["engine"])
+        drifting = GaugeMetricFamily(
+            "kvatlas_prediction_drifting",
+            "1 if more than a quarter of the latest predictions for the engine were wrong",
+            labels=["engine"],
+        )
         errors = HistogramMetricFamily(
-            "kvatlas_prediction_error_tokens", "Predicted minus reported hit tokens", labels=["engine"]
+            "kvatlas_prediction_error_tokens",
+            "Predicted minus reported hit tokens, per request",
+            labels=["engine"],
         )
         for engine_id, sums in self._sources.books.receipts.engines.items():
             for outcome, count in sums.outcomes.items():
@@ -249,9 +293,15 @@ class RouterCollector:
     def _load(self) -> Iterator[Metric]:
         load = self._sources.books.load
         queue = GaugeMetricFamily(
-            "kvatlas_queue_ahead_seconds", "Prefill still to do there", labels=["engine"]
+            "kvatlas_queue_ahead_seconds",
+            "Prefill work queued at the engine, by the router's account",
+            labels=["engine"],
         )
-        rate = GaugeMetricFamily("kvatlas_prefill_seconds_per_token", "Learned rate", labels=["engine"])
+        rate = GaugeMetricFamily(
+            "kvatlas_prefill_seconds_per_token",
+            "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
+            labels=["engine"],
+        )
         now = self._sources.books.now()
         for status in self._sources.fleet:
             queue.add_metric([status.engine_id], load.queue_ahead_s(status.engine_id, now))

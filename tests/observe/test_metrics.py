@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 import pytest
@@ -118,6 +119,21 @@ def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
         and not isinstance(getattr(struct(), name), str)  # words are for /kvatlas/engines
     ]
     assert missing == []
+
+
+def test_every_metric_says_what_it_is(sources: Sources) -> None:
+    words = {
+        family.name: family.documentation  # type: ignore[attr-defined]
+        for family in families(sources).values()
+    }
+    made_up = [name for name, text in words.items() if re.fullmatch(r"[a-z_]+: [a-z_ ]+", text)]
+    assert made_up == []  # the name once more, for want of a text below the field
+    assert min(len(text) for text in words.values()) > 9
+
+
+def test_units_are_spelled_out(sources: Sources) -> None:
+    short = [name for name in families(sources) if re.search(r"_(s|ms|kb|mb|monotonic)$", name)]
+    assert short == []
 
 
 def test_gauges_are_numbers_that_exist() -> None:

@@ -56,13 +56,17 @@ class GossipStats(msgspec.Struct):
     """Counters for metrics; ``others`` is current."""
 
     told: int = 0
+    """Prompts under way that other routers were told of."""
     untold: int = 0
     """Not told because the index could not take it."""
     heard: int = 0
+    """Prompts under way that other routers told of."""
     others: int = 0
+    """Gauge: other routers' prompts under way."""
     expired: int = 0
     """Prompts of others that nobody ended in time."""
     malformed: int = 0
+    """Messages of other routers that could not be read."""
 
 
 class _Flight(NamedTuple):
