@@ -267,6 +267,10 @@ class EngineResidency:
         for plane, block in blocks:
             self.index.set_copies(self.engine_id, plane, block, 0)
 
+    def cached_share(self, pool_blocks: int | None) -> float | None:
+        """Share of its GPU pool that holds cached blocks, whether requests use them or not."""
+        return min(1.0, self.index.physical(self.engine_id, GPU) / pool_blocks) if pool_blocks else None
+
     def audit(self, pool_blocks: int) -> bool:
         """Hold the copies counted against the engine's own number of blocks; False if there are too many."""
         if self.index.physical(self.engine_id, GPU) <= pool_blocks:

@@ -19,8 +19,8 @@ def advise(
     router: Annotated[
         str | None,
         Parameter(
-            help="URL of a running router: takes the number of engines, groups and blocks from it, and where "
-            "no workload is named its access log."
+            help="URL of a running router's ops port: takes the number of engines, groups and blocks from "
+            "it, and where no workload is named its access log."
         ),
     ] = None,
     engines: Annotated[int | None, Parameter(help="How many engines there are (8).")] = None,
