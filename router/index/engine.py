@@ -159,7 +159,7 @@ class EngineResidency:
         self.index.clear(self.engine_id, GPU)
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
         self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
     def apply(self, batch: DecodedBatch) -> None:
