@@ -31,9 +31,9 @@ def simulate(
     policy: Annotated[
         str,
         Parameter(
-            help="Policies to compare, separated by commas: kvatlas, exact, full-attention, full-attention-in-flight, "
-            "rules, approx-tree, approx-tree-capped, session-hash, hash, power-of-two, least-load, round-robin; "
-            "kvatlas:beta=0.5 sets a parameter."
+            help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
+            "full-attention-in-flight, rules, approx-tree, approx-tree-capped, session-hash, hash, "
+            "power-of-two, least-load, round-robin; kvatlas:beta=0.5 sets a parameter."
         ),
     ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
     load: Annotated[

@@ -44,8 +44,8 @@ def advise(
     load: Annotated[
         float | None,
         Parameter(
-            help="Speed arrivals up until prompts take this share of the engines' time under round robin (default "
-            "0.85; access logs keep their times)."
+            help="Speed arrivals up until prompts take this share of the engines' time under round robin "
+            "(default 0.85; access logs keep their times)."
         ),
     ] = None,
     speed: Annotated[
