@@ -25,6 +25,7 @@ from router.fleet.gauges import read_gauges, read_pool_blocks
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
+from router.http.descriptors import ran_out
 
 _log = structlog.get_logger()
 
@@ -154,6 +155,8 @@ class FleetPoller:
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
+            if ran_out(error):
+                return False  # our own trouble: what was known of the engine stays
             problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
             missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
             refused = isinstance(error, aiohttp.ClientConnectorError)

@@ -17,6 +17,8 @@ class ProxyStats(msgspec.Struct):
     engine_connects: int = 0
     engine_pool_overflows: int = 0
     """Requests that found ``engine_connections_max`` connections of an engine in use."""
+    descriptor_shortages: int = 0
+    """Connections to engines that this process had no file descriptor for."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
     """By reason (``router.openai.request.FAILURES``)."""
     read_pauses: int = 0
@@ -53,6 +55,8 @@ class ListenStats(msgspec.Struct):
 
     connections: int = 0
     connections_refused: int = 0
+    bodies_refused: int = 0
+    """Requests refused because all bodies together would have been over ``bodies_bytes_max``."""
     requests: int = 0
     header_timeouts: int = 0
     body_timeouts: int = 0
