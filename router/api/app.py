@@ -2,7 +2,7 @@
 
 Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
 have OpenAI's shape here too. There are two applications: ``create_control`` for everybody, which knows
-nothing of what clients send, and ``create_ops``, which has all of it (``router.ops`` says who gets there).
+nothing of what clients send, and ``create_ops``, which has all of it (``api/ops.py`` says who gets there).
 """
 
 from __future__ import annotations
@@ -274,6 +274,7 @@ def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str,
         "available": sources.board.available(status.engine_id),
         "publishes_events": status.publishes_events,
         "kv_usage": status.kv_usage,
+        "kv_cached": None if engine is None else engine.cached_share(status.pool_blocks),
         "feed": None if feed is None else msgspec.to_builtins(feed),
         "feed_state": planner.feed_state(status.engine_id),
         "followed_by": None if sources.shared is None else sources.shared.follower(status.engine_id),

@@ -18,9 +18,9 @@ from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
 from router.observe.access_log import AccessLogSettings
 from router.placement.shadow import ShadowFleet
+from router.proxy.settings import ListenSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-from router.proxy.settings import ListenSettings
 
 _MAY_BE_ZERO = frozenset(
     {

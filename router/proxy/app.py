@@ -14,6 +14,7 @@ from typing import cast
 
 from router.http.client import UpstreamClient
 from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.observe.requests import RequestBook, RequestRecord
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -55,10 +56,12 @@ class ProxyApp:
         clock: Callable[[], float] = time.monotonic,
         *,
         board: BreakerBoard | None = None,
+        requests: RequestBook | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
         self.board = board or BreakerBoard(clock)
+        self.requests = requests or RequestBook(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
@@ -80,27 +83,32 @@ class ProxyApp:
         self.stats.requests_active += 1
         watch = DisconnectWatch()
         request_id: bytes | None = None
+        record = self.requests.begin(scope["method"], scope["path"])
         try:
             client = scope.get("client")
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
+            record.request_id = request_id.decode("latin-1")
             self._check(scope["path"], scope["method"], head)
-            out = await self._outbound(scope, head, await self._read_body(head, receive))
+            out = await self._outbound(scope, head, await self._read_body(head, receive), record)
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
-            await self._answer_error(error, request_id, send)
+            await self._answer_error(error, request_id, record, send)
         except _ClientGoneError:
             self.stats.clients_gone += 1
+            record.gone = True
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not watch.gone or task is None:
                 raise
             task.uncancel()
             self.stats.clients_gone += 1
+            record.gone = True
         finally:
             watch.stop()
             self.stats.requests_active -= 1
+            self.requests.end(record)
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
         """What is refused before the body is read."""
@@ -116,7 +124,10 @@ class ProxyApp:
         if head.encoding:
             raise encoding_not_supported(head.encoding.decode("latin-1"))
 
-    async def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
+    async def _outbound(
+        self, scope: Scope, head: RequestHead, body: bytes, record: RequestRecord
+    ) -> Outbound:
+        record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         look = await self._peek(path, method, body)
         if look.guarded:
@@ -126,7 +137,8 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
         )
-        return Outbound(request, head, target)
+        record.model = look.model or ""
+        return Outbound(request, head, target, record)
 
     async def _screen(self, body: bytes) -> bytes:
         try:
@@ -177,9 +189,21 @@ class ProxyApp:
                 raise
             return _UNREAD  # the engine knows what its other endpoints take
 
-    async def _answer_error(self, error: ApiError, request_id: bytes | None, send: Send) -> None:
-        self.stats.count_error(error.code)
+    async def _answer_error(
+        self, error: ApiError, request_id: bytes | None, record: RequestRecord, send: Send
+    ) -> None:
+        self.stats.count_error(error.status, error.code)
+        if error.status >= 500:
+            self.requests.tell(
+                "request not served",
+                record,
+                error.code,
+                status=error.status,
+                code=error.code,
+                path=record.path,
+            )
         body = error.body()
+        record.status, record.bytes_out = error.status, len(body)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

@@ -34,6 +34,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "valkey": {"enabled": True},
     "admin": {"enabled": True, "existingSecret": "admin"},
+    "ops": {"existingSecret": "ops"},
     "ingress": {
         "enabled": True,
         "className": "nginx",
@@ -229,6 +230,11 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "scraped twice": (
         {**MINIMAL, "serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}},
         "podMonitor.enabled",
+    ),
+    "scraped behind a closed port": ({**MINIMAL, "serviceMonitor": {"enabled": True}}, "ops.existingSecret"),
+    "two listeners on one port": (
+        {**MINIMAL, "admin": {"enabled": True, "existingSecret": "admin"}, "ops": {"port": 8081}},
+        "ops.port",
     ),
     "fewest above most": (
         {**MINIMAL, "valkey": {"enabled": True}, "autoscaling": {"enabled": True, "minReplicas": 9}},
