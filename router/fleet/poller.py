@@ -25,11 +25,8 @@ from router.fleet.gauges import read_gauges, read_pool_blocks
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
-<<<<<<< HEAD
 from router.http.descriptors import ran_out
-=======
 from router.observe.seldom import Seldom
->>>>>>> main
 
 _log = structlog.get_logger()
 

@@ -66,9 +66,9 @@ class ListenStats(msgspec.Struct):
     connections: int = 0
     """Connections accepted."""
     connections_refused: int = 0
+    """Connections refused because there were too many."""
     bodies_refused: int = 0
     """Requests refused because all bodies together would have been over ``bodies_bytes_max``."""
-    """Connections closed at once because there were too many."""
     requests: int = 0
     """Requests read, of all paths of the public port."""
     header_timeouts: int = 0
