@@ -85,6 +85,12 @@ class Scopes:
         if engine is not None:
             engine.clear()
 
+    def doubt(self, engine_id: str) -> None:
+        """The engine reported more than the hash scheme assumed for it made expect."""
+        engine = self.engine(engine_id)
+        if engine is not None:
+            engine.doubt()
+
     def age(self, now_s: float) -> None:
         """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
         for scope in self._by_model.values():
