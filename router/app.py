@@ -32,6 +32,7 @@ from router.fleet.poller import FleetPoller
 from router.fleet.status import EngineStatus, Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
+from router.observe.requests import RequestBook
 from router.placement.books import Books
 from router.placement.decide import Planner
 from router.prompts.config import ModelPrompts
@@ -103,6 +104,7 @@ class Router:
             self.shared,
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
+            self.proxy.requests,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -128,7 +130,14 @@ class Router:
             expose_decision=self.config.server.expose_decision,
             shared=None if self.shared is None else self.shared.sight,
         )
-        return planner, ProxyApp(planner, self.config.proxy, clock=self._clock, board=board)
+        requests = RequestBook(
+            self._clock,
+            here=lambda engine_id: self.fleet.get(engine_id) is not None,
+            log=self.config.server.log_requests,
+        )
+        return planner, ProxyApp(
+            planner, self.config.proxy, clock=self._clock, board=board, requests=requests
+        )
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""
@@ -251,6 +260,7 @@ class Router:
         self._upkeep.forget(engine_id)
         self.proxy.client.forget(engine_id.partition("#")[0])
         self.proxy.board.forget(engine_id)
+        self.proxy.requests.forget(engine_id)
 
     def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""

@@ -2,7 +2,7 @@
 
 Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
 have OpenAI's shape here too. There are two applications: ``create_control`` for everybody, which knows
-nothing of what clients send, and ``create_ops``, which has all of it (``router.ops`` says who gets there).
+nothing of what clients send, and ``create_ops``, which has all of it (``api/ops.py`` says who gets there).
 """
 
 from __future__ import annotations

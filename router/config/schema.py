@@ -174,6 +174,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: str = "console"
     """`console` for people, `json` for log collectors (one object per line)."""
+    log_requests: bool = False
+    """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,
+    times, tokens, request id. Never text of a prompt or an answer."""
 
     @property
     def ops_listens_on(self) -> int | None:

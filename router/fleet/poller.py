@@ -20,11 +20,12 @@ import aiohttp
 import msgspec
 import structlog
 
-from router.fleet.desired import Wanted
+from router.fleet.desired import DesiredFleet
 from router.fleet.gauges import read_gauges, read_pool_blocks
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
+from router.observe.seldom import Seldom
 
 _log = structlog.get_logger()
 
@@ -62,6 +63,8 @@ _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
+_SILENT_EVERY_S = 60.0
+"""So often it is said that an engine does not answer."""
 _T = TypeVar("_T")
 
 
@@ -76,6 +79,7 @@ class FleetPoller:
         self._settings = settings
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
+        self._seldom = Seldom(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -88,7 +92,7 @@ class FleetPoller:
                 self._start(base_url)
             await asyncio.Event().wait()
 
-    def assign(self, wanted: Wanted) -> Reassigned:
+    def assign(self, wanted: DesiredFleet) -> Reassigned:
         """These engines make the fleet from now on. Whoever comes is asked, whoever leaves is told of."""
         changes = self._fleet.assign(wanted)
         for base_url in (*changes.dropped, *changes.touched):
@@ -155,6 +159,8 @@ class FleetPoller:
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
             problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
+            if base_url.endswith("/v1"):
+                problem = f"{problem} (the base URL ends in /v1: leave /v1 out)"
             missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
             refused = isinstance(error, aiohttp.ClientConnectorError)
             up = any(status.up for status in self._fleet.ranks(base_url))
@@ -180,6 +186,8 @@ class FleetPoller:
         elif was_up:
             _log.warning("engine down", engine=status.engine_id, problem=problem)
             self._listener.engine_down(status)
+        elif self._seldom.due(status.engine_id, asyncio.get_running_loop().time()) is not None:
+            _log.warning("engine does not answer", engine=status.engine_id, problem=problem)
 
     async def _discover_events(self, base_url: str) -> list[str]:
         """Ranks and endpoints from the server itself, unless configured; the ids whose addresses changed."""

@@ -31,8 +31,11 @@ class AffinityStats(msgspec.Struct):
     """Counters for metrics."""
 
     lookups: int = 0
+    """Requests placed by the text of their prompt because its tokens were not known."""
     matched: int = 0
+    """Those of them whose text began like an earlier one."""
     evicted: int = 0
+    """Texts forgotten because there were too many."""
 
 
 class AffinityMap:

@@ -44,8 +44,11 @@ class InflightStats(msgspec.Struct):
     """Counters for metrics; ``prompts`` and ``blocks`` are current."""
 
     prompts: int = 0
+    """Gauge: prompts under way, whose blocks their engine will soon hold."""
     blocks: int = 0
+    """Gauge: distinct blocks of these prompts."""
     evicted: int = 0
+    """Prompts forgotten before their end because there were too many."""
 
 
 class InflightPrompt(msgspec.Struct, eq=False):

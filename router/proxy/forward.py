@@ -19,6 +19,7 @@ import xxhash
 from router.http.client import REPEATABLE, UpstreamClient
 from router.http.client_connection import UpstreamConnection, UpstreamError
 from router.http.disconnect import Send
+from router.observe.requests import RequestRecord
 from router.openai.errors import (
     ApiError,
     engine_timeout,
@@ -53,6 +54,7 @@ class Outbound(msgspec.Struct, gc=False):
     head: RequestHead
     target: bytes
     """Path and query exactly as the client spelled them."""
+    record: RequestRecord
 
 
 class Refusal(msgspec.Struct, gc=False):
@@ -67,13 +69,12 @@ class Visit:
     """One placement until its end; makes sure that it is told of it once, and the engine's breaker of what it
     says of the engine."""
 
-    __slots__ = ("_asked_at", "_board", "_ended", "_heard", "_request", "_stats", "placement")
+    __slots__ = ("_asked_at", "_board", "_ended", "_heard", "_request", "_stats", "placement", "record")
 
-    def __init__(
-        self, placement: Placement, request: InboundRequest, board: BreakerBoard, stats: ProxyStats
-    ) -> None:
+    def __init__(self, placement: Placement, out: Outbound, board: BreakerBoard, stats: ProxyStats) -> None:
         self.placement = placement
-        self._request = request
+        self._request = request = out.request
+        self.record = out.record
         self._board = board
         self._stats = stats
         self._ended = self._heard = False
@@ -123,6 +124,7 @@ class Visit:
         """The answer ended, or the client went away."""
         if not self._ended:
             self._ended = True
+            self.record.usage = usage
             self.placement.finished(usage)
 
     def _fail(self, reason: str) -> None:
@@ -174,6 +176,8 @@ class Forwarder:
                 break
             if attempt:
                 self._stats.retries += 1
+                self._tell_retry(out.record, outcome, placement.engine_id)
+            out.record.placed(placement.engine_id, completion=out.request.path in COMPLETION_PATHS)
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
@@ -186,7 +190,21 @@ class Forwarder:
                 self._tell_break(out.request, placement.engine_id, outcome, last=breaks == _BREAKS_MAX)
                 if breaks == _BREAKS_MAX:
                     break
-        await self._give_up(outcome, send)
+        await self._give_up(outcome, out.record, send)
+
+    def _tell_retry(
+        self, record: RequestRecord, outcome: Refusal | UpstreamError | None, engine_id: str
+    ) -> None:
+        """Before ``record`` is told of the next engine."""
+        if outcome is not None and not _broke(outcome):  # that is said elsewhere
+            record.book.tell(
+                "request retried",
+                record,
+                record.engine,
+                engine=record.engine,
+                next=engine_id,
+                problem=_why(outcome),
+            )
 
     def _tell_break(
         self, request: InboundRequest, engine_id: str, outcome: Refusal | UpstreamError, *, last: bool
@@ -206,11 +224,14 @@ class Forwarder:
             engine=engine_id,
             path=request.path,
             model=request.model,
-            problem=outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}",
+            problem=_why(outcome),
         )
 
-    async def _give_up(self, outcome: Refusal | UpstreamError | None, send: Send) -> None:
+    async def _give_up(
+        self, outcome: Refusal | UpstreamError | None, record: RequestRecord, send: Send
+    ) -> None:
         if isinstance(outcome, Refusal):
+            record.status, record.bytes_out = outcome.status, len(outcome.body)
             await send({"type": "http.response.start", "status": outcome.status, "headers": outcome.fields})
             await send({"type": "http.response.body", "body": outcome.body})
             return
@@ -225,7 +246,7 @@ class Forwarder:
         self, placement: Placement, out: Outbound, send: Send
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
-        visit = Visit(placement, out.request, self._board, self._stats)
+        visit = Visit(placement, out, self._board, self._stats)
         connection: UpstreamConnection | None = None
         try:
             connection = await self._ask(placement, out)
@@ -292,6 +313,8 @@ class Forwarder:
         *,
         path: str,
     ) -> None:
+        record = visit.record
+        record.status = connection.status
         success = 200 <= connection.status < 300
         if data or connection.finished:
             visit.first_byte(connection.status if data else 0)
@@ -305,14 +328,14 @@ class Forwarder:
                 seen_bytes += len(data)
                 wants_usage = seen_bytes <= self._settings.usage_bytes_max
             more = not connection.finished
+            record.bytes_out += len(data)
             await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 break
             try:
                 data = await connection.read()
             except UpstreamError as error:
-                self._stats.streams_broken += 1
-                visit.broke(error)
+                self._broke_off(visit, error)
                 return
         visit.finish(self._usage_of(seen) if wants_usage else None)
 
@@ -327,6 +350,9 @@ class Forwarder:
         self, connection: UpstreamConnection, visit: Visit, head: AnswerHead, data: bytes, send: Send
     ) -> None:
         relay = SseRelay()
+        record = visit.record
+        record.status = connection.status
+        success = 200 <= connection.status < 300
         begun = False
         started = False
         while True:
@@ -337,6 +363,9 @@ class Forwarder:
             if not begun and relay.begun:
                 begun = True
                 visit.first_byte(connection.status)  # an error's events are no tokens
+            if success and begun:
+                record.piece()
+            record.bytes_out += len(out)
             if not started and (out or not more):
                 started = True
                 await send(
@@ -359,12 +388,23 @@ class Forwarder:
         self._stats.usage_unread += relay.unread_usages
         visit.finish(relay.usage)
 
-    async def _break_stream(self, relay: SseRelay, visit: Visit, error: UpstreamError, send: Send) -> None:
+    def _broke_off(self, visit: Visit, error: UpstreamError) -> None:
+        """The answer ended before its end, and the client has had a part of it."""
         self._stats.streams_broken += 1
         visit.broke(error)
+        record, engine_id = visit.record, visit.placement.engine_id
+        record.broken = True
+        record.book.tell("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
+
+    async def _break_stream(self, relay: SseRelay, visit: Visit, error: UpstreamError, send: Send) -> None:
+        self._broke_off(visit, error)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         event = stream_broken(f"The engine {said} before its answer was complete.").body()
         await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})
+
+
+def _why(outcome: Refusal | UpstreamError) -> str:
+    return outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}"
 
 
 def _broke(outcome: Refusal | UpstreamError) -> bool:

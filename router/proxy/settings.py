@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.proxy.report_mode import ReportMode
+from router.proxy.screen import ReportMode
 
 REFUSED_PATHS = frozenset(
     {
@@ -48,6 +48,9 @@ class ProxySettings(msgspec.Struct, frozen=True):
     passed_paths: frozenset[str] = frozenset()
     """Paths passed on although they are refused or unknown, e.g. ``/reset_prefix_cache``. The request goes
     to one engine; after a cache reset that engine is taken to hold nothing."""
+    trust_client_kv_transfer_params: bool = False
+    """Pass ``kv_transfer_params`` in request bodies on to engines. By default the field is taken out of every
+    body: it names engines to fetch KV blocks from, and vLLM's process ends on a wrong one."""
     kv_cache_report_mode: ReportMode = "pass"
     """Requests with a ``kv_cache_report_mode`` field: ``pass`` them on, ``strip`` the field, or ``refuse``
     them with 400."""

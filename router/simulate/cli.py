@@ -69,7 +69,8 @@ def simulate(
     ] = False,
     processes: Annotated[int | None, Parameter(help="Default: one per core.")] = None,
     plot: Annotated[
-        Path | None, Parameter(help="Draw into a .png, .svg or .html file (needs kvatlas[plot]).")
+        Path | None,
+        Parameter(help="Draw into a .png, .svg or .html file (needs matplotlib: the extra plot)."),
     ] = None,
     json: Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")] = False,
 ) -> int:

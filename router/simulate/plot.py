@@ -90,7 +90,7 @@ def _library() -> Any:
         import matplotlib as mpl  # noqa: PLC0415  # an extra, and slow to load
         from matplotlib import figure  # noqa: PLC0415
     except ImportError:
-        raise PlotError("--plot needs matplotlib: pip install 'kvatlas[plot]'") from None
+        raise PlotError("--plot needs matplotlib: python -m pip install matplotlib") from None
     mpl.rcParams["svg.hashsalt"] = "kvatlas"  # else ids in an SVG differ from run to run
     return figure
 

@@ -28,12 +28,21 @@ _TEXT: Schema = {"type": "string", "minLength": 1}
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _DURATION: Schema = {"type": "string", "pattern": "^(0|([0-9]+(ms|[smhdwy]))+)$"}
 _LABELS = _object(matchLabels=_TEXTS)
-_ENDPOINT = _object(port=_TEXT, path=_TEXT, interval=_DURATION, scrapeTimeout=_DURATION)
+_SECRET_KEY = _object(("key",), name=_TEXT, key=_TEXT)
+_ENDPOINT = _object(
+    port=_TEXT,
+    path=_TEXT,
+    interval=_DURATION,
+    scrapeTimeout=_DURATION,
+    authorization=_object(type=_TEXT, credentials=_SECRET_KEY),
+)
 _RULE = _object(
     ("alert", "expr"), alert=_TEXT, expr=_TEXT, **{"for": _DURATION}, labels=_TEXTS, annotations=_TEXTS
 )
 _PARENT = _object(("name",), name=_TEXT, namespace=_TEXT, sectionName=_TEXT, port={"type": "integer"})
 _BACKEND = _object(("name",), name=_TEXT, port={"type": "integer", "minimum": 1, "maximum": 65535})
+_PATH = _object(("type", "value"), type={"enum": ["Exact", "PathPrefix"]}, value=_TEXT)
+_MATCH = _object((), path=_PATH)
 
 SPECS: dict[tuple[str, str], Schema] = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _object(
@@ -49,6 +58,6 @@ SPECS: dict[tuple[str, str], Schema] = {
         ("parentRefs",),
         parentRefs=_list(_PARENT),
         hostnames=_list(_TEXT),
-        rules=_list(_object(backendRefs=_list(_BACKEND))),
+        rules=_list(_object(matches=_list(_MATCH), backendRefs=_list(_BACKEND))),
     ),
 }

@@ -34,6 +34,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "valkey": {"enabled": True},
     "admin": {"enabled": True, "existingSecret": "admin"},
+    "ops": {"existingSecret": "ops"},
     "ingress": {
         "enabled": True,
         "className": "nginx",
@@ -215,7 +216,9 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "not in the list": ({**MINIMAL, "logLevel": "loud"}, "/logLevel"),
     "password in an open value": ({**MINIMAL, "redis": {"url": "redis://:secret@host"}}, "/redis/url"),
     "bad digest": ({**MINIMAL, "image": {"digest": "sha256:12"}}, "/image/digest"),
+    "no image": ({**MINIMAL, "image": {"repository": ""}}, "image.repository"),
     "no engines": ({}, "engines.selector"),
+    "an engine over TLS": ({"engines": {"static": [{"base_url": "https://10.0.0.9"}]}}, "/base_url"),
     "replicas without an index": ({**MINIMAL, "replicaCount": 2}, "redis.url"),
     "two indexes": (
         {**MINIMAL, "valkey": {"enabled": True}, "redis": {"url": "redis://a"}},
@@ -227,6 +230,11 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "scraped twice": (
         {**MINIMAL, "serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}},
         "podMonitor.enabled",
+    ),
+    "scraped behind a closed port": ({**MINIMAL, "serviceMonitor": {"enabled": True}}, "ops.existingSecret"),
+    "two listeners on one port": (
+        {**MINIMAL, "admin": {"enabled": True, "existingSecret": "admin"}, "ops": {"port": 8081}},
+        "ops.port",
     ),
     "fewest above most": (
         {**MINIMAL, "valkey": {"enabled": True}, "autoscaling": {"enabled": True, "minReplicas": 9}},

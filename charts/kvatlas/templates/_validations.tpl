@@ -1,6 +1,9 @@
 {{/* What a schema cannot say: values that contradict each other. Each message names the keys and the remedy. */}}
 {{- define "kvatlas.validate" -}}
 {{- $v := .Values }}
+{{- if not $v.image.repository }}
+{{- fail "image.repository: name the image that you built and pushed, e.g. --set image.registry=my-registry.example --set image.repository=kvatlas; none is published" }}
+{{- end }}
 {{- if not (or $v.engines.selector $v.engines.static $v.admin.enabled) }}
 {{- if not (dig "fleet" dict $v.config) }}
 {{- fail "engines.selector: the router knows no engine; give the labels of the vLLM pods (--set engines.selector.app=vllm), engines.static, or enable admin" }}
@@ -30,6 +33,14 @@
 {{- end }}
 {{- if and $v.serviceMonitor.enabled $v.podMonitor.enabled }}
 {{- fail "podMonitor.enabled: serviceMonitor.enabled is on too and everything would be scraped twice; use one of them" }}
+{{- end }}
+{{- range $name, $enabled := dict "serviceMonitor" $v.serviceMonitor.enabled "podMonitor" $v.podMonitor.enabled }}
+{{- if and $enabled (not (include "kvatlas.servesOps" $)) }}
+{{- fail (printf "%s.enabled: metrics are on the ops port, which only the pod itself reaches; name a token's secret in ops.existingSecret, or set ops.open with a networkPolicy" $name) }}
+{{- end }}
+{{- end }}
+{{- if has (int $v.ops.port) (list 8000 (ternary (int $v.admin.port) 0 $v.admin.enabled)) }}
+{{- fail (printf "ops.port: %d is another port of the router; take one of its own" (int $v.ops.port)) }}
 {{- end }}
 {{- if and $v.engines.clusterWide $v.engines.namespaces }}
 {{- fail "engines.namespaces: not used while engines.clusterWide is on; use one of them" }}

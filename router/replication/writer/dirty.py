@@ -10,28 +10,36 @@ import msgspec
 from publisher.events import BlockHash
 from router.index.base import Words
 from router.replication.redis.connection import Reply
-from router.replication.schema.registry import EngineFacts, Seat
+from router.replication.schema.registry import EngineFacts, EngineSlot
 
 
 class MirrorStats(msgspec.Struct):
     """Counters since start."""
 
     flushes: int = 0
+    """Times waiting changes were written to the shared index."""
     blocks_written: int = 0
+    """Blocks written."""
     blocks_refused: int = 0
     """The server had no room; they are tried again."""
     late_batches: int = 0
+    """Writes refused because a newer one had come before; done again."""
     fenced: int = 0
     """Engines dropped because another writer holds them."""
     lost_fences: int = 0
+    """Writes refused because the engine's books on the server were gone."""
     lost_seats: int = 0
+    """Engines whose number in the shared index was lost or changed; written anew."""
     claims: int = 0
+    """Times the writing of an engine was claimed."""
     remirrors: int = 0
     """Times all blocks of an engine were written again."""
     overflows: int = 0
     """Times an engine had more than ``touched_max`` blocks waiting."""
     scope_changes: int = 0
+    """Times the shared index of the model was another one than before."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
+    """Writes that failed, by reason."""
 
     def error(self, reason: str) -> None:
         self.errors[reason] = self.errors.get(reason, 0) + 1
@@ -56,7 +64,7 @@ class Pending:
 
     def __init__(self, token: int, *, whole: bool) -> None:
         self.token = token
-        self.seat: Seat | None = None
+        self.seat: EngineSlot | None = None
         """None: a generation must be claimed before anything is written."""
         self.touched: set[BlockHash] = set()
         self.whole = whole
@@ -85,7 +93,7 @@ class Pending:
         """Blocks not sent yet."""
         return len(self.touched) + sum(map(len, self.backlog))
 
-    def seated(self, seat: Seat, now: float) -> None:
+    def seated(self, seat: EngineSlot, now: float) -> None:
         """A generation was claimed."""
         self.seat, self.facts_due = seat, True
         self._refresh, self._round_began = None, now

@@ -7,7 +7,7 @@ blocks of the capture, nothing is ever dropped: for tools, not for serving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from router.index.store.memory import MemoryIndex
 Gone = Literal["", "evicted", "cleared", "restarted"]
 
 
-class Position(NamedTuple):
+class EventPosition(NamedTuple):
     """One event of one engine: seq of its batch, and its number in the batch, from 0."""
 
     seq: int
@@ -30,8 +30,8 @@ class BlockLog(msgspec.Struct):
     """One block in one plane: physical copies now, and the last change in either direction."""
 
     copies: int = 0
-    stored: Position | None = None
-    gone: Position | None = None
+    stored: EventPosition | None = None
+    gone: EventPosition | None = None
     how: Gone = ""
 
 
@@ -54,7 +54,7 @@ class Ledger(MemoryIndex):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at = Position(0, 0)
+        self.at = EventPosition(0, 0)
         self.logs: dict[tuple[str, Plane], dict[BlockHash, BlockLog]] = {}
         self.counts: dict[tuple[str, Plane], PlaneCounts] = {}
 
@@ -139,9 +139,3 @@ class Ledger(MemoryIndex):
         if not log.copies:
             counts.blocks -= 1
             log.gone, log.how = self.at, how
-
-
-def all_planes(ledger: Ledger) -> Iterator[tuple[str, Plane, PlaneCounts]]:
-    """(engine, plane, counts) of everything a ledger knows, in a stable order."""
-    for engine_id, plane in sorted(ledger.counts):
-        yield engine_id, plane, ledger.counts[engine_id, plane]
