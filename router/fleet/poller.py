@@ -1,4 +1,4 @@
-"""Keeps the fleet's picture true: asks every engine what it serves, where its events are, how loaded it is.
+"""Polls every server: which models it serves, where its events are, how loaded it is.
 
 One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
 is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
@@ -159,7 +159,7 @@ class FleetPoller:
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
             problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
-            if base_url.endswith("/v1"):
+            if base_url.endswith("/v1") and isinstance(error, _BadAnswerError):
                 problem = f"{problem} (the base URL ends in /v1: leave /v1 out)"
             missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
             refused = isinstance(error, aiohttp.ClientConnectorError)

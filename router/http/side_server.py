@@ -26,6 +26,8 @@ SIDE_LISTEN = ListenSettings(connections_max=64, drain_s_max=2.0, keepalive_time
 class SideServer(ProxyServer):
     """``name`` is for the log; ``key`` is the setting that an error names."""
 
+    quiet = True
+
     def __init__(self, config: ListenConfig, *, name: str, key: str) -> None:
         super().__init__(config)
         self._name = name
