@@ -184,7 +184,7 @@ class RouterCollector:
         )
         rejected = CounterMetricFamily(
             "kvatlas_index_rejected_events",
-            "Events that the index left out because they made no sense, by reason",
+            "Events that the index skipped because they were inconsistent, by reason",
             labels=["engine", "reason"],
         )
         mode = GaugeMetricFamily(
@@ -222,7 +222,7 @@ class RouterCollector:
         )
         again = GaugeMetricFamily(
             "kvatlas_index_re_reports_suspected",
-            "1 if stored events seem to repeat what was told before",
+            "1 if stored events seem to repeat earlier ones",
             labels=["engine"],
         )
         for status in self._sources.fleet:

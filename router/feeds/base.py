@@ -39,7 +39,7 @@ class FeedStats(msgspec.Struct):
     missing_batches: int = 0
     """Gauge: batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
     known_batches: int = 0
-    """Gauge: batches that what is known rests on, see ``router.feeds.trust``."""
+    """Gauge: applied batches that the known residency is based on."""
     waiting_batches: int = 0
     """Gauge: batches that exist but have not been applied yet, nor given up."""
     held_batches: int = 0
@@ -49,16 +49,16 @@ class FeedStats(msgspec.Struct):
     events: int = 0
     """Events applied."""
     rejected_events: int = 0
-    """Events that were left out because they could not be understood or made no sense."""
+    """Events skipped because they could not be decoded or were inconsistent."""
     last_rejection: str = ""
     duplicate_batches: int = 0
-    """Batches that came a second time; left out."""
+    """Batches received twice; skipped."""
     late_batches: int = 0
-    """Came after the feed had gone on without them, or had them by replay long before; left out."""
+    """Batches that arrived after the feed had given them up or had applied them from replay; skipped."""
     gaps: int = 0
     """Times a batch was missing in the live stream, which starts a replay."""
     lost_batches: int = 0
-    """Given up for lost: not to be had from replay, or not decodable."""
+    """Batches given up as lost: not available from replay, or not decodable."""
     replays: int = 0
     """Replays asked of the engine."""
     replay_failures: int = 0
@@ -66,11 +66,11 @@ class FeedStats(msgspec.Struct):
     restarts: int = 0
     """Restarts of the engine seen: all that was known of it was forgotten."""
     resyncs: int = 0
-    """Full re-syncs: everything forgotten and replayed from the engine's first batch."""
+    """Full resyncs: everything forgotten and replayed from the engine's first batch."""
     snapshots: int = 0
-    """Full pictures of the engine taken over."""
+    """Snapshots adopted."""
     snapshot_failures: int = 0
-    """Asked for and not had, or not of the process that was followed."""
+    """Snapshots that could not be fetched, or were of another process."""
     phantom_alarms: int = 0
     """Times the index held more copies than the engine has blocks."""
     disconnects: int = 0
@@ -80,7 +80,7 @@ class FeedStats(msgspec.Struct):
     sink_errors: int = 0
     """Batches or snapshots that the index refused: a fault of the router, in its log."""
     malformed_frames: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason, see ``router.feeds.wire``; messages of the live and the replay socket alike."""
+    """Messages of the live and replay sockets that could not be parsed, by reason."""
     last_batch_monotonic: float | None = None
     """When the last live batch came, on the feed's clock."""
     lag_s: float | None = None

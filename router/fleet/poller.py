@@ -1,4 +1,4 @@
-"""Keeps the fleet's picture true: asks every engine what it serves, where its events are, how loaded it is.
+"""Polls every server: which models it serves, where its events are, how loaded it is.
 
 One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
 is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,

@@ -159,7 +159,7 @@ class EngineResidency:
         self.index.clear(self.engine_id, GPU)
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
         self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
     def apply(self, batch: DecodedBatch) -> None:
@@ -266,6 +266,10 @@ class EngineResidency:
     def _gone(self, blocks: Iterable[tuple[Plane, BlockHash]]) -> None:
         for plane, block in blocks:
             self.index.set_copies(self.engine_id, plane, block, 0)
+
+    def cached_share(self, pool_blocks: int | None) -> float | None:
+        """Share of its GPU pool that holds cached blocks, whether requests use them or not."""
+        return min(1.0, self.index.physical(self.engine_id, GPU) / pool_blocks) if pool_blocks else None
 
     def audit(self, pool_blocks: int) -> bool:
         """Hold the copies counted against the engine's own number of blocks; False if there are too many."""

@@ -145,7 +145,7 @@ class FleetResidency:
         return [e for e in self._engines.values() if e.detection is Detection.SEARCHING]
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago."""
+        """Expire shared-store blocks older than the TTL."""
         for engine in self._engines.values():
             engine.age(now_s)
 

@@ -86,7 +86,7 @@ class Scopes:
             engine.clear()
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
         for scope in self._by_model.values():
             scope.age(now_s)
 

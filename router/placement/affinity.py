@@ -1,4 +1,4 @@
-"""Where similar texts went lately: what stands in for hits when a prompt has no token ids.
+"""Which engine similar texts went to: used instead of hits when a prompt has no token ids.
 
 A text is known by the chained hashes of its chunks (each key covers the whole text up to its chunk's end),
 so the deepest known key is the longest prefix seen before. The map keeps, per key, the engines that got it

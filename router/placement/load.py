@@ -44,7 +44,7 @@ class LoadStats(msgspec.Struct):
     admitted: int = 0
     """Requests placed on an engine, retries included."""
     first_tokens: int = 0
-    """Streams whose first token came."""
+    """Streams that delivered a first token."""
     finished: int = 0
     """Placed requests that ended with an answer, or whose client left."""
     failed: int = 0

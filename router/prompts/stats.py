@@ -44,7 +44,7 @@ class PromptStats(msgspec.Struct):
     not_local: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Prompts that the router could not tokenize itself, by reason."""
     affinity: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    """Requests placed by text only because their tokens could not be had, by reason."""
+    """Requests placed by their text because their tokens are not known, by reason."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 

@@ -1,4 +1,4 @@
-"""Which paths are passed on to an engine, which are refused, and which are nobody's.
+"""Which paths are forwarded to engines, which are refused, and which are unknown.
 
 Engines compare the decoded path; so does this, after folding what an engine or a proxy on the way might
 fold (doubled, trailing and dotted segments), so that no spelling slips past the refusal.

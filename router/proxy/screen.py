@@ -1,4 +1,4 @@
-"""Keeps from engines what clients must not say in a body.
+"""Removes fields from client bodies that must not reach engines.
 
 ``kv_transfer_params`` tells an engine to fetch KV blocks from another one; a made-up one ends vLLM's engine
 process. vLLM reads it at the top of the body and within ``vllm_xargs``; it is taken out of both unless

@@ -21,7 +21,7 @@ class ProxyStats(msgspec.Struct):
     engine_pool_overflows: int = 0
     """Requests that found ``engine_connections_max`` connections of an engine in use."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason (``router.openai.request.FAILURES``)."""
+    """Failed attempts at engines, by reason."""
     read_pauses: int = 0
     """Times reading from an engine paused because the client was slower."""
     streams_broken: int = 0
@@ -37,7 +37,7 @@ class ProxyStats(msgspec.Struct):
     bodies_too_large: int = 0
     """Request bodies over `proxy.body_bytes_max`."""
     paths_refused: int = 0
-    """Requests for a path that changes an engine for everybody (403)."""
+    """Requests for a path that affects every client of an engine (403)."""
     kv_transfer_params_removed: int = 0
     """Requests whose body had ``kv_transfer_params``, which was taken out."""
     usage_unread: int = 0
@@ -46,7 +46,7 @@ class ProxyStats(msgspec.Struct):
     """Answers of the router's own that say what went wrong, by error code; unknown paths and models are not
     among them."""
     not_found: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests for a path or a model that is not there (404 by the router), by error code."""
+    """Requests for an unknown path or model (404 by the router), by error code."""
 
     def count_failure(self, reason: str) -> None:
         """One engine failure."""
@@ -74,7 +74,7 @@ class ListenStats(msgspec.Struct):
     stalled_clients: int = 0
     """Connections cut because the client did not read its answer."""
     bad_requests: int = 0
-    """Requests that are no valid HTTP."""
+    """Requests that are not valid HTTP."""
     header_overflows: int = 0
     """Request heads that were too large."""
     pipeline_pauses: int = 0

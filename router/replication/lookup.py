@@ -1,4 +1,4 @@
-"""Looks at the shared index for a planner: one round trip per prompt, and an answer whatever happens.
+"""Look-ups in the shared index: one round trip per prompt, and a fallback for every failure.
 
 Engines that this replica follows are predicted from its own memory, which is ahead of the index by the time
 a write takes; all others from the index. Always true: a look raises nothing and waits no longer than the

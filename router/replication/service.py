@@ -1,4 +1,4 @@
-"""This replica's part in an index that several share: leases, mirrors, looks and told load, all together.
+"""This replica's part in a shared index: leases, mirrored feeds, look-ups and load reports.
 
 One per router. It owns the connections (one for writing, one for looking, so that no look waits behind a
 batch) and a ``MirroredIndex`` per model, which the feeds write to. Always true: a feed runs only while its

@@ -38,11 +38,11 @@ class LeaseStats(msgspec.Struct):
     taken: int = 0
     """Leases taken."""
     given: int = 0
-    """Leases handed to another router."""
+    """Leases released to another router."""
     lost: int = 0
     """Leases that another replica took, or whose writes the server refused."""
     won_back: int = 0
-    """Leases lost and taken again."""
+    """Leases lost and regained."""
     failed_ticks: int = 0
     """Rounds of renewing leases that ended in a fault of the router, which is in its log."""
 

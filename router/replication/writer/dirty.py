@@ -21,15 +21,15 @@ class MirrorStats(msgspec.Struct):
     blocks_written: int = 0
     """Blocks written."""
     blocks_refused: int = 0
-    """The server had no room; they are tried again."""
+    """Blocks refused because the server is full; they are retried."""
     late_batches: int = 0
     """Writes refused because a newer one had come before; done again."""
     fenced: int = 0
     """Engines dropped because another writer holds them."""
     lost_fences: int = 0
-    """Writes refused because the engine's books on the server were gone."""
+    """Writes refused because the engine's registry entry on the server was gone."""
     lost_seats: int = 0
-    """Engines whose number in the shared index was lost or changed; written anew."""
+    """Engines whose slot in the shared index was lost or changed; written again."""
     claims: int = 0
     """Times the writing of an engine was claimed."""
     remirrors: int = 0
