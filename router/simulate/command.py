@@ -147,7 +147,7 @@ def read_pool(text: str, groups: tuple[GroupSpec, ...], engines: int, workloads:
     if text.endswith("%"):
         return pool_blocks(workloads[0], groups, engines, value / 100)
     if value < POOL_BLOCKS_MIN:
-        raise ConfigError(f"--pool {text}: at least {POOL_BLOCKS_MIN} blocks are wanted")
+        raise ConfigError(f"--pool {text}: expected at least {POOL_BLOCKS_MIN} blocks")
     return int(value)
 
 

@@ -201,7 +201,7 @@ def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ([*SMALL, "--model", "full", "--retention", "4096"], "--retention 4096: .* no effect"),
         ([*SMALL, "--model", "gpt5"], "--model: gpt5: neither a file nor one of full"),
         ([*SMALL, "--policy", "kvatlas,best"], "--policy: no policy is called 'best'; there are kvatlas"),
-        (["chat", "--requests", "9", "--pool", "10"], "--pool 10: at least 64 blocks"),
+        (["chat", "--requests", "9", "--pool", "10"], "--pool 10: expected at least 64 blocks"),
         (["chat", "--requests", "9", "--pool", "much"], "--pool 'much': expected blocks per engine"),
         (["chat", "--requests", "9", "--pool", "nan%"], "--pool 'nan%': expected blocks per engine"),
         (["chat", "--requests", "9", "--engines", "0"], "--engines 0: expected 1 to 1024"),

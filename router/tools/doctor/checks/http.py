@@ -52,7 +52,7 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield error(
             f"GET /v1/models: {answer.what}",
             "the engine wants an API key (--api-key), and the router's own questions carry none",
-            "start the engine without --api-key and keep it in a private network",
+            "set fleet.api_key_file at the router; the doctor itself asks without a key",
         )
     else:
         what = "an answer without models" if answer.ok else answer.what
