@@ -42,7 +42,7 @@ from router.replication.base import NO_LOOK, Look, SharedView
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
 
-_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}
+_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
 
 
 class Planner:
@@ -71,7 +71,9 @@ class Planner:
         self._settings = settings
         self._retention = retention
         self._expose = expose_decision
-        self._keeper = Bookkeeper(fleet, books, feed_state=self.feed_state, clear=scopes.clear)
+        self._keeper = Bookkeeper(
+            fleet, books, feed_state=self.feed_state, clear=scopes.clear, doubt=scopes.doubt
+        )
         self._shared = shared
         self._clock = books.now
         self._policy = policy(settings.policy)
