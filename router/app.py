@@ -19,7 +19,7 @@ import structlog
 
 from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
-from router.api.app import create_control, create_ops, is_control
+from router.api.app import CONTROL_PREFIX, create_control, create_ops, is_control
 from router.api.metrics import Sources
 from router.api.ops import OpsPort
 from router.api.readiness import Judge, Readiness
@@ -30,6 +30,7 @@ from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
 from router.fleet.poller import FleetPoller
 from router.fleet.status import EngineStatus, Fleet
+from router.http.cors import Cors
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
@@ -83,6 +84,7 @@ class Router:
             clock=clock,
         )
         self.planner, self.proxy = self._assemble()
+        self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._judge = Judge(
             self.fleet,
             feed_state=self.planner.feed_state,
@@ -143,7 +145,23 @@ class Router:
         """ASGI 3."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif scope["type"] == "http" and is_control(scope["path"]):
+        elif self._cors is not None and self._for_browsers(scope) and self._cors.concerns(scope):
+            await self._cors(scope, receive, send)
+        else:
+            await self._answer(scope, receive, send)
+
+    def _for_browsers(self, scope: dict[str, Any]) -> bool:
+        """What pages of other origins may ask: nothing of the fleet and of other clients."""
+        path = scope["path"]
+        return (
+            scope["type"] == "http"
+            and path != "/metrics"
+            and not path.startswith(CONTROL_PREFIX)
+            and not (self.admin is not None and self.admin.here(path))
+        )
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and is_control(scope["path"]):
             await self._control(scope, receive, send)
         elif scope["type"] == "http" and self.admin is not None and self.admin.here(scope["path"]):
             await self.admin(scope, receive, send)

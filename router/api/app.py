@@ -282,8 +282,11 @@ def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str,
         if status.engine_id in sources.books.shadows
         else None
         if engine is None
-        else engine.detection,
+        else engine.mode,
         "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
+        "assumed_scheme": None
+        if engine is None or engine.assumed is None
+        else msgspec.to_builtins(engine.assumed),
         "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
         "shared_stores": [] if engine is None else sorted(engine.stores),
         "rejected_events": {} if engine is None else dict(engine.rejected),

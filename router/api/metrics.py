@@ -202,7 +202,7 @@ class RouterCollector:
         for status in self._sources.fleet:
             engine = self._sources.scopes.engine(status.engine_id)
             if engine is not None:
-                mode.add_metric([status.engine_id, str(engine.detection)], 1.0)
+                mode.add_metric([status.engine_id, engine.mode], 1.0)
                 for reason, count in engine.rejected.items():
                     rejected.add_metric([status.engine_id, reason], count)
         yield from (blocks, held, extra, rows, unknown, rejected, mode)

@@ -22,6 +22,7 @@ from router.config.schema import Config, ModelConfig, ServerConfig
 from router.feeds.base import FeedSettings
 from router.fleet.identity import Engine
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
+from router.http.cors import CorsSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
@@ -41,6 +42,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "policy": PolicySettings,
     "proxy": ProxySettings,
     "listen": ListenSettings,
+    "cors": CorsSettings,
     "feeds": FeedSettings,
     "prompts": PromptSettings,
     "index": IndexSettings,

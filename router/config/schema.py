@@ -16,6 +16,7 @@ from router.api.admin.settings import AdminSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
+from router.http.cors import CorsSettings
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
@@ -197,6 +198,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()
     listen: ListenSettings = ListenSettings()
+    cors: CorsSettings = CorsSettings()
     feeds: FeedSettings = FeedSettings()
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()

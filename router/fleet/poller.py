@@ -25,6 +25,7 @@ from router.fleet.gauges import read_gauges, read_pool_blocks
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
+from router.http.descriptors import ran_out
 from router.observe.seldom import Seldom
 
 _log = structlog.get_logger()
@@ -158,6 +159,8 @@ class FleetPoller:
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
+            if ran_out(error):
+                return False  # our own trouble: what was known of the engine stays
             problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
             if base_url.endswith("/v1") and isinstance(error, _BadAnswerError):
                 problem = f"{problem} (the base URL ends in /v1: leave /v1 out)"

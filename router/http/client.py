@@ -16,6 +16,7 @@ import msgspec
 
 from router.http.client_connection import UpstreamConnection, UpstreamError
 from router.http.deadlines import Sweeper, tick_for
+from router.http.descriptors import ran_out
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
@@ -153,8 +154,11 @@ class UpstreamClient:
         except TimeoutError:
             self._lost(connection)
             raise UpstreamError("timeout", sent=False) from None
-        except OSError:
+        except OSError as error:
             self._lost(connection)
+            if ran_out(error):
+                self._stats.descriptor_shortages += 1
+                raise UpstreamError("overflow", sent=False) from None
             raise UpstreamError("refused", sent=False) from None
         except BaseException:
             connection.abort()

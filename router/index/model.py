@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from publisher.block_hash import HashScheme
+from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash, DecodedBatch
 from router.index.base import Index, IndexStats, Rows, Slot
 from router.index.engine import EngineResidency
@@ -25,7 +25,7 @@ from router.index.rules.hits import WordHits, evaluate
 from router.index.rules.offload import Reach, loaded, reach, usable
 from router.index.store.memory import MemoryIndex
 
-Mode = Literal["native", "learned", "unknown"]
+Mode = Literal["native", "learned", "assumed", "unknown"]
 _T = TypeVar("_T")
 
 
@@ -34,6 +34,12 @@ class HashedPrompt(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def extras(self) -> PromptExtras: ...
 
     def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]: ...
 
@@ -165,11 +171,13 @@ class FleetResidency:
         native: dict[HashScheme, list[Seat]] = {}
         for engine_id in engine_ids:
             seat = self.seat(engine_id)
+            if (isinstance(seat, EngineHit) or not seat.proven) and self._offer(engine_id, prompt):
+                seat = self.seat(engine_id)
             if isinstance(seat, EngineHit):
                 answers[engine_id] = seat
             elif seat.learned is not None:
                 rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
-                answers |= seat_hits(rows, prompt.num_tokens, [seat], "learned", detail=detail)
+                answers |= seat_hits(rows, prompt.num_tokens, [seat], detail=detail)
             else:
                 native.setdefault(seat.scheme, []).append(seat)
         for scheme, seats in native.items():
@@ -177,8 +185,22 @@ class FleetResidency:
             told = None if elsewhere is None else elsewhere.get(scheme)
             if told is not None and told.num_hashes == rows.num_hashes:
                 rows = Rows(rows.num_hashes, rows.columns | told.columns)
-            answers |= seat_hits(rows, prompt.num_tokens, seats, "native", detail=detail)
+            self._confirm(rows, seats)
+            answers |= seat_hits(rows, prompt.num_tokens, seats, detail=detail)
         return answers
+
+    def _offer(self, engine_id: str, prompt: HashedPrompt) -> bool:
+        """Show the prompt to an engine whose scheme is not proven; whether that changed anything."""
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.detection is not Detection.WAITING:
+            return False
+        return engine.offer(prompt.token_ids, prompt.extras)
+
+    def _confirm(self, rows: Rows, seats: list[Seat]) -> None:
+        """What an engine holds of a prompt proves the scheme it was hashed by."""
+        for seat in seats:
+            if not seat.proven and rows.holds(GPU, seat.slot):
+                self._engines[seat.engine_id].confirm(seat.scheme)
 
     def seat(self, engine_id: str) -> Seat | EngineHit:
         """All a prediction needs of one engine, or the answer that nothing can be predicted and why."""
@@ -189,17 +211,22 @@ class FleetResidency:
         if cached is not None and cached[0] == engine.revision:
             return cached[1]
         scheme, layout = engine.scheme, engine.layout
+        mode: Mode = "native" if engine.learned is None else "learned"
         if self._remembered is not None and engine.detection is Detection.WAITING:
             scheme, layout = _assumed(*self._remembered, layout)
         elif layout is None and self.facts.shared_stores:
             scheme, layout = self._alike()
+        if scheme is None and engine.assumed is not None:
+            scheme, layout, mode = engine.assumed, engine.layout, "assumed"
         if scheme is None or layout is None:
             return EngineHit(engine_id, "unknown", why_unknown=_why_unknown(engine))
         if layout.missing_facts:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit(engine_id, "unknown", why_unknown=why)
         slot = self.index.slot(engine_id)
-        seat = Seat(engine_id, scheme, layout, slot or NOWHERE, engine.learned, engine.stores)
+        proven = engine.detection is not Detection.WAITING
+        place = slot or NOWHERE
+        seat = Seat(engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven)
         if slot is not None:
             self._seats[engine_id] = engine.revision, seat
         return seat
@@ -240,15 +267,16 @@ class Seat(NamedTuple):
     learned: LearnedKeys | None = None
     stores: frozenset[str] = frozenset()
     """Shared stores it loads from."""
+    mode: Mode = "native"
+    proven: bool = True
+    """Whether its scheme is known from its own events."""
 
 
 NOWHERE = Slot(-1, 0)
 """A word no column has: the rows of an engine that stored nothing yet are empty."""
 
 
-def seat_hits(
-    rows: Rows, num_tokens: int, seats: list[Seat], mode: Mode, *, detail: bool
-) -> dict[str, EngineHit]:
+def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
     offload = any(plane.medium != GPU for plane, _ in rows.columns)
     on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, detail=detail))
@@ -256,7 +284,7 @@ def seat_hits(
         lambda layout, word: reach(rows, layout, num_tokens, word, on_gpu(layout, word), detail=detail)
     )
     answers: dict[str, EngineHit] = {}
-    for engine_id, _, layout, (word, bit), _, stores in seats:
+    for engine_id, _, layout, (word, bit), _, stores, mode, _ in seats:
         gpu = on_gpu(layout, word)
         hit, cpu, storage = gpu.hit[bit], 0, 0
         more: tuple[Reach, ...] = ()

@@ -85,6 +85,12 @@ class Scopes:
         if engine is not None:
             engine.clear()
 
+    def doubt(self, engine_id: str) -> None:
+        """The engine reported more than the hash scheme assumed for it made expect."""
+        engine = self.engine(engine_id)
+        if engine is not None:
+            engine.doubt()
+
     def age(self, now_s: float) -> None:
         """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
         for scope in self._by_model.values():

@@ -133,6 +133,7 @@ class RequestRecord:
         "bytes_in",
         "bytes_out",
         "engine",
+        "explained",
         "first_s",
         "gone",
         "label",
@@ -159,6 +160,8 @@ class RequestRecord:
         self.attempts = 0
         self.status = 0
         self.gone = False
+        self.explained = False
+        """Why it will not be answered is in the log already."""
         self.broken = False
         self.bytes_in = 0
         self.bytes_out = 0

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-Confidence = Literal["exact", "degraded", "learned", "shadow", "none"]
+Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
 """Where ``hit_tokens`` comes from; any discount for the feed's state is already applied by the caller."""
 
 Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "policy"]

@@ -42,7 +42,7 @@ from router.replication.base import NO_LOOK, Look, SharedView
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests that are placed by their prompt; all others go to the least loaded engine."""
 
-_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}
+_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
 
 
 class Planner:
@@ -71,7 +71,9 @@ class Planner:
         self._settings = settings
         self._retention = retention
         self._expose = expose_decision
-        self._keeper = Bookkeeper(fleet, books, feed_state=self.feed_state, clear=scopes.clear)
+        self._keeper = Bookkeeper(
+            fleet, books, feed_state=self.feed_state, clear=scopes.clear, doubt=scopes.doubt
+        )
         self._shared = shared
         self._clock = books.now
         self._policy = policy(settings.policy)
@@ -99,7 +101,7 @@ class Planner:
         engines = self._askable(request.model, exclude)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
-        if request.path in PROMPT_PATHS:
+        if request.method == "POST" and request.path in PROMPT_PATHS:
             read = await self._reader.read(request)
         schemes: dict[str, HashScheme] = {}
         if isinstance(read, Prompt):

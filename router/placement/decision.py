@@ -34,7 +34,8 @@ class View(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
+        """Where the hit comes from: ``native``, ``learned``, ``assumed`` or ``shadow``; ``none`` where there
+        is none."""
         if self.candidate.confidence == "none":
             return "none"
         if self.candidate.confidence == "degraded" and self.hit is not None:

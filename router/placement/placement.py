@@ -27,15 +27,22 @@ _REQUEST_ID_BYTES_MAX = 256
 
 class Bookkeeper:
     """Enters what becomes of placements. ``feed_state`` names the state of an engine's feed, ``clear``
-    forgets what its GPU holds."""
+    forgets what its GPU holds, ``doubt`` takes a hit above one that an assumed hash scheme gave."""
 
     def __init__(
-        self, fleet: Fleet, books: Books, *, feed_state: Callable[[str], str], clear: Callable[[str], None]
+        self,
+        fleet: Fleet,
+        books: Books,
+        *,
+        feed_state: Callable[[str], str],
+        clear: Callable[[str], None],
+        doubt: Callable[[str], None],
     ) -> None:
         self._fleet = fleet
         self._books = books
         self._feed_state = feed_state
         self._clear = clear
+        self._doubt = doubt
 
     def now(self) -> float:
         """The router's clock, in seconds."""
@@ -58,7 +65,10 @@ class Bookkeeper:
         if here and placed.answered and isinstance(read, Prompt):
             if not placed.prefilled:
                 books.shadows.served(engine_id, read.token_ids, read.hashes)
-            books.receipts.add(self._receipt(placed, usage))
+            receipt = self._receipt(placed, usage)
+            books.receipts.add(receipt)
+            if receipt.mode == "assumed" and receipt.outcome == "under":
+                self._doubt(engine_id)
         if books.access is not None and placed.answered and placed.request.path in COMPLETION_PATHS:
             self._log_access(books.access, placed, usage, now)
 

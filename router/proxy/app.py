@@ -193,7 +193,7 @@ class ProxyApp:
         self, error: ApiError, request_id: bytes | None, record: RequestRecord, send: Send
     ) -> None:
         self.stats.count_error(error.status, error.code)
-        if error.status >= 500:
+        if error.status >= 500 and not record.explained:
             self.requests.tell(
                 "request not served",
                 record,

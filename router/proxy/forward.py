@@ -187,6 +187,7 @@ class Forwarder:
                 break
             if _broke(outcome):
                 breaks += 1
+                out.record.explained = True
                 self._tell_break(out.request, placement.engine_id, outcome, last=breaks == _BREAKS_MAX)
                 if breaks == _BREAKS_MAX:
                     break

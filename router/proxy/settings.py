@@ -41,7 +41,7 @@ REFUSED_PATHS = frozenset(
 class ProxySettings(msgspec.Struct, frozen=True):
     """Forwarding to engines: time-outs, retries, connections and refused paths."""
 
-    body_bytes_max: int = 8 * 1024 * 1024
+    body_bytes_max: int = 64 * 1024 * 1024
     """Largest request body; a larger one is answered with 413."""
     refused_paths: frozenset[str] = REFUSED_PATHS
     """Paths answered with 403 `path_not_proxied`, since they change an engine for every client."""
@@ -124,5 +124,11 @@ class ListenSettings(msgspec.Struct, frozen=True):
     pauses."""
     connections_max: int = 10_000
     """Most client connections; further ones are answered with 503 and closed."""
+    client_share_max: float = 0.5
+    """Share of ``connections_max`` (64 connections at least) that one client address may hold, of an IPv6
+    address its /64; 1 where all clients come through one proxy."""
+    bodies_bytes_max: int = 2 * 1024 * 1024 * 1024
+    """Most bytes of request bodies held at one time, of all requests together; beyond it, requests are
+    answered with 503."""
     pipelined_max: int = 16
     """Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses."""

@@ -20,6 +20,8 @@ class ProxyStats(msgspec.Struct):
     """Connections opened to engines."""
     engine_pool_overflows: int = 0
     """Requests that found ``engine_connections_max`` connections of an engine in use."""
+    descriptor_shortages: int = 0
+    """Connections to engines that this process had no file descriptor for."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
     """Failed attempts at engines, by reason."""
     read_pauses: int = 0
@@ -64,7 +66,9 @@ class ListenStats(msgspec.Struct):
     connections: int = 0
     """Connections accepted."""
     connections_refused: int = 0
-    """Connections closed at once because there were too many."""
+    """Connections refused because there were too many."""
+    bodies_refused: int = 0
+    """Requests refused because all bodies together would have been over ``bodies_bytes_max``."""
     requests: int = 0
     """Requests read, of all paths of the public port."""
     header_timeouts: int = 0

@@ -213,7 +213,7 @@ class IndexLookup:
                 seats.setdefault(seat.scheme, []).append(seat)
         for scheme, alike in seats.items():
             rows = _span(found.rows, *spans[scheme])
-            hits |= seat_hits(rows, prompt.num_tokens, alike, "native", detail=detail)
+            hits |= seat_hits(rows, prompt.num_tokens, alike, detail=detail)
         for engine_id in [seat.engine_id for alike in seats.values() for seat in alike]:
             if not _trusted(found.engines[engine_id]):
                 self.stats.stale_engines += 1

@@ -311,6 +311,9 @@ def engine_facts(
 ) -> EngineFacts:
     """What the other replicas need to predict this engine, or why they cannot."""
     state = str(feed_state)
+    if isinstance(seat, Seat) and seat.mode == "assumed":
+        why = "hash scheme not proven yet, only assumed"
+        return EngineFacts(engine.layout, None, "unknown", why, state, missing)
     if isinstance(seat, Seat):
         if seat.learned is not None:
             return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)

@@ -21,6 +21,7 @@ from publisher.groups import GroupSpec
 from tests.publisher.pool.layouts import Layout
 
 VOCAB_TOKENS = 2000
+ADAPTERS = ("adapter", "sql", "poet")
 ARRIVAL_CHANCE = 0.3
 PROBE_CHANCE = 0.5
 ABORT_CHANCE = 0.01
@@ -53,7 +54,7 @@ class PoolScheduler:
             retention_interval=layout.retention_interval,
             int_hashes=layout.int_hashes,
             chunk_tokens_max=layout.max_num_batched_tokens,
-            lora_ids={"adapter": 1},
+            lora_ids=dict.fromkeys(ADAPTERS, 1),
         )
         self.waiting: deque[PoolRequest] = deque()
         self.running: list[PoolRequest] = []

@@ -51,6 +51,13 @@ def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
             "set PYTHONHASHSEED to the same value for all engines (and name it in models.NAME.hash_seeds "
             f"unless it is a number below {SEEDS_MAX})",
         )
+    elif residency.assumed is not None:
+        guess = residency.assumed
+        yield info(
+            f"the hash scheme is only assumed so far: {guess.algo}, seed {guess.seed}",
+            "no event shows a prompt from its first token on; until one matches, predictions may be too low",
+            "send a prompt twice (--probe does): the blocks it leaves prove the scheme",
+        )
     else:
         yield info(
             f"the hash scheme is not known yet ({residency.detection})",
