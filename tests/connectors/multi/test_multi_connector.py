@@ -163,7 +163,7 @@ def test_refusals_do_not_depend_on_assertions() -> None:
         ),
         ([child("a") | {"kv_conector": 1}], "no such setting"),
         ([child("a") | {"kv_load_failure_policy": "fail"}], "an engine has one policy"),
-        ([child("a", "Missing")], "Missing not found in fake_children"),
+        ([child("a", "Missing")], "Missing not found in tests.connectors.multi.fake_children"),
         ([child("a") | {"kv_connector_module_path": "no_such_module"}], "no_such_module"),
         ([child("a") | {"kv_role": "kv_all"}], "kv_all"),
         ([child("a", name="x"), child("b", name="x")], "another connector has this name"),
