@@ -1,4 +1,4 @@
-"""Whether everything that names kvatlas' version names the one that is released: ``check_version.py 1.2.3``."""
+"""Whether every place that names the version names the released one: ``check_version.py 1.2.3``."""
 
 from __future__ import annotations
 
