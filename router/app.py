@@ -30,7 +30,8 @@ from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
 from router.fleet.poller import FleetPoller
 from router.fleet.status import EngineStatus, Fleet
-from router.http.cors import Cors
+from router.http.server.cors import Cors
+from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
@@ -40,7 +41,6 @@ from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
 from router.proxy.breaker import BreakerBoard
-from router.proxy.stats import ListenStats
 from router.replication.service import SharedIndex
 
 _log = structlog.get_logger()

@@ -21,6 +21,7 @@ from router.api.admin.stats import AdminStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
+from router.http.server.stats import ListenStats
 from router.index.models import Scopes
 from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
@@ -29,7 +30,7 @@ from router.observe.requests import RequestBook
 from router.placement.books import Books
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
-from router.proxy.stats import ListenStats, ProxyStats
+from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
 _GAUGES = frozenset(

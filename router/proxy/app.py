@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from router.http.client import UpstreamClient
-from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.http.client.pool import UpstreamClient
+from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestBook, RequestRecord
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (

@@ -16,9 +16,9 @@ import msgspec
 import structlog
 import xxhash
 
-from router.http.client import REPEATABLE, UpstreamClient
-from router.http.client_connection import UpstreamConnection, UpstreamError
-from router.http.disconnect import Send
+from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.http.client.pool import REPEATABLE, UpstreamClient
+from router.http.server.disconnect import Send
 from router.observe.requests import RequestRecord
 from router.openai.errors import (
     ApiError,

@@ -11,7 +11,7 @@ from proxy.rig import Engine, answer
 from app.rig import Rig, configure, routing, run
 from router.config.schema import ServerConfig
 from router.fleet import identity
-from router.http.cors import CorsSettings
+from router.http.server.cors import CorsSettings
 
 PAGE = "https://chat.example.com"
 PREFLIGHT = {

@@ -19,6 +19,7 @@ from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import Fleet
+from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
@@ -29,7 +30,7 @@ from router.placement.load import LoadStats
 from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
-from router.proxy.stats import ListenStats, ProxyStats
+from router.proxy.stats import ProxyStats
 from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
 from router.replication.lookup import SightStats

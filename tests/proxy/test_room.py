@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from router.http import descriptors
-from router.http.room import Room, client_of
-from router.proxy.settings import ListenSettings
+from router.http.server.capacity import Capacity, client_of
+from router.http.server.settings import ListenSettings
 
 from .rig import Call, Engine, Rig, answer, ask, read_answer, request, routing, run, says, until
 
@@ -63,18 +63,18 @@ def test_probes_get_in_where_others_hold_every_connection() -> None:
 
 
 def test_one_address_holds_its_share_of_connections() -> None:
-    room = Room(ListenSettings(connections_max=1000, client_share_max=0.1))
+    room = Capacity(ListenSettings(connections_max=1000, client_share_max=0.1))
     assert [room.enter("a") for _ in range(101)] == [True] * 100 + [False]
     assert room.enter("b")
     room.leave("a")
     assert room.enter("a")
     assert [room.enter(f"{i}") for i in range(900)] == [True] * 899 + [False]
-    small = Room(ListenSettings(connections_max=70, client_share_max=0.1))
+    small = Capacity(ListenSettings(connections_max=70, client_share_max=0.1))
     assert sum(small.enter("a") for _ in range(70)) == 64
 
 
 def test_newest_spare_takes_the_oldest_ones_place() -> None:
-    room, spares = Room(ListenSettings()), [_Spare() for _ in range(66)]
+    room, spares = Capacity(ListenSettings()), [_Spare() for _ in range(66)]
     for spare in spares[:64]:
         room.add_spare(spare)
     room.drop_spare(spares[0])
@@ -108,7 +108,7 @@ def test_all_bodies_together_are_bounded() -> None:
 
         listen = ListenSettings(bodies_bytes_max=1_000_000, drain_s_max=0.5)
         async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
-            room = rig.server.config.room  # type: ignore[attr-defined]
+            room = rig.server.config.capacity  # type: ignore[attr-defined]
             body = b'{"model":"m","x":"%b"}' % (b"x" * 600_000)
             first = asyncio.ensure_future(ask(rig, request(body)))
             await until(lambda: len(engine.calls) == 1, "the first is asked")

@@ -1,6 +1,6 @@
 """What all client connections of one server hold together, and who may have how much of it.
 
-``Room`` counts connections, by client address too, and the bytes of request bodies. Where it is full a
+``Capacity`` counts connections, by client address too, and the bytes of request bodies. Where it is full a
 connection is a *spare*: it may ask for the server's health and nothing else, so that a probe or a scrape is
 answered however many connections others hold. There are few spares; the newest takes the oldest one's place.
 """
@@ -11,7 +11,7 @@ import ipaddress
 from collections import Counter, OrderedDict
 from typing import Protocol
 
-from router.proxy.settings import ListenSettings
+from router.http.server.settings import ListenSettings
 
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
 """What a spare connection may ask for."""
@@ -27,7 +27,7 @@ class Spare(Protocol):
         """Close it at once."""
 
 
-class Room:
+class Capacity:
     """Used from the event loop only."""
 
     def __init__(self, settings: ListenSettings) -> None:

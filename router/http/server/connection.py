@@ -18,10 +18,10 @@ import httptools
 from uvicorn.server import ServerState
 
 from router.http.deadlines import NEVER
-from router.http.exchange import Exchange, error_answer
-from router.http.room import PROBE_PATHS, client_of
-from router.http.scope import connection_scope, head_problem, request_scope
-from router.http.server_config import ListenConfig
+from router.http.server.capacity import PROBE_PATHS, client_of
+from router.http.server.config import ListenConfig
+from router.http.server.exchange import Exchange, error_answer
+from router.http.server.scope import connection_scope, head_problem, request_scope
 from router.openai.errors import ApiError, bad_request
 
 _FIELD_SIGNS = 4
@@ -66,7 +66,7 @@ class ClientConnection(asyncio.Protocol):
         self._state = server_state
         self._app_state = app_state
         self._sweeper = config.sweeper
-        self.room = config.room
+        self.capacity = config.capacity
         self._client = ""
         self._spare = False
         self.transport: asyncio.Transport  # from connection_made on
@@ -95,9 +95,9 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.stats.connections += 1
         self._client = client_of(transport.get_extra_info("peername"))
-        self._spare = not self.room.enter(self._client)
+        self._spare = not self.capacity.enter(self._client)
         if self._spare:
-            self.room.add_spare(self)
+            self.capacity.add_spare(self)
         else:
             self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn's set of its own protocols
         self._sweeper.add(self)
@@ -107,8 +107,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self in self._state.connections:
             self._state.connections.discard(self)
-            self.room.leave(self._client)
-        self.room.drop_spare(self)
+            self.capacity.leave(self._client)
+        self.capacity.drop_spare(self)
         self._sweeper.discard(self)
         self._leave()
         self.resume_writing()

@@ -11,15 +11,13 @@ import asyncio
 import http
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 
-from router.http.disconnect import EXTENSION, Message
+from router.http.server.capacity import Capacity
+from router.http.server.disconnect import EXTENSION, Message
 from router.openai.errors import ApiError
-
-if TYPE_CHECKING:
-    from router.http.server_connection import ClientConnection
 
 _log = structlog.get_logger()
 _DISCONNECT: Message = {"type": "http.disconnect"}
@@ -46,6 +44,25 @@ def error_answer(error: ApiError) -> bytes:
     )
 
 
+class Line(Protocol):
+    """What an exchange needs of the connection it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    capacity: Capacity
+    write_paused: asyncio.Future[None] | None
+    closing_soon: bool
+
+    def resume_reading(self) -> None:
+        """The application took what had been read ahead."""
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """The answer is written whole."""
+
+    def abort(self) -> None:
+        """Close at once: the answer cannot be completed."""
+
+
 class Exchange:
     """See the module. Belongs to one connection; used from the event loop only."""
 
@@ -70,9 +87,7 @@ class Exchange:
         "started",
     )
 
-    def __init__(
-        self, connection: ClientConnection, scope: dict[str, Any], keep_alive: bool, expects: bool
-    ) -> None:
+    def __init__(self, connection: Line, scope: dict[str, Any], keep_alive: bool, expects: bool) -> None:
         scope["extensions"] = {EXTENSION: self.on_disconnect}
         self.started = False
         """Bytes of the answer have been written."""
@@ -101,7 +116,7 @@ class Exchange:
         together have no room for it."""
         if self._done or self._gone:
             return 0  # nobody will ask for it
-        if not self._connection.room.take(len(data)):
+        if not self._connection.capacity.take(len(data)):
             return -1
         self._held_bytes += len(data)
         self._body.append(data)
@@ -148,7 +163,7 @@ class Exchange:
     def _free(self) -> None:
         """Nobody holds the body any more."""
         self._body.clear()
-        self._connection.room.give(self._held_bytes)
+        self._connection.capacity.give(self._held_bytes)
         self._held_bytes = 0
 
     async def _fail(self) -> None:
@@ -171,7 +186,7 @@ class Exchange:
     # The application's side.
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """The extension ``router.http.disconnect.EXTENSION``."""
+        """The extension ``router.http.server.disconnect.EXTENSION``."""
         self._on_left = callback
         if callback is not None and self._gone:
             callback()

@@ -17,10 +17,10 @@ from typing import Any
 import structlog
 import uvicorn
 
-from router.http.server_config import ListenConfig
-from router.http.server_connection import ClientConnection
-from router.proxy.settings import ListenSettings
-from router.proxy.stats import ListenStats
+from router.http.server.config import ListenConfig
+from router.http.server.connection import ClientConnection
+from router.http.server.settings import ListenSettings
+from router.http.server.stats import ListenStats
 
 _log = structlog.get_logger()
 _LOOK_S = 0.02
