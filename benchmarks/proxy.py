@@ -32,8 +32,8 @@ def router_command() -> str:
         for port, events in zip(ENGINE_PORTS, EVENT_PORTS, strict=True)
     )
     python, tokenizer = shlex.quote(sys.executable), shlex.quote(str(TOKENIZER))
-    rest = "--port {port} --log-level warning"
-    return f"{python} -m router.cli serve {engines} --tokenizer {tokenizer} {rest}"
+    rest = "--port {port} --ops-port off --log-level warning"
+    return f"{python} -m router serve {engines} --tokenizer {tokenizer} {rest}"
 
 
 def main() -> int:

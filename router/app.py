@@ -19,15 +19,16 @@ import structlog
 
 from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
-from router.api.app import create_control, is_control
+from router.api.app import create_control, create_ops, is_control
 from router.api.metrics import Sources
+from router.api.ops import OpsPort
 from router.api.readiness import Judge, Readiness
 from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import Upkeep
 from router.feeds.manager import Followers, Following
 from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
 from router.fleet.poller import FleetPoller
-from router.fleet.sources.runner import FleetSources
 from router.fleet.status import EngineStatus, Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
@@ -103,9 +104,15 @@ class Router:
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
         )
-        self._control = create_control(
+        insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
         )
+        self.ops = OpsPort(insight, config, clock=clock)
+        self._control = insight
+        if config.server.ops_port != "public":
+            self._control = create_control(
+                self.planner, self._sources, readiness=self.readiness, refusal=self.ops.refusal
+            )
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
         board = BreakerBoard(self._clock)
@@ -142,7 +149,7 @@ class Router:
                 started = True
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
-        except OSError as error:  # the admin port cannot be had
+        except OSError as error:  # a port beside the main one cannot be had
             if started:
                 raise
             _log.error("not started", problem=str(error))
@@ -157,6 +164,7 @@ class Router:
         async with (
             aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers) as session,
             aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as in_clients_names,
+            self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             asyncio.TaskGroup() as tasks,
         ):

@@ -18,12 +18,12 @@ from router import __version__
 from router.config.checks import LOG_LEVELS
 from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
-from router.config.schema import ANY_MODEL, ServerConfig
+from router.config.schema import ANY_MODEL, OPS_PORT, ServerConfig
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
-from router.tools.capture import cli as capture_cli
+from router.tools import cli as capture_cli
 from router.tools.doctor.cli import doctor
 from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
 from router.tools.top.cli import top
@@ -63,6 +63,13 @@ def serve(
     port: Annotated[
         int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
     ] = None,
+    ops_port: Annotated[
+        str | None,
+        Parameter(
+            help="Port of /metrics and /kvatlas/*: 0 takes a free one, off answers nowhere, public on --port "
+            f"(default {OPS_PORT})."
+        ),
+    ] = None,
     policy: Annotated[
         str | None,
         Parameter(help=f"Placement policy: {', '.join(POLICIES)} (default {PolicySettings().policy})."),
@@ -90,6 +97,7 @@ def serve(
     flags = {
         "server.host": host,
         "server.port": port,
+        "server.ops_port": ops_port,
         "server.expose_decision": expose_decision,
         "server.log_level": log_level,
         "policy.policy": policy,
@@ -286,14 +294,3 @@ def call(words: Sequence[str]) -> int:
         print(f"kvatlas: {error}", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
-
-
-def main() -> None:
-    """The same as ``python -m router``."""
-    from router.__main__ import main as command
-
-    command()
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,7 @@ from router.config.errors import ConfigError
 from router.config.load import Loaded
 from router.config.schema import Config
 from router.http.server import ProxyServer, listen_config
+from router.http.side_server import url_of
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.stats import ListenStats
@@ -73,9 +74,7 @@ class RouterServer(ProxyServer):
     @property
     def base_url(self) -> str:
         """Where clients reach this server from its own machine. Only once it is ``started``."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # recognised, not bound
-        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+        return url_of(self)
 
 
 def check(config: Config) -> Router:

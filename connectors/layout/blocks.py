@@ -3,7 +3,7 @@
 A block of a group is a fixed list of *pieces* (address, size): the pages of the group's layers, neighbours
 merged. A *row* is those pieces packed one after another in canonical order: regions in order, within a region
 the pieces in order. Everything here is plain integers, so a view can be built by hand and used without torch;
-``CacheView.from_kv_caches`` derives it from the tensors that vLLM registers (``connectors.layout.tensors``).
+``view_of_tensors`` derives it from the tensors that vLLM registers (``connectors.layout.tensors``).
 
 Always holds: no two pieces of one group touch the same byte, for any two blocks; and block 0 (vLLM's null
 block) is never part of a transfer. Different groups may overlay each other: a block belongs to one at a time.
@@ -12,7 +12,7 @@ block) is never part of a transfer. Different groups may overlay each other: a b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -69,16 +69,6 @@ class CacheView:
     groups: tuple[GroupPages, ...]
     num_blocks: int
     row_bytes: int
-
-    @classmethod
-    def from_kv_caches(cls, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> CacheView:
-        """The view of what vLLM registers: layer name -> tensor, or list of state tensors.
-
-        LayoutError: a layer is missing, or lies in a way that cannot be copied safely.
-        """
-        from connectors.layout.tensors import view_of_tensors  # noqa: PLC0415 - needs this module first
-
-        return view_of_tensors(kv_cache_config, kv_caches)
 
 
 @dataclass(frozen=True, slots=True)

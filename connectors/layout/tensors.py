@@ -41,7 +41,11 @@ class _Part:
 
 
 def view_of_tensors(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> CacheView:
-    """The groups that a hash-addressed store may hold, as pages. LayoutError: see ``CacheView``."""
+    """The groups that a hash-addressed store may hold, as pages.
+
+    ``kv_caches`` is what vLLM registers: layer name -> tensor, or list of state tensors. LayoutError: a layer
+    is missing, or lies in a way that cannot be copied safely.
+    """
     if kv_cache_config.hisparse_host_num_blocks is not None or any(
         group.host_resident for group in kv_cache_config.kv_cache_groups
     ):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from connectors.layout.blocks import CacheView
+from connectors.layout.tensors import view_of_tensors
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.tally import Tally
 from connectors.transfer.base import TransferEngine, TransferJob, TransferResult
@@ -48,7 +49,7 @@ class OffloadWorker:
 
         Raises ``LayoutError`` for a cache that cannot be copied safely.
         """
-        view = CacheView.from_kv_caches(self._kv_cache_config, kv_caches)
+        view = view_of_tensors(self._kv_cache_config, kv_caches)
         device = device_type(kv_caches)
         self.use_engine(self._make_engine(view, device))
         pieces = sum(len(region.piece_offsets) for group in view.groups for region in group.regions)

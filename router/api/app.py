@@ -1,7 +1,8 @@
 """The router's own endpoints: health, readiness, metrics, models, and why a request goes where it goes.
 
 Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
-have OpenAI's shape here too.
+have OpenAI's shape here too. There are two applications: ``create_control`` for everybody, which knows
+nothing of what clients send, and ``create_ops``, which has all of it (``router.ops`` says who gets there).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from router.placement.explain import explain
 
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 def is_control(path: str) -> bool:
@@ -39,9 +41,35 @@ def create_control(
     sources: Sources,
     *,
     readiness: Callable[[], Readiness],
+    refusal: Callable[[str], ApiError],
+) -> FastAPI:
+    """The application for ``is_control`` paths of the public port; ``refusal`` is for those it has not."""
+    app = _create(planner, sources, readiness)
+
+    @app.api_route("/metrics", methods=_METHODS)
+    @app.api_route(CONTROL_PREFIX + "{rest:path}", methods=_METHODS)
+    async def elsewhere(request: Request) -> Response:
+        """Answered on the ops port."""
+        raise refusal(request.scope["path"])
+
+    return app
+
+
+def create_ops(
+    planner: Planner,
+    sources: Sources,
+    *,
+    readiness: Callable[[], Readiness],
     body_bytes_max: int,
 ) -> FastAPI:
-    """The application for ``is_control`` paths."""
+    """The application with everything, for the ops port."""
+    app = _create(planner, sources, readiness)
+    _add_metrics(app, sources)
+    _add_insight(app, planner, sources, body_bytes_max)
+    return app
+
+
+def _create(planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> FastAPI:
     app = FastAPI(
         title="kvatlas",
         version=__version__,
@@ -50,11 +78,9 @@ def create_control(
         openapi_url=None,
         redirect_slashes=False,
     )
-
     add_errors(app)
     _add_health(app, planner, sources, readiness)
     _add_models(app, sources.fleet)
-    _add_insight(app, planner, sources, body_bytes_max)
     return app
 
 
@@ -63,7 +89,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return _error(error)
+        return error_answer(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -71,14 +97,14 @@ def add_errors(app: FastAPI) -> None:
         if error.status_code == 405:
             message = f"{request.url.path} does not support {request.method}."
             allow = ((b"allow", (error.headers or {}).get("Allow", "GET").encode()),)
-            return _error(ApiError(405, "method_not_allowed", message, headers=allow))
+            return error_answer(ApiError(405, "method_not_allowed", message, headers=allow))
         message = f"Unknown path {request.url.path}."
-        return _error(ApiError(error.status_code, "path_not_found", message, kind="not_found_error"))
+        return error_answer(ApiError(error.status_code, "path_not_found", message, kind="not_found_error"))
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
         """A fault of ours; the server logs it."""
-        return _error(
+        return error_answer(
             ApiError(
                 500,
                 "internal_error",
@@ -93,7 +119,8 @@ def add_errors(app: FastAPI) -> None:
         return Response(status_code=400)
 
 
-def _error(error: ApiError) -> Response:
+def error_answer(error: ApiError) -> Response:
+    """An error in OpenAI's shape."""
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(error.body(), error.status, headers, media_type="application/json")
 
@@ -121,6 +148,8 @@ def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Cal
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+
+def _add_metrics(app: FastAPI, sources: Sources) -> None:
     @_get(app, "/metrics")
     async def metrics() -> Response:
         """Prometheus text format. Made in the loop's thread: the numbers are its objects."""

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from router.api.admin.stats import AdminStats
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.sources.runner import FleetSources
+from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts

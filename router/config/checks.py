@@ -13,7 +13,7 @@ import msgspec
 
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
-from router.config.schema import Config, ModelConfig, ServerConfig
+from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
 from router.observe.access_log import AccessLogSettings
@@ -48,6 +48,29 @@ def _check_server(server: ServerConfig) -> None:
         raise ConfigError(f"server.port: {server.port} is not a port number")
 
 
+def _check_ops(config: Config) -> None:
+    server = config.server
+    number = server.ops_listens_on
+    if number is None:
+        return
+    if not 0 <= number < 1 << 16:
+        raise ConfigError(f"server.ops_port: {number} is not a port number")
+    if number == server.port != 0:
+        raise ConfigError(
+            f"server.ops_port: {number} is the public port (server.port); give another one, or public to let "
+            "everybody ask there"
+        )
+    if number == config.admin.port != 0 and config.admin.enabled:
+        raise ConfigError(f"server.ops_port: {number} is admin.port; give another one")
+    if server.ops_open and server.ops_token_file is not None:
+        raise ConfigError("server.ops_open: with it nobody needs a token; leave out server.ops_token_file")
+    if not is_loopback(server.ops_host) and config.ops_tokens is None and not server.ops_open:
+        raise ConfigError(
+            f"server.ops_host = {server.ops_host!r}: everybody who reaches it could read what others send; "
+            "give server.ops_token_file, or set server.ops_open where a network policy or firewall guards it"
+        )
+
+
 def _check_access_log(settings: AccessLogSettings) -> None:
     for name in ("path", "key_file"):
         text = getattr(settings, name)
@@ -75,6 +98,7 @@ def check_config(config: Config) -> None:
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
     _check_server(config.server)
+    _check_ops(config)
     _check_access_log(config.access_log)
     for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"):
         _check_numbers(section, getattr(config, section))

@@ -5,6 +5,7 @@ The texts below the fields are the reference that users read (docs/configuration
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +25,8 @@ from router.proxy.settings import ListenSettings, ProxySettings
 from router.replication.settings import IndexSettings
 
 ANY_MODEL = "*"
+OPS_PORT = 9001
+"""Where ``server.ops_port`` is not set."""
 
 
 class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,13 +155,32 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address to listen on; `0.0.0.0` for all addresses of the machine."""
     port: int = 8000
-    """TCP port to listen on; 0 takes a free one, which the log then names."""
+    """TCP port to listen on; 0 takes a free one, which the log then names. It answers `/v1/*`, `/health`,
+    `/ready` and `/version`."""
+    ops_host: str = "127.0.0.1"
+    """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
+    address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
+    ops_port: int | Literal["off", "public"] | None = None
+    """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one where `port` is 0. 0 takes a free
+    one, `off` answers nowhere, `public` answers everybody on the router's own port."""
+    ops_token_file: str | None = None
+    """File with the tokens of which one is needed on the ops port (`Authorization: Bearer`), in the format of
+    `admin.token_file`; that file is used where this is not set and `ops_host` is not a loopback address."""
+    ops_open: bool = False
+    """Answer everybody who reaches the ops port, on any address: for where a firewall guards it."""
     expose_decision: bool = False
     """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
     log_level: str = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: str = "console"
     """`console` for people, `json` for log collectors (one object per line)."""
+
+    @property
+    def ops_listens_on(self) -> int | None:
+        """The port number of the ops listener (0: a free one); None where there is no such listener."""
+        if self.ops_port is None:
+            return OPS_PORT if self.port else 0
+        return self.ops_port if isinstance(self.ops_port, int) else None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,3 +203,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    @property
+    def ops_tokens(self) -> tuple[str, str] | None:
+        """Setting and path of the file with the tokens that the ops port wants; None where it wants none."""
+        server = self.server
+        if server.ops_listens_on is None or server.ops_open:
+            return None
+        if server.ops_token_file is not None:
+            return "server.ops_token_file", server.ops_token_file
+        if is_loopback(server.ops_host) or self.admin.token_file is None:
+            return None
+        return "admin.token_file", self.admin.token_file
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine reaches a port on this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -215,7 +215,7 @@ async def _show(
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
     else:
-        _say(console, demo, urls[0], keep=keep)
+        _say(console, demo, urls[0], routers[0].ops.base_url or urls[0], keep=keep)
     return summary
 
 
@@ -241,7 +241,7 @@ async def _ready(router: Router, server: RouterServer) -> None:
 
 def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> Config:
     return Config(
-        server=ServerConfig(port=port, expose_decision=True),
+        server=ServerConfig(port=port, ops_port=0, expose_decision=True),
         engines=tuple(Engine(url) for url in urls),
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
@@ -249,12 +249,12 @@ def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> C
     )
 
 
-def _say(console: Console, demo: _Demo, base_url: str, *, keep: bool) -> None:
+def _say(console: Console, demo: _Demo, base_url: str, ops_url: str, *, keep: bool) -> None:
     if not console.is_terminal:
         console.print(demo.picture())
     if keep:
         console.print(f"\nStill serving at {base_url} (Ctrl-C ends it). Try:")
-        console.print(f"  curl {base_url}/kvatlas/engines")
+        console.print(f"  curl {ops_url}/kvatlas/engines")
         body = '{"model": "kvatlas-demo", "messages": [{"role": "user", "content": "hello"}]}'
-        for path in ("/v1/chat/completions", "/kvatlas/explain"):
-            console.print(f"  curl {base_url}{path} -H 'content-type: application/json' -d '{body}'")
+        for url in (f"{base_url}/v1/chat/completions", f"{ops_url}/kvatlas/explain"):
+            console.print(f"  curl {url} -H 'content-type: application/json' -d '{body}'")

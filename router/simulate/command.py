@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
-from router.simulate.advise.fetch import fetch
-from router.simulate.advise.fit import Fit, FitError, fit_capture, fit_metrics
+from router.simulate.fetch import fetch
+from router.simulate.fit import Fit, FitError, fit_capture, fit_metrics
 from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of
 from router.simulate.outcome import NothingServedError
 from router.simulate.plan import Plan, check_layout, run_plan
@@ -24,8 +24,8 @@ from router.simulate.plot import PlotError, check_plot, draw
 from router.simulate.report import WIDTH_PIPED, facts_of, report_json, show
 from router.simulate.run.arms import Arm, arms_of
 from router.simulate.run.fleet import FleetSetup
-from router.simulate.run.timing import Timing
 from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
+from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import Source

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from router.simulate.advise.fit import Fit
+from router.simulate.fit import Fit
 from router.simulate.outcome import Outcome
 from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
 from router.simulate.study import Workloads, mean_prompt_tokens

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.admin.rate_limit import RateLimit
+from router.api.admin.rate_limit import TURN_S, WAITING_MAX, RateLimit, Turns
+from router.observe.seldom import Seldom
 
 
 @given(
@@ -31,3 +32,19 @@ def test_only_so_many_names_are_remembered() -> None:
     for number in range(1000):
         limit.take(str(number), 0.0)
     assert len(limit._buckets) == 256
+
+
+def test_turns_come_one_after_the_other_and_few_may_wait() -> None:
+    turns = Turns()
+    waits = [turns.take("a", 100.0) for _ in range(WAITING_MAX)]
+    assert waits == [number * TURN_S for number in range(WAITING_MAX)]
+    assert turns.take("a", 100.0) is None
+    assert turns.take("b", 100.0) == 0.0
+    assert turns.take("a", 100.0 + TURN_S) == (WAITING_MAX - 1) * TURN_S
+    assert turns.take("a", 200.0) == 0.0
+
+
+def test_what_anybody_can_cause_is_said_once_an_interval_with_the_number_left_out() -> None:
+    seldom = Seldom(1.0)
+    assert [seldom.due("x", now) for now in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0)] == [0, None, None, 2, None, 1]
+    assert seldom.due("y", 9.0) == 0

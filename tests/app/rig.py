@@ -59,6 +59,7 @@ class Rig:
         self.router = router
         self.server = server
         self.url = server.base_url
+        self.ops_url = router.ops.base_url or self.url
         self.session = session
         self.api = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -66,9 +67,9 @@ class Rig:
         """One exchange: status, and the body decoded if it is JSON."""
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         headers = {"content-type": "application/json"} if data is not None else {}
-        async with self.session.request(
-            method, self.url + path, data=data, headers=headers, **options
-        ) as answer:
+        ops = path.startswith(("/kvatlas/", "/metrics"))
+        url = self.ops_url if ops else self.url
+        async with self.session.request(method, url + path, data=data, headers=headers, **options) as answer:
             raw = await answer.read()
             is_json = answer.content_type == "application/json"
             return answer.status, msgspec.json.decode(raw) if is_json and raw else raw.decode()

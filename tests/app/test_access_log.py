@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.observe.access_log import AccessLogSettings
-from router.simulate.advise.fetch import fetch_access_log
+from router.simulate.fetch import fetch_access_log
 from router.simulate.workload.access_log import read_capture
 from tests.app.rig import MODEL, TEXT, configure, routing, run, running, until
 
@@ -74,7 +74,7 @@ def test_the_log_can_be_had_from_the_router(tmp_path: Path) -> None:
                 log = rig.router.books.access
                 assert log is not None
                 await until(lambda: log.stats.written == 1, "a line written")
-                await asyncio.to_thread(fetch_access_log, rig.url, copy)
+                await asyncio.to_thread(fetch_access_log, rig.ops_url, copy)
 
     run(main())
     assert copy.read_text() == '{"older": true}\n' + path.read_text()
@@ -87,7 +87,7 @@ def test_a_router_without_a_log_says_what_to_set(tmp_path: Path) -> None:
             assert status == 404
             assert page["error"]["code"] == "access_log_off"
             with pytest.raises(OSError, match=r"set access_log\.path"):
-                await asyncio.to_thread(fetch_access_log, rig.url, tmp_path / "copy.jsonl")
+                await asyncio.to_thread(fetch_access_log, rig.ops_url, tmp_path / "copy.jsonl")
 
     run(main())
 

@@ -15,7 +15,7 @@ import pytest
 from publisher.engine import DEMO_TOKENIZER_DIR
 
 ROOT = Path(__file__).parents[2]
-KVATLAS = [sys.executable, "-m", "router.cli"]
+KVATLAS = [sys.executable, "-m", "router"]
 
 
 def kvatlas(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def test_help_lists_the_commands() -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom router.cli import main\nsys.argv = ['kvatlas', '--help']\n"
+        "import sys\nfrom router.__main__ import main\nsys.argv = ['kvatlas', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "heavy = {'numpy', 'tokenizers', 'fastapi', 'uvicorn', 'aiohttp', 'zmq.asyncio'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -168,7 +168,7 @@ def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
         while said.get("event") != "listening":
             said = json.loads(log.readline())
         port = said["url"].rpartition(":")[2]
-        second = kvatlas("serve", "--port", port, "--engine", "http://127.0.0.1:9")
+        second = kvatlas("serve", "--port", port, "--ops-port", "0", "--engine", "http://127.0.0.1:9")
         assert second.returncode == 1
         assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
         assert "Traceback" not in second.stderr

@@ -20,7 +20,7 @@ import pytest
 from router.demo.summary import Tally
 
 ROOT = Path(__file__).parents[2]
-DEMO = [sys.executable, "-m", "router.cli", "demo"]
+DEMO = [sys.executable, "-m", "router", "demo"]
 KEYS = {"requests", "errors", "hit_tokens", "prompt_tokens", "ttft_p50_ms", "ttft_p99_ms"}
 
 

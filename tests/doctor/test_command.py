@@ -20,7 +20,7 @@ DOWN = "http://127.0.0.1:9"
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "router.cli", "doctor", *arguments],
+        [sys.executable, "-m", "router", "doctor", *arguments],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,

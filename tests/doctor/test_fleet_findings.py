@@ -216,7 +216,7 @@ def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> Non
         async with running({}) as (engine,), routing(configure(engine)) as rig:
             await rig.chat("tell " * 60)
             await rig.caught_up(engine)
-            found = await look(engine.base_url, router=rig.url)
+            found = await look(engine.base_url, router=rig.ops_url)
             assert [f.severity for f in found.of("router.engines")] == [Severity.OK]
 
     run(main())

@@ -84,7 +84,7 @@ def test_a_router_and_its_engines() -> None:
             for text in ("one " * 60, "one " * 70, "two " * 50):
                 await rig.chat(text)
             await rig.caught_up(*engines)
-            found = await look(router=rig.url)
+            found = await look(router=rig.ops_url)
             assert found.bad() == []
             found.expect("router.reach", Severity.OK, "ready, 2 engine(s)")
             assert {f.subject for f in found.of("router.engines")} == {e.base_url for e in engines}

@@ -13,10 +13,10 @@ from router.api.admin.stats import AdminStats
 from router.api.metrics import _GAUGES, Sources, render_metrics
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import SourceStats
-from router.fleet.sources.runner import FleetSources
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes

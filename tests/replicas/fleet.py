@@ -146,7 +146,7 @@ class Fleet:
         """A control page of a replica; None while it does not answer."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             timeout = aiohttp.ClientTimeout(total=2)
-            async with self._session.get(member.url + path, timeout=timeout) as answer:
+            async with self._session.get(member.ops_url + path, timeout=timeout) as answer:
                 payload = await answer.read()
                 return (
                     msgspec.json.decode(payload)

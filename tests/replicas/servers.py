@@ -108,8 +108,11 @@ class Replica:
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        ops_port = free_port()
+        self.ops_url = f"http://127.0.0.1:{ops_port}"
         self.lines: list[dict[str, Any]] = []
-        self._command = [sys.executable, "-m", "router.cli", "serve", "--port", str(self.port)]
+        self._command = [sys.executable, "-m", "router", "serve", "--port", str(self.port)]
+        self._command += ["--ops-port", str(ops_port)]
         self._command += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--expose-decision"]
         for engine in engines:
             self._command += ["--engine", engine]

@@ -47,7 +47,7 @@ def test_a_fleet_works_with_the_documented_rights_only() -> None:
 
 
 def kvatlas(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "router.cli", *args]
+    command = [sys.executable, "-m", "router", *args]
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": "", **environ}, check=False)
 
 

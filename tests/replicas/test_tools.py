@@ -19,7 +19,7 @@ TRACES = ROOT / "tests" / "data" / "traces"
 
 def kvatlas(*args: str, index: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "KVATLAS_INDEX_URL": index}
-    command = [sys.executable, "-m", "router.cli", *args]
+    command = [sys.executable, "-m", "router", *args]
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
 
 

@@ -60,7 +60,7 @@ class EnginePod:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "router.cli", "engine", "--host", self.ip, "--port", str(self.http)]
+        command = [sys.executable, "-m", "router", "engine", "--host", self.ip, "--port", str(self.http)]
         settings = {**ENGINE, "events_port": self.events, "replay_port": self.replay}
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
@@ -227,7 +227,9 @@ class Cluster:
 
     async def knows(self, router: Replica) -> dict[str, dict[str, Any]]:
         """Engines as a router sees them."""
-        return {engine["engine"]: engine for engine in await self.ask(f"{router.url}/kvatlas/engines") or ()}
+        return {
+            engine["engine"]: engine for engine in await self.ask(f"{router.ops_url}/kvatlas/engines") or ()
+        }
 
     async def _is_held(self, router: Replica, one: EnginePod) -> bool:
         engine = (await self.knows(router)).get(one.url)

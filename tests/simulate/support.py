@@ -12,7 +12,7 @@ from publisher.groups import GroupSpec
 from router.simulate.run.arms import ARMS
 from router.simulate.run.engine import SimEngine, Visit
 from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
 FULL = (GroupSpec(0, "full_attention", 64),)

@@ -195,7 +195,7 @@ def test_the_fleet_of_a_running_router() -> None:
             for number in range(6):
                 await rig.chat(f"{number} {TEXT * 6}", max_tokens=2)
             await rig.caught_up(*engines)
-            seen = await asyncio.to_thread(see, rig.url)
+            seen = await asyncio.to_thread(see, rig.ops_url)
             assert (seen.engines, seen.blocks) == (2, None)  # these metrics do not tell the blocks
             assert seen.groups is not None
             assert {group.sliding_window for group in seen.groups} == {None, 128}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from publisher.simulator.stats import EngineStats, Gauges, render
-from router.simulate.advise.fit import FitError, fit_capture, fit_metrics
-from router.simulate.run.timing import Timing
+from router.simulate.fit import FitError, fit_capture, fit_metrics
+from router.simulate.timing import Timing
 from router.simulate.workload.access_log import asked_in, is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from tests.simulate.support import line, write_lines

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.groups import GroupSpec
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request
 from tests.simulate.support import FAST, FULL, HYBRID, Bench, request
 

@@ -31,7 +31,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": TEXT * 20}]}
 
 def kvatlas(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "router.cli", *arguments],
+        [sys.executable, "-m", "router", *arguments],
         cwd=ROOT,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "160"},
         capture_output=True,
@@ -88,7 +88,7 @@ def test_bad_arguments_end_with_status_2_and_a_reason(arguments: list[str], told
 
 def test_publish_serves_what_is_told_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [(3, [stored(tokens(BLOCK))]), (4, [])])
-    command = [sys.executable, "-m", "router.cli", "replay", str(path), "--json", "--speed", "0"]
+    command = [sys.executable, "-m", "router", "replay", str(path), "--json", "--speed", "0"]
     process = subprocess.Popen(
         [*command, "--publish", "tcp://127.0.0.1:*,replay=tcp://127.0.0.1:*"],
         cwd=ROOT,
@@ -133,7 +133,7 @@ def test_a_text_prompt_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest
             sources = await asyncio.to_thread(resolve, [engine.base_url])
             assert [(s.source, s.events) for s in sources] == [(engine.base_url, engine.events_endpoint)]
             done = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "router.cli", "record", "--engine", engine.base_url],
+                *[sys.executable, "-m", "router", "record", "--engine", engine.base_url],
                 *["-o", str(path), "--seconds", "2", "--json"],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
@@ -166,7 +166,7 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
             await rig.caught_up(*engines)
             said = []
             for file, as_json in ((body, True), (body, False), (ids, True), (wrong, True)):
-                options = ExplainOptions(file, router=rig.url)
+                options = ExplainOptions(file, router=rig.ops_url)
                 capsys.readouterr()  # what the router logged
                 status = await asyncio.to_thread(run_explain, options, as_json=as_json)
                 out = capsys.readouterr()
@@ -199,7 +199,7 @@ def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> Non
             for number in range(12):
                 await rig.chat(f"{number % 5} {TEXT * (8 + number % 4)}")
             done = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "router.cli", "record", "--engine", engine.base_url],
+                *[sys.executable, "-m", "router", "record", "--engine", engine.base_url],
                 *["-o", str(path), "--seconds", "2", "--json"],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,

@@ -382,7 +382,7 @@ def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
         command = [
             sys.executable,
             "-m",
-            "router.cli",
+            "router",
             "record",
             "--engine",
             engine,

@@ -27,7 +27,7 @@ from router.tools.top.picture import EngineRow, Picture, make_picture
 from router.tools.top.table import render
 
 ROOT = Path(__file__).parents[2]
-TOP = [sys.executable, "-m", "router.cli", "top"]
+TOP = [sys.executable, "-m", "router", "top"]
 GONE = "http://127.0.0.1:9"
 
 
@@ -41,7 +41,7 @@ def shown(picture: Picture) -> str:
 def test_a_running_router() -> None:
     async def main() -> None:
         async with running({}, {"publish_events": False}) as engines, routing(configure(*engines)) as rig:
-            async with aclosing(pictures(rig.url, 0.05)) as stream:
+            async with aclosing(pictures(rig.ops_url, 0.05)) as stream:
                 first = await anext(stream)
                 for _ in range(3):
                     await rig.chat("tell a story " * 40)

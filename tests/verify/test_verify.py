@@ -62,7 +62,7 @@ def test_further_recorded_truth_is_predicted_exactly(capsys: pytest.CaptureFixtu
 
 
 def test_the_command_line() -> None:
-    command = [sys.executable, "-m", "router.cli", "verify", "--json", str(TRACES[0]), str(TRACES[1])]
+    command = [sys.executable, "-m", "router", "verify", "--json", str(TRACES[0]), str(TRACES[1])]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -28,10 +28,19 @@ class RouterProcess:
     def __init__(
         self, engine_urls: Sequence[str], tokenizer: Path, *, log: Path, policy: str = "kvatlas"
     ) -> None:
-        (port,) = free_ports(1)
+        port, ops_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
+        self.ops_url = f"http://127.0.0.1:{ops_port}"
         self.log = log
-        self._command = [sys.executable, "-m", "router.cli", "serve", "--expose-decision"]
+        self._command = [
+            sys.executable,
+            "-m",
+            "router",
+            "serve",
+            "--expose-decision",
+            "--ops-port",
+            str(ops_port),
+        ]
         self._command += ["--policy", policy, "--port", str(port), "--tokenizer", str(tokenizer)]
         for url in engine_urls:
             self._command += ["--engine", url]
@@ -39,7 +48,7 @@ class RouterProcess:
 
     def engines(self) -> list[dict[str, Any]]:
         """What ``GET /kvatlas/engines`` says."""
-        with urllib.request.urlopen(f"{self.base_url}/kvatlas/engines", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.ops_url}/kvatlas/engines", timeout=10) as response:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
 

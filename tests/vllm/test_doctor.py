@@ -30,7 +30,7 @@ def engine(
 def doctor(*arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """Exit status, and findings by check."""
     ended = subprocess.run(
-        [sys.executable, "-m", "router.cli", "doctor", *arguments, "--json", "--seconds", "1"],
+        [sys.executable, "-m", "router", "doctor", *arguments, "--json", "--seconds", "1"],
         cwd=ROOT,
         capture_output=True,
         text=True,

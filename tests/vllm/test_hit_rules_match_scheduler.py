@@ -49,7 +49,7 @@ def record(python: str, model: Path, out: Path, seed: int) -> None:
 def verify(path: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
     """Exit status of ``kvatlas verify --json``, its line per trace, and its total."""
     done = subprocess.run(
-        [sys.executable, "-m", "router.cli", "verify", "--json", str(path)],
+        [sys.executable, "-m", "router", "verify", "--json", str(path)],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
         capture_output=True,

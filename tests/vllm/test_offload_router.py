@@ -47,13 +47,13 @@ class Scene:
     medium: str
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.fleet.router.base_url}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.fleet.router.ops_url}{path}", timeout=30) as response:
             return json.load(response)
 
     def explain(self, prompt: list[int]) -> dict[str, dict[str, int]]:
         """Per engine: the predicted tokens by medium."""
         body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-        request = urllib.request.Request(f"{self.fleet.router.base_url}/kvatlas/explain", data=body)
+        request = urllib.request.Request(f"{self.fleet.router.ops_url}/kvatlas/explain", data=body)
         with urllib.request.urlopen(request, timeout=30) as response:
             explained = json.load(response)
         return {
@@ -157,7 +157,7 @@ def scene(
 
 def check_metrics(scene: Scene) -> None:
     """Receipts and metrics show the media; to be called when some hits have been loaded."""
-    with urllib.request.urlopen(f"{scene.fleet.router.base_url}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"{scene.fleet.router.ops_url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
 
     def total(name: str, *labels: str) -> float:

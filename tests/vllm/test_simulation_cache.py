@@ -23,8 +23,8 @@ from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.models import MODELS, groups_of
 from router.simulate.run.engine import SimEngine, Visit
-from router.simulate.run.timing import Timing
 from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
+from router.simulate.timing import Timing
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request, block_hashes, continued
 

@@ -33,11 +33,11 @@ from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.advise.command import Seen, see
-from router.simulate.advise.fit import fit_capture
+from router.simulate.fit import fit_capture
 from router.simulate.run.arms import ARMS
 from router.simulate.run.engine import SimEngine, Visit
 from router.simulate.run.fleet import FleetSetup, FleetSim
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.access_log import Captured
 from router.simulate.workload.requests import Asked, Request, block_hashes
 
@@ -148,7 +148,7 @@ def real(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
                     for url in urls:
                         _empty(url)
                 sent += _drive(router, round_, seed=seed, count=REQUESTS)
-                seen = see(router.base_url)
+                seen = see(router.ops_url)
         yield Real(sent, seen, urls)
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from connectors.hits.group_shapes import GroupKind, GroupShape
-from connectors.tier.eviction.policies import Spared
+from connectors.tier.eviction.base import Spared
 from connectors.tier.eviction.prefix_tree import Node, PrefixTree
 
 _SCAN_MAX = 64

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from router.api.admin.actions import FleetDesk
-from router.api.admin.listener import AdminServer, make_admin_server
-from router.api.admin.routes import PREFIX, Doorkeeper, create_admin
+from router.api.admin.door import Doorkeeper
+from router.api.admin.listener import make_admin_server
+from router.api.admin.routes import PREFIX, create_admin
 from router.api.admin.settings import AdminSettings
 from router.api.admin.stats import AdminStats
 from router.api.admin.tokens import TokenFile
+from router.http.side_server import SideServer
 
 
 class AdminOffice:
@@ -21,7 +22,7 @@ class AdminOffice:
 
     def __init__(self, settings: AdminSettings, desk: FleetDesk, *, clock: Callable[[], float]) -> None:
         self.stats = AdminStats()
-        self.server: AdminServer | None = None
+        self.server: SideServer | None = None
         tokens = TokenFile(Path(settings.token_file)) if settings.token_file is not None else None
         door = Doorkeeper(
             tokens,
@@ -41,20 +42,6 @@ class AdminOffice:
         """ASGI 3."""
         await self._app(scope, receive, send)
 
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[None]:
+    def listening(self) -> AbstractAsyncContextManager[None]:
         """Its own port is open, if it has one. Raises ``OSError`` where it cannot be had."""
-        server = self.server
-        if server is None:
-            yield
-            return
-        serving = asyncio.create_task(server.serve(), name="admin API")
-        try:
-            while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event for it
-                await asyncio.sleep(0.005)
-            if serving.done():
-                serving.result()
-            yield
-        finally:
-            server.drain()
-            await serving
+        return nullcontext() if self.server is None else self.server.listening()

@@ -1,4 +1,7 @@
-"""How often somebody may ask: one token bucket per name. Pure; the caller has the clock."""
+"""How often somebody may ask: one token bucket per name, and turns one after the other where one is empty.
+
+Pure and bounded; the caller has the clock.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import math
 from collections import OrderedDict
 
 _ROUNDING = 1e-6
+TURN_S = 0.25
+WAITING_MAX = 8
 _NAMES_MAX = 256
 """Names remembered; the one not heard of for longest is forgotten, and begins with a full bucket again."""
 
@@ -18,13 +23,38 @@ class RateLimit:
         self._burst = max(1.0, per_minute / 4)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> left, when
 
+    def used_up(self, name: str, now: float) -> bool:
+        """Whether ``take`` would refuse."""
+        return self._left(name, now) < 1 - _ROUNDING
+
     def take(self, name: str, now: float) -> int:
         """0: go on. Else so many seconds until the next request may succeed."""
-        left, at = self._buckets.get(name, (self._burst, now))
-        left = min(self._burst, left + max(0.0, now - at) * self._per_s)
+        left = self._left(name, now)
         allowed = left >= 1 - _ROUNDING
         self._buckets[name] = (max(0.0, left - 1) if allowed else left, now)
         self._buckets.move_to_end(name)
         if len(self._buckets) > _NAMES_MAX:
             self._buckets.popitem(last=False)
         return 0 if allowed else max(1, math.ceil((1 - left) / self._per_s))
+
+    def _left(self, name: str, now: float) -> float:
+        left, at = self._buckets.get(name, (self._burst, now))
+        return min(self._burst, left + max(0.0, now - at) * self._per_s)
+
+
+class Turns:
+    """One turn every ``TURN_S`` for each name; at most ``WAITING_MAX`` wait for theirs."""
+
+    def __init__(self) -> None:
+        self._free_at: OrderedDict[str, float] = OrderedDict()
+
+    def take(self, name: str, now: float) -> float | None:
+        """Seconds to wait for the turn that is now taken; None where too many wait already."""
+        at = max(now, self._free_at.get(name, now))
+        if at - now > WAITING_MAX * TURN_S - _ROUNDING:
+            return None
+        self._free_at[name] = at + TURN_S
+        self._free_at.move_to_end(name)
+        if len(self._free_at) > _NAMES_MAX:
+            self._free_at.popitem(last=False)
+        return at - now

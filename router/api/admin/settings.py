@@ -32,7 +32,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     name is logged."""
     requests_per_minute: float = 60.0
     """Requests each name may make per minute, in bursts of up to a quarter of it; failed logins share one
-    such allowance."""
+    such allowance. Once it is used up, tokens from one address are compared four times a second only."""
 
     def __post_init__(self) -> None:
         if not self.enabled:

@@ -26,12 +26,13 @@ class AdminFileError(ValueError):
 
 
 class TokenFile:
-    """Raises ``AdminFileError`` for a file of no use at the start."""
+    """``key`` is the setting that names it. Raises ``AdminFileError`` for a file of no use at the start."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: str = "admin.token_file") -> None:
         self._path = path
+        self._key = key
         self._stamp = _stamp(path)
-        self._digests = read_tokens(path)
+        self._digests = read_tokens(path, key)
 
     def who(self, token: bytes) -> str | None:
         """The name a token belongs to; None for nobody's."""
@@ -49,19 +50,19 @@ class TokenFile:
             return
         self._stamp = stamp
         try:
-            self._digests = read_tokens(self._path)
-            _log.info("admin tokens reloaded", tokens=len(self._digests))
+            self._digests = read_tokens(self._path, self._key)
+            _log.info("admin tokens reloaded", key=self._key, tokens=len(self._digests))
         except AdminFileError as error:
             _log.warning("admin tokens not reloaded, the old ones stay valid", problem=str(error))
 
 
-def read_tokens(path: Path) -> list[tuple[bytes, str]]:
+def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, str]]:
     """(digest, name) of every token. Raises ``AdminFileError`` naming the line; never shows a token."""
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise AdminFileError(f"admin.token_file: {path}: {error}") from None
+        raise AdminFileError(f"{key}: {path}: {error}") from None
     found: list[tuple[bytes, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()
@@ -72,16 +73,14 @@ def read_tokens(path: Path) -> list[tuple[bytes, str]]:
             name, token = UNNAMED, entry
         if len(token) < _LENGTH_MIN or not token.isprintable() or " " in token:
             raise AdminFileError(
-                f"admin.token_file: {path}, line {number}: a token is at least {_LENGTH_MIN} printable "
+                f"{key}: {path}, line {number}: a token is at least {_LENGTH_MIN} printable "
                 "characters without spaces"
             )
         if not name or not name.isprintable() or len(name) > 64:
-            raise AdminFileError(f"admin.token_file: {path}, line {number}: expected NAME:TOKEN or TOKEN")
+            raise AdminFileError(f"{key}: {path}, line {number}: expected NAME:TOKEN or TOKEN")
         found.append((hashlib.sha256(token.encode()).digest(), name))
     if not 0 < len(found) <= _TOKENS_MAX:
-        raise AdminFileError(
-            f"admin.token_file: {path} has {len(found)} tokens; 1 to {_TOKENS_MAX} are possible"
-        )
+        raise AdminFileError(f"{key}: {path} has {len(found)} tokens; 1 to {_TOKENS_MAX} are possible")
     return found
 
 

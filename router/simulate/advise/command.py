@@ -16,15 +16,15 @@ from rich.table import Table
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
-from router.simulate.advise.fetch import fetch, fetch_access_log
-from router.simulate.advise.fit import FitError, fit_capture
 from router.simulate.advise.trials import Advice, Told, judge, reusable_share, told_of, trials
 from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, refused
+from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
+from router.simulate.fit import FitError, fit_capture
 from router.simulate.outcome import NothingServedError
 from router.simulate.report import WIDTH_PIPED, retention_text
 from router.simulate.run.fleet import FleetSetup
-from router.simulate.run.timing import Timing
 from router.simulate.study import Workloads, pool_blocks, round_robin, run_all, speed_for
+from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import Source
@@ -119,7 +119,7 @@ def see(url: str) -> Seen:
     """The fleet behind a router: engines, their groups, the smallest pool. Raises ``ConfigError``."""
     base = url.rstrip("/")
     with refused(f"--router {url}", OSError, msgspec.MsgspecError):
-        engines = msgspec.json.decode(fetch(f"{base}/kvatlas/engines"), type=list[_Engine])
+        engines = msgspec.json.decode(fetch_from_router(f"{base}/kvatlas/engines"), type=list[_Engine])
     if not engines:
         raise ConfigError(f"--router {url}: it has no engines")
     layouts = [engine.layout.groups for engine in engines if engine.layout is not None]

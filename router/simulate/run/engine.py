@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 
 
 class Visit:

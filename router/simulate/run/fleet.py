@@ -28,7 +28,7 @@ from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import SimEngine, Visit
 from router.simulate.run.router_view import Blind, History, Rules, Sight, Truth, history_blocks
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
 Progress = Callable[[int], None]

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from router.observe.access_log import AccessLine
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.requests import Asked, WorkloadError, asked_of, in_order, lines_of
 
 OUTPUT_GUESS_MAX = 32_768

@@ -40,6 +40,7 @@ from router.tools.doctor.http import Http
 from router.tools.doctor.listener import EventTap
 from router.tools.doctor.parity import compare
 from router.tools.doctor.probe import Prober
+from router.tools.ops_client import ops_headers
 
 _DETECTION_S_MAX = 20.0
 _ENGINES_MAX = 256
@@ -91,7 +92,7 @@ async def ask_router(http: Http, url: str) -> RouterSeen:
     """A router's own view of itself."""
     paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
     ready, engines, receipts, metrics, version, sources = await asyncio.gather(
-        *(http.get(url + path) for path in paths)
+        *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = engines.json(list[dict[str, Any]]) if engines.ok else None
     by_id = None if listed is None else {str(e.get("engine")): e for e in listed}

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from router.tools.ops_client import reason
+
 ANSWER_BYTES_MAX = 8 << 20
 _PROBLEM_LENGTH_MAX = 200
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -31,7 +33,10 @@ class HttpAnswer(msgspec.Struct, frozen=True):
     @property
     def what(self) -> str:
         """In words, for findings."""
-        return f"status {self.status}" if self.status else self.problem
+        if not self.status:
+            return self.problem
+        message = reason(self.body) if not self.ok else ""
+        return f"status {self.status}: {message}" if message else f"status {self.status}"
 
     def json(self, kind: type[_T]) -> _T | None:
         """The body as ``kind``; None where it is none."""
@@ -48,8 +53,8 @@ class Http:
         self._session = session
         self.timeout_s = timeout_s
 
-    async def get(self, url: str) -> HttpAnswer:
-        return await self._ask("GET", url, None, {}, self.timeout_s)
+    async def get(self, url: str, headers: dict[str, str] | None = None) -> HttpAnswer:
+        return await self._ask("GET", url, None, headers or {}, self.timeout_s)
 
     async def post(
         self, url: str, body: Any, *, headers: dict[str, str] | None = None, timeout_s: float | None = None

@@ -24,6 +24,7 @@ from router.tools.capture.progress import shown
 from router.tools.explain.choice import ChoiceMade, choice
 from router.tools.explain.prompt import PromptError, read_body, read_prompt, router_body
 from router.tools.explain.state import AskedPrompt, Boundary, EngineExplanation, MissingBlock, explain_engine
+from router.tools.ops_client import ops_headers, reason
 from router.tools.replay.player import Player, up_to
 from router.tools.verify.traces import TraceError, trace_facts
 
@@ -185,13 +186,16 @@ def _why(block: MissingBlock) -> str:
 
 def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
     url = f"{router.rstrip('/')}/kvatlas/explain"
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})  # noqa: S310  # checked
+    headers = {"content-type": "application/json", **ops_headers()}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310  # checked
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
             text = answer.read(_ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
         with error:
-            print(f"kvatlas explain: {url}: {error.code}: {_reason(error.read(4096))}", file=sys.stderr)
+            refused = error.read(4096)
+            told = reason(refused) or refused[:200].decode(errors="replace")
+            print(f"kvatlas explain: {url}: {error.code}: {told}", file=sys.stderr)
         return 1
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise PromptError(f"{url}: {error}") from None
@@ -204,14 +208,6 @@ def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: b
     else:
         Console().print(_router_table(said))
     return 0
-
-
-def _reason(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or what there is."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
 
 
 class RouterHit(msgspec.Struct):

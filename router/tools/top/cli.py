@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 def top(
     *,
-    router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
+    router: Annotated[str, Parameter(help="URL of the router's ops port.")] = "http://127.0.0.1:9001",
     interval: Annotated[float, Parameter(help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, Parameter(help="Print one picture and stop.", negative="")] = False,
     json: Annotated[

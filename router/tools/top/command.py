@@ -19,6 +19,7 @@ from rich.live import Live
 from router.config.errors import ConfigError
 from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer
+from router.tools.ops_client import ops_headers
 from router.tools.top.picture import Picture, make_picture
 from router.tools.top.table import render
 
@@ -105,7 +106,9 @@ async def pictures(url: str, interval_s: float) -> AsyncGenerator[Picture, None]
 async def take(http: Http, url: str, before: Picture | None = None, elapsed_s: float = 0.0) -> Picture:
     """One picture. Never raises for what the router answers, or does not."""
     paths = ("/kvatlas/engines", "/kvatlas/receipts", "/metrics")
-    engines, receipts, metrics = await asyncio.gather(*(http.get(url + path) for path in paths))
+    engines, receipts, metrics = await asyncio.gather(
+        *(http.get(url + path, ops_headers()) for path in paths)
+    )
     listed = _listed(engines)
     if listed is None:
         told = engines.what if not engines.ok else "an answer that is not a router's"

@@ -20,7 +20,7 @@ from connectors.messages.jobs import StepResults
 from connectors.messages.keys import block_key
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
-from connectors.tier.eviction.policies import LruPolicy
+from connectors.tier.eviction.recency import LruPolicy
 from connectors.tier.host import HostTier
 from connectors.worker.worker import OffloadWorker
 

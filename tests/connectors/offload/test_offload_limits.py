@@ -16,7 +16,7 @@ from connectors.scheduler.plans import PlannedBlock
 from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
 from connectors.settings import OffloadSettings
 from connectors.tier.base import TierChanges
-from connectors.tier.eviction.policies import LruPolicy
+from connectors.tier.eviction.recency import LruPolicy
 from connectors.tier.host import HostTier
 from connectors.transfer.base import Direction, TransferResult
 

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from connectors.hits.group_shapes import GroupKind, GroupShape
 from connectors.messages.keys import block_key
-from connectors.tier.eviction.policies import POLICY_NAMES, LruPolicy, make_policy
+from connectors.tier.eviction.policies import POLICY_NAMES, make_policy
+from connectors.tier.eviction.recency import LruPolicy
 from connectors.tier.host import HostTier
 
 SHAPES = (GroupShape(0, GroupKind.FULL, 4), GroupShape(1, GroupKind.WINDOW, 4, 8))

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
 from connectors.layout.blocks import CacheView, LayoutError, layout_digest, row_bytes_from_config  # noqa: E402
+from connectors.layout.tensors import view_of_tensors  # noqa: E402
 from connectors.transfer.base import Direction  # noqa: E402
 from connectors.transfer.host import HostTransferEngine  # noqa: E402
 from tests.connectors.transfer_host.contract import ArrayMemory, job, move  # noqa: E402
@@ -146,7 +147,7 @@ def wipe(tensors: dict[str, Any], layers: list[str], block: int) -> None:
 
 def round_trip(kv_cache_config: Any, tensors: dict[str, Any]) -> CacheView:
     """Save a block of every group, wipe it, load it back into place and into another block."""
-    view = CacheView.from_kv_caches(kv_cache_config, tensors)
+    view = view_of_tensors(kv_cache_config, tensors)
     pool = ArrayMemory(view.row_bytes * 8)
     engine = HostTransferEngine(view, pool)
     whole = raw(tensors)
@@ -192,7 +193,7 @@ def test_kernels_that_split_blocks(model: str, layout: str) -> None:
 def test_only_a_groups_own_bytes_are_copied(model: str, layout: str) -> None:
     config = plan(model, layout)
     tensors = allocate(config, layout)
-    view = CacheView.from_kv_caches(config, tensors)
+    view = view_of_tensors(config, tensors)
     for group in view.groups:
         layers = config.kv_cache_groups[group.group_idx].layer_names
         own = sum(tensors[layer][0].numel() * tensors[layer].element_size() for layer in layers)
@@ -205,14 +206,14 @@ def test_only_a_groups_own_bytes_are_copied(model: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
 def test_small_padding_between_pages_is_copied_along_to_make_one_piece(layout: str) -> None:
     config = plan("packed as in DeepSeek V4", layout)
-    view = CacheView.from_kv_caches(config, allocate(config, layout))
+    view = view_of_tensors(config, allocate(config, layout))
     assert [sum(len(region.piece_offsets) for region in group.regions) for group in view.groups] == [1, 1]
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_blocks_outermost_make_one_piece_where_pages_are_not_padded(model: str) -> None:
     config = plan(model, "BLHNC")
-    view = CacheView.from_kv_caches(config, allocate(config, "BLHNC"))
+    view = view_of_tensors(config, allocate(config, "BLHNC"))
     for group in view.groups:
         pieces = sum(len(region.piece_offsets) for region in group.regions)
         padded = "mamba" in model or "packed" in model
@@ -222,7 +223,7 @@ def test_blocks_outermost_make_one_piece_where_pages_are_not_padded(model: str) 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_both_halves_compute_the_same_row(model: str, layout: str) -> None:
     config = plan(model, layout)
-    view = CacheView.from_kv_caches(config, allocate(config, layout))
+    view = view_of_tensors(config, allocate(config, layout))
     scheduler = generate_scheduler_kv_cache_config([config])
     assert row_bytes_from_config(scheduler) == row_bytes_from_config(config) == view.row_bytes
     assert view.row_bytes >= max(group.row_bytes for group in view.groups)
@@ -232,16 +233,16 @@ def test_both_halves_compute_the_same_row(model: str, layout: str) -> None:
 def test_layers_that_share_a_cache_are_copied_once() -> None:
     config = plan("one full group", "LBHNC")
     tensors = allocate(config, "LBHNC")
-    alone = CacheView.from_kv_caches(config, tensors)
+    alone = view_of_tensors(config, tensors)
     tensors["model.layers.9.attn"] = tensors["model.layers.0.attn"]
     config.kv_cache_groups[0].layer_names.append("model.layers.9.attn")
-    assert CacheView.from_kv_caches(config, tensors) == alone
+    assert view_of_tensors(config, tensors) == alone
 
 
 def test_state_lists_hold_the_same_bytes_as_the_page() -> None:
     config = plan("mamba and full", "LBHNC")
     tensors = allocate(config, "LBHNC")
-    page = CacheView.from_kv_caches(config, tensors)
+    page = view_of_tensors(config, tensors)
     lists: dict[str, Any] = {}
     for layer, tensor in tensors.items():
         if tensor.shape[-1] == 480 + 140:
@@ -250,14 +251,14 @@ def test_state_lists_hold_the_same_bytes_as_the_page() -> None:
         else:
             lists[layer] = tensor
     assert any(isinstance(value, list) for value in lists.values())
-    split = CacheView.from_kv_caches(config, lists)
+    split = view_of_tensors(config, lists)
     assert [g.regions for g in split.groups] == [g.regions for g in page.groups]
 
 
 def test_digest_follows_the_meaning_of_rows() -> None:
     def digest(model: str, layout: str, kernel_block_size: int | None = None) -> str:
         config = plan(model, layout)
-        return layout_digest(CacheView.from_kv_caches(config, allocate(config, layout, kernel_block_size)))
+        return layout_digest(view_of_tensors(config, allocate(config, layout, kernel_block_size)))
 
     same = {digest("windows and full", layout) for layout in ("LBHNC", "BLHNC", "LHBNC")}
     assert len(same) == 1
@@ -276,7 +277,7 @@ def test_a_missing_layer_is_named() -> None:
     tensors = allocate(config, "LBHNC")
     del tensors["model.layers.1.attn"]
     with pytest.raises(LayoutError, match=r"layers\.1\.attn"):
-        CacheView.from_kv_caches(config, tensors)
+        view_of_tensors(config, tensors)
 
 
 def test_blocks_in_another_dimension_are_refused() -> None:
@@ -284,14 +285,14 @@ def test_blocks_in_another_dimension_are_refused() -> None:
     tensors = allocate(config, "LBHNC")
     tensors["model.layers.1.attn"] = tensors["model.layers.1.attn"].transpose(0, 1)
     with pytest.raises(LayoutError, match="dimension 0"):
-        CacheView.from_kv_caches(config, tensors)
+        view_of_tensors(config, tensors)
 
 
 def test_a_group_on_another_rank_is_empty_here() -> None:
     config = plan("windows and full", "LBHNC")
     tensors = allocate(config, "LBHNC")
     config.kv_cache_groups[0].layer_names = []
-    view = CacheView.from_kv_caches(config, tensors)
+    view = view_of_tensors(config, tensors)
     assert (view.groups[0].regions, view.groups[0].row_bytes) == ((), 0)
     engine = HostTransferEngine(view, ArrayMemory(view.row_bytes * 2))
     engine.submit(job(1, Direction.STORE, move(0, [1], [0])))
@@ -305,7 +306,7 @@ def test_rows_of_random_blocks_equal_vllms_pages() -> None:
     """The row of an unpadded, block-compact group is its layers' pages, one after another."""
     config = plan("one full group", "BLHNC")
     tensors = allocate(config, "BLHNC")
-    view = CacheView.from_kv_caches(config, tensors)
+    view = view_of_tensors(config, tensors)
     pool = ArrayMemory(view.row_bytes * 2)
     engine = HostTransferEngine(view, pool)
     engine.submit(job(1, Direction.STORE, move(0, [7], [1])))

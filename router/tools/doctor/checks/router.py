@@ -35,8 +35,8 @@ def reach(seen: Seen) -> Iterator[Told]:
     if router.engines is None:
         yield error(
             f"GET /kvatlas/engines: {router.engines_answer.what}",
-            "the router is down, or the URL is not a kvatlas router's",
-            "correct --router (without /v1)",
+            "the router is down, or the URL is not that of a kvatlas router's ops port",
+            "give --router the URL of the ops port (server.ops_port, 9001 where not set)",
             subject=router.url,
         )
         return
@@ -143,7 +143,7 @@ def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
     alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
     if alarms:
         yield warning(
-            f"{alarms} phantom alarm(s): the router counted index holds more blocks than the engine has",
+            f"{alarms} phantom alarm(s): the index held more copies than the engine has blocks",
             "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
             "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
             subject=subject,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.simulate.run.timing import Timing
+from router.simulate.timing import Timing
 from router.simulate.workload.access_log import Captured
 
 SAMPLES_MIN = 20

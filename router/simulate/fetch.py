@@ -8,23 +8,39 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from router.tools.ops_client import ops_headers, reason
+
 TIMEOUT_S = 10.0
 PAGE_BYTES_MAX = 16 << 20
 LOG_BYTES_MAX = 4 << 30
+_ERROR_BYTES_MAX = 4096
+
+
+def _refused(url: str, status: int, body: bytes) -> str:
+    message = reason(body)
+    return f"{url} answered {status}: {message}" if message else f"{url} answered {status}"
 
 
 def fetch(url: str) -> str:
     """The metrics page of an engine; a URL without a path is taken for its base. Raises ``OSError``."""
     whole = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/metrics"
-    return asyncio.run(_fetch(whole))
+    return asyncio.run(_fetch(whole, {}))
 
 
-async def _fetch(url: str) -> str:
+def fetch_from_router(url: str) -> str:
+    """A page of a router's ops port. Raises ``OSError``."""
+    return asyncio.run(_fetch(url, ops_headers()))
+
+
+async def _fetch(url: str, headers: dict[str, str]) -> str:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.get(url) as answer,
+        ):
             if answer.status != 200:
-                raise OSError(f"{url} answered {answer.status}")
+                raise OSError(_refused(url, answer.status, await answer.content.read(_ERROR_BYTES_MAX)))
             page = await answer.content.read(PAGE_BYTES_MAX)
             if not answer.content.at_eof():
                 raise OSError(f"{url}: more than {PAGE_BYTES_MAX} bytes")
@@ -43,13 +59,17 @@ def fetch_access_log(router_url: str, path: Path) -> None:
 async def _fetch_log(url: str, path: Path) -> None:
     timeout = aiohttp.ClientTimeout(total=None, connect=TIMEOUT_S, sock_read=TIMEOUT_S)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
-            if answer.status == 404:
-                raise OSError(
-                    "the router writes no access log: set access_log.path there, or name a file here"
-                )
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=ops_headers()) as session,
+            session.get(url) as answer,
+        ):
             if answer.status != 200:
-                raise OSError(f"{url} answered {answer.status}")
+                body = await answer.content.read(_ERROR_BYTES_MAX)
+                if reason(body, "access_log_off"):
+                    raise OSError(
+                        "the router writes no access log: set access_log.path there, or name a file here"
+                    )
+                raise OSError(_refused(url, answer.status, body))
             size = 0
             with path.open("wb") as file:
                 async for piece in answer.content.iter_any():

@@ -1,0 +1,57 @@
+"""docs/glossary.md has every value that explain, engines, receipts and metrics can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import get_args
+
+import msgspec
+import pytest
+
+from router.feeds.base import FeedState
+from router.feeds.recovery.repair import RepairKind
+from router.feeds.trust import DOUBTS
+from router.feeds.wire import REASONS as MALFORMED
+from router.fleet.sources.kubernetes import picture
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.removals import Removals
+from router.index.model import Mode
+from router.observe.access_log import AccessLogStats
+from router.observe.receipts import Outcome
+from router.openai.request import FAILURES
+from router.placement.candidate import Cost, Reason
+from router.placement.load import EngineLoad
+from router.prompts.stats import REASONS as NOT_LOCAL
+
+from .pages import ROOT, inline_code
+
+PAGE = ROOT / "docs" / "glossary.md"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        FeedState,
+        [kind.value for kind in RepairKind],
+        DOUBTS,
+        MALFORMED,
+        [picture.NOT_READY, picture.TERMINATING, picture.ANNOTATED, picture.NO_SLICE],
+        Detection,
+        Removals,
+        get_args(Mode),
+        AccessLogStats().dropped,
+        get_args(Outcome),
+        FAILURES,
+        get_args(Reason),
+        NOT_LOCAL,
+    ],
+)
+def test_every_value_is_explained(values: Iterable[str]) -> None:
+    known = set(inline_code(PAGE))
+    assert [value for value in map(str, values) if value not in known] == []
+
+
+def test_every_part_of_a_cost_and_a_load_is_explained() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    names = [field.name for struct in (Cost, EngineLoad) for field in msgspec.structs.fields(struct)]
+    assert [name for name in names if name != "engine_id" and name not in text] == []
