@@ -11,8 +11,8 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
 
     offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
-``hit`` is what the engine would take from its cache when this prompt's turn comes: what it holds now (exact,
-all groups), or what a prompt already waiting there will have put in (``coming_tokens``), if that is more.
+``hit`` is what the engine would take from its cache when this prompt's turn comes (``Hit``): what it holds now
+(exact, all groups), or what a prompt already waiting there will have put in, if that is more.
 
 The credit is for what this visit makes the engine keep: under vLLM's default retention a branch point of a
 hybrid model becomes a hit only after a visit (vLLM calls it ``shared_prefix_boundary``), so plain exact
@@ -46,17 +46,14 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
     """What sending a prompt of ``prompt_tokens`` to this engine costs, part by part."""
     # Plain comparisons: this runs once per engine and request, and min() costs four times as much.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
-    hit, trunk, load_s = candidate.hit_tokens, candidate.trunk_tokens, 0.0
-    cached = hit + candidate.cpu_tokens + candidate.storage_tokens
-    if candidate.coming_tokens > hit:  # the engine will have it when this prompt's turn comes
-        hit = candidate.coming_tokens
-        cached = hit if cached < hit else cached  # noqa: FURB136
+    hit, load_s = candidate.hit, 0.0
+    cached, trunk = hit.whole_tokens, hit.trunk_tokens
     cached = most if cached > most else cached  # noqa: FURB136
-    if cached > hit:
-        near = min(max(candidate.hit_tokens + candidate.cpu_tokens, hit), cached)
-        load_s = settings.load_s_per_token * (near - hit) + settings.storage_load_s_per_token * (
-            cached - near
-        )
+    if cached > hit.soon_tokens:
+        near = min(hit.near_tokens, cached)
+        load_s = settings.load_s_per_token * (
+            near - hit.soon_tokens
+        ) + settings.storage_load_s_per_token * (cached - near)
     trunk = most if trunk > most else trunk  # noqa: FURB136
     trunk = cached if trunk < cached else trunk  # noqa: FURB136
     rate = candidate.prefill_s_per_token

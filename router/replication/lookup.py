@@ -158,7 +158,7 @@ class Sight:
         self.problem = reason
         why = f"the shared index did not answer ({reason})"
         lost = [engine_id for engine_id in elsewhere if not self._own.follows(engine_id)]
-        return Look({e: EngineHit(e, "unknown", why_unknown=why) for e in lost}, problem=reason)
+        return Look({e: EngineHit("unknown", why_unknown=why) for e in lost}, problem=reason)
 
     async def _look_up(
         self,
@@ -239,17 +239,17 @@ def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashSch
 def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
     """All a prediction needs, or the answer that there can be none and why."""
     if known is None:
-        return EngineHit(engine_id, "unknown", why_unknown="no replica follows this engine yet")
+        return EngineHit("unknown", why_unknown="no replica follows this engine yet")
     if known.mode == "learned":
         why = "learned mode: only the replica that follows this engine can translate its hashes"
-        return EngineHit(engine_id, "unknown", why_unknown=why)
+        return EngineHit("unknown", why_unknown=why)
     if known.scheme is None or known.layout is None:
         if _trusted(known) and known.mode == "empty":
-            return EngineHit(engine_id, "native")
+            return EngineHit("native")
         return EngineHit(
-            engine_id, "unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet"
+            "unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet"
         )
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
-        return EngineHit(engine_id, "unknown", why_unknown=why)
+        return EngineHit("unknown", why_unknown=why)
     return Seat(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)
