@@ -1,18 +1,22 @@
 # syntax=docker/dockerfile:1
 # The router's image: built from source, runs as nobody in particular on a read-only root.
 #   docker build -t kvatlas .
-#   docker build --build-arg BASE=python:3.12-slim@sha256:... -t kvatlas .     pinned by digest
-ARG BASE=python:3.12-slim
+# Everything that goes in is pinned: the base by digest, packages by version and hash (`make lock` writes them anew).
+ARG BASE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 
 FROM ${BASE} AS build
-WORKDIR /src
-RUN python -m venv /opt/kvatlas
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY requirements requirements
+RUN python -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
+RUN python -m venv /opt/kvatlas && /opt/kvatlas/bin/pip install --require-hashes -r requirements/image.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY publisher publisher
 COPY connectors connectors
 COPY router router
-RUN /opt/kvatlas/bin/pip install '.[router]' && /opt/kvatlas/bin/python -m compileall -q /opt/kvatlas/lib
+RUN /opt/build/bin/hatchling build -t wheel -d /wheels \
+    && /opt/kvatlas/bin/pip install --no-deps /wheels/*.whl \
+    && /opt/kvatlas/bin/python -m compileall -q /opt/kvatlas/lib
 
 FROM ${BASE}
 ARG VERSION=0.1.0

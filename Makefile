@@ -3,7 +3,7 @@
 #   ARGS="..."          passed on to the program behind the target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-connectors charts chart-docs lint format types check docs clean
+.PHONY: help demo test test-vllm test-connectors charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -55,6 +55,10 @@ check: lint types test ## What must pass before a change is pushed
 
 docs: $(DEV) ## Write docs/cli.md, configuration.md and metrics.md anew from the code
 	@$(BIN)/python scripts/generate_reference.py
+
+lock: $(DEV) ## Pin what the container image installs anew, to the newest versions that fit
+	@$(PIP_INSTALL) 'uv>=0.5'
+	@BIN=$(BIN) scripts/lock_image.sh
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -21,9 +21,9 @@ from publisher.events import BlockStored, decode_batch, encode_batch, encode_tok
 from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.replication.gossip.load import LoadExchange
+from router.replication.gossip.load import LoadGossip
 from router.replication.leases.leases import Leases
-from router.replication.lookup import Sight
+from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import connect
 from router.replication.redis.connection import IndexUnavailable
@@ -116,7 +116,7 @@ def follower(pipe: Connection, url: str, blocks: int) -> None:
     asyncio.run(follow())
 
 
-async def until_exact(sight: Sight, numbers: range) -> int:
+async def until_exact(sight: IndexLookup, numbers: range) -> int:
     """Ask for the last of these prompts until its hit is exact; how often that was in vain before."""
     expected = PROMPT_BLOCKS * SCHEME.hash_block_size
     for vain in range(int(GIVE_UP_S / LOOK_PAUSE_S)):
@@ -130,7 +130,7 @@ async def until_exact(sight: Sight, numbers: range) -> int:
     raise RuntimeError(f"no exact prediction in {GIVE_UP_S} s; the last look: {look.problem or look.hits}")
 
 
-async def check(sight: Sight, numbers: range) -> None:
+async def check(sight: IndexLookup, numbers: range) -> None:
     """A hundred more are exact too; a look that missed its deadline on a busy machine is done again."""
     for number in numbers[:: max(1, len(numbers) // 100)]:
         if await until_exact(sight, range(number, number + 1)) and not sight.stats.fallbacks:
@@ -152,10 +152,10 @@ async def measure(binary: str, blocks: int, port: int) -> Took:
         if not await client.start(CONNECT_S):
             raise RuntimeError(client.last_error)
         reader = SharedReader(client)
-        sight = Sight(
+        sight = IndexLookup(
             lambda: reader,
             Watcher(),
-            LoadExchange("new", lambda _: {}, started=0),
+            LoadGossip("new", lambda _: {}, started=0),
             clock=time.monotonic,
         )
         await until_exact(sight, numbers)

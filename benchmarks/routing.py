@@ -37,7 +37,7 @@ from router.simulate.run.fleet import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_for
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request
-from router.simulate.workload.sources import Source
+from router.simulate.workload.sources import WorkloadSource
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"
 TRACE = "conversation"
@@ -94,7 +94,7 @@ def requests_of(cell: Cell, count: int, trace: str | None) -> list[Request]:
         while len(_requests) >= 3:
             del _requests[next(iter(_requests))]
         name = cell.workload if cell.workload in GENERATORS else str(trace)
-        _requests[key] = Source(name=name, requests_max=count).draws([cell.seed])[cell.seed]
+        _requests[key] = WorkloadSource(name=name, requests_max=count).draws([cell.seed])[cell.seed]
     return _requests[key]
 
 

@@ -37,7 +37,7 @@ from router.observe.access_log import AccessLogSettings, AccessLogStats
 from router.observe.receipts import Outcome
 from router.placement import policies
 from router.proxy.stats import ListenStats
-from router.replication.gossip.inflight import FlightStats
+from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
 from router.replication.lookup import SightStats
 from router.replication.settings import IndexSettings
@@ -291,7 +291,7 @@ def _stats_texts(sources: Sources) -> dict[str, str]:
         "load": books.load.stats,
         "lease": LeaseStats(),
         "look": SightStats(),
-        "flight": FlightStats(),
+        "flight": GossipStats(),
         "mirror": MirrorStats(),
         "source": SourceStats(),
         "admin": AdminStats(),

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Job:
+class OpenJob:
     """One job. ``blocks`` are pinned in the GPU's pool if it is a store, in the tier if it is a load."""
 
     direction: Direction
@@ -38,13 +38,13 @@ class Job:
         return self.spoilt or bool(self.failed_keys)
 
 
-class JobBook:
+class OpenJobs:
     """The jobs of one engine. Ids start at 1 and are never used again."""
 
     def __init__(self, world_size: int) -> None:
         """``world_size``: ranks that answer each job."""
         self._world_size = world_size
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, OpenJob] = {}
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -53,12 +53,12 @@ class JobBook:
     def open(self, direction: Direction, request_id: str, blocks: list[PlannedBlock]) -> int:
         """Enter a job and give its id."""
         job_id = next(self._ids)
-        self._jobs[job_id] = Job(direction, request_id, blocks, self._world_size)
+        self._jobs[job_id] = OpenJob(direction, request_id, blocks, self._world_size)
         return job_id
 
-    def take(self, results: StepResults) -> list[Job]:
+    def take(self, results: StepResults) -> list[OpenJob]:
         """Enter what ranks answered; returns the jobs that ended with it."""
-        ended: list[Job] = []
+        ended: list[OpenJob] = []
         for result in results.results:
             job = self._jobs.get(result.job_id)
             if job is None:
@@ -75,7 +75,7 @@ class JobBook:
             job.spoilt = True
 
 
-def _merge(job: Job, result: TransferResult) -> None:
+def _merge(job: OpenJob, result: TransferResult) -> None:
     job.ranks_left -= 1
     if result.ok:
         return

@@ -27,7 +27,7 @@ class EventLog(Protocol):
         """The events of these changes."""
 
 
-class EventBook:
+class PendingEvents:
     """Stands before an event log, or before none where KV events are off."""
 
     def __init__(self, event_log: EventLog | None) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.tally import Tally
 from connectors.scheduler.lookups import Lookups
-from connectors.scheduler.open_jobs import Job, JobBook
-from connectors.scheduler.pending_events import EventBook, EventLog
+from connectors.scheduler.open_jobs import OpenJob, OpenJobs
+from connectors.scheduler.pending_events import EventLog, PendingEvents
 from connectors.scheduler.pins import SourcePins
 from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
 from connectors.scheduler.requests import EngineRequest, RequestState
@@ -54,11 +54,11 @@ class OffloadScheduler:
         self._tier = tier
         self._resolver = resolver
         self._settings = settings
-        self._events = EventBook(event_log)
+        self._events = PendingEvents(event_log)
         self._clock = clock
         self._pins = SourcePins(settings.pinned_source_blocks_max)
         self._requests: dict[str, RequestState] = {}
-        self._jobs = JobBook(world_size)
+        self._jobs = OpenJobs(world_size)
         self._next = StepJobs()
         self._lookups = Lookups(
             resolver, tier, self.tally, deadline_s=settings.lookup_deadline_s, clock=clock
@@ -282,7 +282,7 @@ class OffloadScheduler:
 
     # -- the end of jobs ---------------------------------------------------------------------------------
 
-    def _end_store(self, job: Job) -> None:
+    def _end_store(self, job: OpenJob) -> None:
         for block in job.blocks:
             good = job.good(block)
             self._events.ended(block.key, ok=good)
@@ -291,7 +291,7 @@ class OffloadScheduler:
         self._pins.unpin([block.block_id for block in job.blocks])
         self._frees_awaited_since = None
 
-    def _end_load(self, job: Job) -> None:
+    def _end_load(self, job: OpenJob) -> None:
         for block in job.blocks:
             good = job.good(block)
             self._tier.end_load(block.key, ok=good)

@@ -24,8 +24,8 @@ from connectors.store.base import BlockStore, Deadline
 from connectors.store.frame import FRAME_BYTES
 from connectors.store.namespace import Namespace
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
-from connectors.worker.staged_jobs import Chunk, Job, StagedView, StagingSettings, staging_row_bytes
-from connectors.worker.store_threads import Errand, StagedValue, StoreErrands
+from connectors.worker.staged_jobs import Chunk, StagedJob, StagedView, StagingSettings, staging_row_bytes
+from connectors.worker.store_threads import StagedValue, StoreTask, StoreThreads
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,13 @@ class StagedTransfers:
         # Two chunks per direction and thread at least, so that copies and calls overlap.
         most = max(1, settings.rows // (2 * settings.threads))
         self._chunk_blocks = min(most, max(1, _CHUNK_BYTES // staging_row_bytes(view.row_bytes)))
-        self._errands = StoreErrands(store, settings.threads)
+        self._errands = StoreThreads(store, settings.threads)
         self._free = list(range(settings.rows))
-        self._jobs: dict[int, Job] = {}
-        self._queues: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        self._jobs: dict[int, StagedJob] = {}
+        self._queues: tuple[deque[StagedJob], deque[StagedJob]] = (deque(), deque())
         """Jobs with chunks that wait for rows: loads, then stores."""
         self._copying: dict[int, Chunk] = {}
-        self._visiting: dict[int, tuple[Errand, Chunk]] = {}
+        self._visiting: dict[int, tuple[StoreTask, Chunk]] = {}
         """Chunks that are with the store, by the identity of their errand."""
         self._copy_ids = itertools.count(1)
         self._results: list[TransferResult] = []
@@ -96,7 +96,7 @@ class StagedTransfers:
         except ValueError as error:
             self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, str(error)))
             return
-        taken = Job.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction))
+        taken = StagedJob.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction))
         self._jobs[job.job_id] = taken
         self._queues[0 if job.direction is Direction.LOAD else 1].append(taken)
         self._advance()
@@ -166,7 +166,7 @@ class StagedTransfers:
                 del self._jobs[job.job_id]
                 self._results.append(job.result())
 
-    def _start(self, job: Job) -> bool:
+    def _start(self, job: StagedJob) -> bool:
         """Begin as many chunks as there are rows for. True: none of them waits any more."""
         if job.failed and job.direction is Direction.LOAD:
             job.waiting.clear()
@@ -211,7 +211,7 @@ class StagedTransfers:
             )
             for block, row in zip(chunk.blocks, chunk.rows, strict=True)
         ]
-        errand = Errand(chunk.job.direction, values, seal, chunk.job.deadline)
+        errand = StoreTask(chunk.job.direction, values, seal, chunk.job.deadline)
         self._visiting[id(errand)] = errand, chunk
         self._errands.begin(errand)
 
@@ -231,7 +231,7 @@ class StagedTransfers:
                 size = self._view.value_bytes[block.group_idx] - FRAME_BYTES
                 job.bytes_by_group[block.group_idx] = job.bytes_by_group.get(block.group_idx, 0) + size
 
-    def _abandon(self, job: Job, reason: str) -> None:
+    def _abandon(self, job: StagedJob, reason: str) -> None:
         """Answer without what is still with the store; its rows come back when the store lets go of them."""
         job.overdue = True
         for blocks in job.waiting:

@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class StagedJob:
     """``running``: chunks that have rows and may still touch the job's blocks or its answer."""
 
     job_id: int
@@ -53,7 +53,7 @@ class Job:
     bytes_by_group: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: TransferJob, epoch: int, chunk_blocks: int, limit_s: float) -> Job:
+    def of(cls, job: TransferJob, epoch: int, chunk_blocks: int, limit_s: float) -> StagedJob:
         """Cut a sound job into chunks."""
         blocks = [
             Block(moves.group_idx, int(block_id), key)
@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    job: Job
+    job: StagedJob
     blocks: list[Block]
     rows: list[int]
     abandoned: bool = False

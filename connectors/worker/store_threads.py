@@ -30,7 +30,7 @@ class StagedValue:
 
 
 @dataclass(slots=True)
-class Errand:
+class StoreTask:
     """``STORE`` puts values, ``LOAD`` gets them. ``failed``: block keys that were not, when it is back."""
 
     direction: Direction
@@ -42,18 +42,18 @@ class Errand:
     error: str = ""
 
 
-class StoreErrands:
+class StoreThreads:
     """``begin`` errands, ``take_done`` them. Nothing waits in ``begin``: callers bound what they begin."""
 
     def __init__(self, store: BlockStore, threads: int) -> None:
         """``threads`` that get values, and half as many that put them."""
         self.counters = Counters()
         self._store = store
-        self._queues: dict[Direction, queue.SimpleQueue[Errand | None]] = {
+        self._queues: dict[Direction, queue.SimpleQueue[StoreTask | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
         }
         self._changed = threading.Condition()
-        self._done: deque[Errand] = deque()
+        self._done: deque[StoreTask] = deque()
         self._threads = [
             threading.Thread(
                 target=self._run, args=(mine,), name=f"kvatlas-store-{direction.value}", daemon=True
@@ -64,10 +64,10 @@ class StoreErrands:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, errand: Errand) -> None:
+    def begin(self, errand: StoreTask) -> None:
         self._queues[errand.direction].put(errand)
 
-    def take_done(self) -> list[Errand]:
+    def take_done(self) -> list[StoreTask]:
         """Errands that came back since the last call."""
         with self._changed:
             done = list(self._done)
@@ -89,7 +89,7 @@ class StoreErrands:
             thread.join(deadline.left_s())
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, mine: queue.SimpleQueue[Errand | None]) -> None:
+    def _run(self, mine: queue.SimpleQueue[StoreTask | None]) -> None:
         while (errand := mine.get()) is not None:
             try:
                 if errand.deadline.passed():
@@ -106,7 +106,7 @@ class StoreErrands:
                 self._done.append(errand)
                 self._changed.notify_all()
 
-    def _put(self, errand: Errand) -> None:
+    def _put(self, errand: StoreTask) -> None:
         there = self._store.exists([staged.store_key for staged in errand.values], errand.deadline.left_s())
         missing = [staged for staged, found in zip(errand.values, there, strict=True) if not found]
         self.counters.add("store_there_already", len(errand.values) - len(missing))
@@ -120,7 +120,7 @@ class StoreErrands:
             errand.error = f"store {self._store.name} did not take {len(errand.failed)} values"
             self.counters.add("store_refused", len(errand.failed))
 
-    def _get(self, errand: Errand) -> None:
+    def _get(self, errand: StoreTask) -> None:
         got = self._store.get_into(
             [(staged.store_key, staged.value) for staged in errand.values], errand.deadline.left_s()
         )

@@ -41,6 +41,7 @@ _GAUGES = frozenset(
         "lease_replicas",
         "lease_wanted",
         "inflight_prompts",
+        "prompts_context_bytes",
         "prompts_prefix_bytes",
         "prompts_segment_bytes",
         "proxy_requests_active",

@@ -24,7 +24,7 @@ ADMIN, STATIC = "admin", "static"
 ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class DesiredFleet(msgspec.Struct, frozen=True):
     """What the fleet is to be. ``holds``: engine id or base URL -> why it gets no new requests;
     ``identities``: base URL -> who is there."""
 
@@ -33,7 +33,7 @@ class Wanted(msgspec.Struct, frozen=True):
     identities: dict[str, str] = {}
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Override(msgspec.Struct, frozen=True):
     """What an administrator decided of a server: who did, and who was at that address then."""
 
     by: str
@@ -48,9 +48,9 @@ class Roster:
     """See the module."""
 
     def __init__(self, *, engines_max: int) -> None:
-        self.removed: dict[str, Decision] = {}
+        self.removed: dict[str, Override] = {}
         """Base URLs of servers kept out although a source names them."""
-        self.drained: dict[str, Decision] = {}
+        self.drained: dict[str, Override] = {}
         """By engine id, or by base URL for all its engines."""
         self.left_out = 0
         """Servers for which there is no room now."""
@@ -96,13 +96,13 @@ class Roster:
         identity = self._identity(base_url)
         self._told.get(ADMIN, {}).pop(base_url, None)
         if self.sources(base_url):
-            self.removed[base_url] = Decision(by, identity)
+            self.removed[base_url] = Override(by, identity)
         self._settle()
         return True
 
     def drain(self, name: str, by: str) -> None:
         """No new requests for an engine id, or for all engines of a base URL."""
-        self.drained[name] = Decision(by, self._identity(_server(name)))
+        self.drained[name] = Override(by, self._identity(_server(name)))
 
     def undrain(self, name: str) -> bool:
         """The end of ``drain``; False if it was not drained."""
@@ -110,7 +110,7 @@ class Roster:
 
     # -- the outcome --------------------------------------------------------------------------------------
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> DesiredFleet:
         """What the fleet is to be now."""
         engines: list[Engine] = []
         holds: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Roster:
                     holds.setdefault(one.engine.engine_id, one.held)
         for name, decision in self.drained.items():
             holds[name] = f"drained by {decision.by}"
-        return Wanted(tuple(engines), holds, identities)
+        return DesiredFleet(tuple(engines), holds, identities)
 
     def _engines(self, base_url: str) -> list[Engine]:
         first = self._told[self.sources(base_url)[0]][base_url]
@@ -147,14 +147,14 @@ class Roster:
         self._admitted = dict.fromkeys(list(candidates)[: self._engines_max])
         self._review(self.drained, self._admitted)
 
-    def _review(self, decisions: dict[str, Decision], servers: Container[str]) -> None:
+    def _review(self, decisions: dict[str, Override], servers: Container[str]) -> None:
         """A decision holds for the server it was made of, for as long as that is there."""
         for name, decision in list(decisions.items()):
             now = self._identity(_server(name))
             if _server(name) not in servers or (now and decision.identity not in {"", now}):
                 del decisions[name]
             elif now:
-                decisions[name] = Decision(decision.by, now)
+                decisions[name] = Override(decision.by, now)
 
 
 def _server(name: str) -> str:

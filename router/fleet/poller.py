@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from router.fleet.desired import Wanted
+from router.fleet.desired import DesiredFleet
 from router.fleet.gauges import read_gauges, read_pool_blocks
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
@@ -88,7 +88,7 @@ class FleetPoller:
                 self._start(base_url)
             await asyncio.Event().wait()
 
-    def assign(self, wanted: Wanted) -> Reassigned:
+    def assign(self, wanted: DesiredFleet) -> Reassigned:
         """These engines make the fleet from now on. Whoever comes is asked, whoever leaves is told of."""
         changes = self._fleet.assign(wanted)
         for base_url in (*changes.dropped, *changes.touched):

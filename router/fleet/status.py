@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
-from router.fleet.desired import Wanted
+from router.fleet.desired import DesiredFleet
 from router.fleet.identity import Engine
 
 
@@ -162,7 +162,7 @@ class Fleet(Generic[E]):
         self._ready.clear()
         return changed, gone
 
-    def assign(self, wanted: Wanted) -> Reassigned:
+    def assign(self, wanted: DesiredFleet) -> Reassigned:
         """These engines make the fleet from now on; what is known of those that stay is kept."""
         given, had = _by_server(wanted.engines), _by_server(self._configured.values())
         self._configured = {engine.engine_id: engine for engine in wanted.engines}

@@ -21,6 +21,9 @@ from router.placement.load import Ticket
 from router.prompts.prompt import Prompt
 from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
 
+_REQUEST_ID_BYTES_MAX = 256
+"""Clients choose it, and receipts are kept."""
+
 
 class Bookkeeper:
     """Enters what becomes of placements. ``feed_state`` names the state of an engine's feed, ``clear``
@@ -108,7 +111,7 @@ class Bookkeeper:
         by_medium = view.expected_by_medium
         fallback = decision.index_problem and view.candidate.confidence == "none"
         return Receipt(
-            request_id=placed.request.request_id.decode("latin-1"),
+            request_id=placed.request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
             engine_id=placed.engine_id,
             model=placed.request.model or "",
             mode="fallback" if fallback else view.mode,

@@ -5,8 +5,8 @@ per prefix (per message of a chat, per chunk of tokens otherwise); a key points 
 that prefix. Keys only propose: the caller compares the content before it reuses anything. An entry whose
 last key is taken over by a longer prompt is dropped at once, since the longer one contains it.
 
-Always true: the estimated size of all entries is at most ``bytes_max`` (or there is one entry); every
-index key points to a live entry. Event-loop thread only.
+Always true: the estimated size of all entries is at most ``bytes_max``, and of one at most a quarter of it
+(larger ones are not kept); every index key points to a live entry. Event-loop thread only.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import xxhash
 from publisher.block_hash import HashChain, HashScheme, PromptExtras
 from router.prompts.chat.messages import Message
 from router.prompts.request import NotLocalError
+from router.prompts.sizes import SHARE, extras_bytes
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.tokenizer import Ids
 
@@ -36,7 +37,8 @@ CHUNK_TOKENS: Final = 256
 class Entry(msgspec.Struct, eq=False, gc=True):
     """One prompt. ``starts[i]`` (characters) is where segment i begins, ``counts[i]`` the tokens before it.
 
-    ``scope`` is everything besides messages that the text and hashes depend on.
+    ``scope`` is everything besides messages that the text and hashes depend on, compact; ``weights[i]`` the
+    memory of message i of the conversation.
     """
 
     keys: list[int]
@@ -45,7 +47,8 @@ class Entry(msgspec.Struct, eq=False, gc=True):
     extras: PromptExtras
     raws: list[bytes] = []
     conversation: list[Message] = []
-    shapes: frozenset[object] = frozenset()
+    weights: list[int] = []
+    shapes: frozenset[int] = frozenset()
     text: str = ""
     starts: list[int] = []
     counts: list[int] = []
@@ -87,6 +90,9 @@ class PrefixCache:
         if not entry.keys:
             return
         entry.size_bytes = _size(entry)
+        if entry.size_bytes > self._bytes_max // SHARE:
+            self._stats.not_kept += 1
+            return
         for key in entry.keys:
             old = self._index.get(key)
             self._index[key] = entry
@@ -94,7 +100,7 @@ class PrefixCache:
                 self._drop(old)
         self._entries[id(entry)] = entry
         self._stats.prefix_bytes += entry.size_bytes
-        while self._stats.prefix_bytes > self._bytes_max and len(self._entries) > 1:
+        while self._stats.prefix_bytes > self._bytes_max:
             self._drop(next(iter(self._entries.values())))
             self._stats.prefix_evictions += 1
 
@@ -173,7 +179,8 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
 
 
 def _size(entry: Entry) -> int:
-    texts = sys.getsizeof(entry.text) + 2 * sum(map(len, entry.raws))
+    texts = sys.getsizeof(entry.text) + sum(map(sys.getsizeof, entry.raws)) + sum(entry.weights)
     per_token = 4 + _CHAIN_BYTES_PER_TOKEN
-    num_keys = len(entry.keys) + len(entry.starts)
-    return _ENTRY_BYTES + texts + per_token * len(entry.ids) + _KEY_BYTES * num_keys
+    num_keys = len(entry.keys) + len(entry.starts) + len(entry.shapes)
+    fixed = _ENTRY_BYTES + len(entry.scope) + extras_bytes(entry.extras)
+    return fixed + texts + per_token * len(entry.ids) + _KEY_BYTES * num_keys

@@ -31,6 +31,8 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Cache of tokens and block hashes of earlier prompts, shared by all models."""
     segment_cache_bytes_max: int = 64 << 20
     """Cache of tokenized pieces of text, per model."""
+    context_cache_bytes_max: int = 16 << 20
+    """Cache of the tool lists of earlier chats, per model."""
     inline_chars_max: int = 4096
     """More new text than this is tokenized in a worker thread; less takes under 4 ms."""
     inline_blocks_max: int = 1024

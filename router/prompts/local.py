@@ -21,7 +21,7 @@ import msgspec
 
 from publisher.block_hash import PromptExtras
 from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
-from router.prompts.chat.context import ChatContext, chat_context, parse_tools
+from router.prompts.chat.context import ChatContext, ContextCache, chat_context, context_key, parse_tools
 from router.prompts.chat.messages import Message, parse_message, without_developer_role
 from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -34,6 +34,7 @@ from router.prompts.request import (
     decode_prompt,
     first_prompt,
 )
+from router.prompts.sizes import compact, kept_bytes
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.tokenizer import Ids, SegmentTokenizer, joined
 from router.prompts.tokens.truncation import ids_of, truncated
@@ -43,7 +44,6 @@ _INLINE_BODY_BYTES: Final = 1 << 18
 """Rendering takes about 0.6 us per KB: 0.2 ms for this much."""
 _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for so many."""
-_CONTEXTS_MAX: Final = 256
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -51,7 +51,8 @@ class _Rendered(msgspec.Struct):
     """A chat on its way to tokens."""
 
     conversation: list[Message]
-    shapes: frozenset[object]
+    weights: list[int]
+    shapes: frozenset[int]
     text: str
 
 
@@ -78,7 +79,7 @@ class LocalModel:
         self._format = config.chat_template_content_format
         self.tokenizer = SegmentTokenizer(directory.tokenizer, stats, settings.segment_cache_bytes_max)
         self.templates = self._load_templates(directory)
-        self._contexts: dict[tuple[object, ...], tuple[ChatTemplate, ChatContext]] = {}
+        self._contexts = ContextCache(stats, settings.context_cache_bytes_max)
 
     def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
         """By whether the chat has tools; one object where both have the same template."""
@@ -99,6 +100,11 @@ class LocalModel:
             return directory.template_for(with_tools=with_tools)
         return directory.templates.get(given) or load_chat_template(given)
 
+    def close(self) -> None:
+        """Free the caches of its own: the model is not served any more."""
+        self.tokenizer.clear()
+        self._contexts.clear()
+
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
         """The prompt of a chat. Raises ``NotLocalError``, ``ApiError`` 400."""
         if self._renderer != "hf":
@@ -108,7 +114,7 @@ class LocalModel:
         template, context = self._context_of(body)
         special = _flag(body.add_special_tokens)
         limits = _ENCODER.encode((body.truncate_prompt_tokens, body.truncation_side, special))
-        scope = b"\0".join((scope, context.key, limits))
+        scope = compact(b"\0".join((scope, context.key, limits)))
         raws = [bytes(raw) for raw in body.messages]
         keys = message_keys(scope, raws)
         parent, shared = self._find(scope, keys, raws)
@@ -124,7 +130,16 @@ class LocalModel:
 
         long = size > _INLINE_BODY_BYTES or len(raws) - shared > _INLINE_MESSAGES
         rendered = await self._workers.run(render) if long else render()
-        entry = Entry(keys, scope, ids_of(()), extras, raws, rendered.conversation, rendered.shapes)
+        entry = Entry(
+            keys,
+            scope,
+            ids_of(()),
+            extras,
+            raws,
+            rendered.conversation,
+            rendered.weights,
+            rendered.shapes,
+        )
         cuts = None if special or body.truncate_prompt_tokens else parent
         known = await self._tokenize(entry, rendered.text, cuts)
         if special:
@@ -155,16 +170,11 @@ class LocalModel:
         return cached_ids(self._cache, self._stats, ids, extras, scope)
 
     def _context_of(self, body: ChatBody) -> tuple[ChatTemplate, ChatContext]:
-        """Template and context; those of plain requests are remembered, which saves 15 us."""
-        plain = body.chat_template_kwargs is None and body.documents is None and body.chat_template is None
-        key = (
-            bytes(body.tools),
-            body.tool_choice == "none",
-            *(_plain(body.add_generation_prompt), _plain(body.continue_final_message)),
-            _plain(body.reasoning_effort),
-        )
-        if plain and key in self._contexts:
-            return self._contexts[key]
+        """Template and context; those of plain requests are remembered."""
+        key = context_key(body)
+        known = None if key is None else self._contexts.get(key)
+        if known is not None:
+            return known
         tools = parse_tools(body, exclude_when_none=self._config.exclude_tools_when_tool_choice_none)
         template = self.templates[tools is not None]
         if template is None:
@@ -176,10 +186,8 @@ class LocalModel:
             special_tokens=self._special_tokens,
             defaults=self._config.default_chat_template_kwargs,
         )
-        if plain:
-            if len(self._contexts) >= _CONTEXTS_MAX:
-                self._contexts.clear()
-            self._contexts[key] = template, context
+        if key is not None:
+            self._contexts.put(key, template, context)
         return template, context
 
     def _find(self, scope: bytes, keys: list[int], raws: list[bytes]) -> tuple[Entry | None, int]:
@@ -202,10 +210,12 @@ class LocalModel:
         """Decode the new messages and render all."""
         form = template.content_format if self._format == "auto" else self._format
         conversation = parent.conversation[:shared] if parent is not None else []
+        weights = parent.weights[:shared] if parent is not None else []
         shapes = set(parent.shapes) if parent is not None else {context.shape}
         for index in range(shared, len(raws)):
             message = parse_message(decode_message(msgspec.Raw(raws[index]), index), form)
             conversation.append(message)
+            weights.append(kept_bytes(message))
             shapes.add(message_shape(message))
         seen = conversation if template.knows_developer else without_developer_role(conversation)
         frozen = frozenset(shapes)
@@ -219,7 +229,7 @@ class LocalModel:
             text = continue_final(seen, template.source, render) if context.continue_final else render(seen)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
-        return _Rendered(conversation, frozen, text)
+        return _Rendered(conversation, weights, frozen, text)
 
     async def _tokenize(self, entry: Entry, text: str, parent: Entry | None) -> int:
         """Fill in text, cut points and ids; reuses ``parent``'s up to the last cut both share.
@@ -283,11 +293,6 @@ class LocalModel:
             entry.inherit(parent, shared)
         self._cache.put(entry)
         return entry
-
-
-def _plain(value: Any) -> tuple[str, str]:
-    """A key that tells True from 1 and from "True"."""
-    return type(value).__name__, str(value)
 
 
 def _flag(value: Any) -> bool:

@@ -29,6 +29,7 @@ from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion
+from router.prompts.sizes import compact
 from router.prompts.stats import PromptStats
 from router.prompts.workers import Workers
 
@@ -120,6 +121,9 @@ class PromptReader:
                 local[name] = self._local[name]
             else:
                 local[name] = await asyncio.to_thread(self._load, config)
+        for name, model in self._local.items():
+            if local.get(name) is not model:
+                model.close()
         self._models, self._local = dict(models), local
 
     def close(self) -> None:
@@ -254,7 +258,7 @@ def _extras(target: _Target, parsed: Parsed) -> PromptExtras:
 
 def _scope(target: _Target, extras: PromptExtras) -> bytes:
     """What separates prompts of equal text: the model, and what hashes cover besides tokens."""
-    return _ENCODER.encode([target.name, extras])
+    return compact(_ENCODER.encode([target.name, extras]))
 
 
 def _affinity_scope(request: InboundRequest, parsed: Parsed) -> bytes:

@@ -58,6 +58,10 @@ class PromptStats(msgspec.Struct):
     segment_misses: int = 0
     segment_evictions: int = 0
     segment_bytes: int = 0
+    context_bytes: int = 0
+    context_evictions: int = 0
+    not_kept: int = 0
+    """Prompts, texts and tool lists too large for their cache: used once."""
     tokens_reused: int = 0
     tokens_new: int = 0
     blocks_reused: int = 0

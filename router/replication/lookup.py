@@ -24,7 +24,7 @@ from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
 from router.index.rules.offload import shared_part
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.base import NO_LOOK, Look
-from router.replication.gossip.load import LoadExchange
+from router.replication.gossip.load import LoadGossip
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
@@ -59,14 +59,14 @@ class Ownership(Protocol):
         """Its feed runs here, and nobody else can be following it."""
 
 
-class Sight:
+class IndexLookup:
     """See ``router.replication.base.SharedView``. ``reader`` gives the reader; asked in a running loop."""
 
     def __init__(
         self,
         reader: Callable[[], SharedReader],
         own: Ownership,
-        exchange: LoadExchange,
+        exchange: LoadGossip,
         *,
         hear: Callable[[Sequence[bytes]], None] = lambda flights: None,
         clock: Callable[[], float],

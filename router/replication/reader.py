@@ -25,8 +25,8 @@ from router.replication.leases.leases import leases_queries, parse_leases
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable, Link, Reply, pack, within
 from router.replication.schema.keys import ScopeKeys, as_words, mget, partition_of
-from router.replication.schema.registry import View, parse_view
-from router.replication.schema.scope_cache import Books, SharedEngine
+from router.replication.schema.registry import ScopeView, parse_view
+from router.replication.schema.scope_cache import ScopeCache, SharedEngine
 
 __all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
 
@@ -93,7 +93,7 @@ class SharedReader:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.counters = ReaderStats()
-        self._books: dict[str, Books] = {}
+        self._books: dict[str, ScopeCache] = {}
 
     def engines(self, model: str) -> Mapping[str, SharedEngine]:
         """The engines as of the last look-up of this model, stale or not as of now; asks nobody."""
@@ -115,7 +115,7 @@ class SharedReader:
             self.counters.failures[error.reason] = self.counters.failures.get(error.reason, 0) + 1
             raise
 
-    async def _lookup(self, hashes: Sequence[BlockHash], books: Books, deadline: float) -> SharedRows:
+    async def _lookup(self, hashes: Sequence[BlockHash], books: ScopeCache, deadline: float) -> SharedRows:
         words, real = as_words(hashes)
         flights: list[bytes] = []
         for _ in range(_ATTEMPTS):
@@ -133,13 +133,13 @@ class SharedReader:
             return SharedRows(rows, books.engines_at(_now()), answer.load, flights)
         raise IndexUnavailable("changing", "the scope was begun anew again and again")
 
-    def _books_of(self, model: str) -> Books:
+    def _books_of(self, model: str) -> ScopeCache:
         found = self._books.get(model)
         if found is None:
-            found = self._books[model] = Books(ScopeKeys(self.client.settings.namespace, model))
+            found = self._books[model] = ScopeCache(ScopeKeys(self.client.settings.namespace, model))
         return found
 
-    async def _ask(self, books: Books, words: Words, deadline: float) -> _Answer:
+    async def _ask(self, books: ScopeCache, words: Words, deadline: float) -> _Answer:
         """The blocks, then the version and the load, and now and then the leases."""
         keys, trip = books.keys, _Trip(self.client)
         order, queries = self._queries(books, words)
@@ -165,7 +165,7 @@ class SharedReader:
         return _Answer(values or [None] * len(words), order, (epoch, version), load, flights)
 
     def _queries(
-        self, books: Books, words: Words
+        self, books: ScopeCache, words: Words
     ) -> tuple[npt.NDArray[np.intp] | None, list[tuple[bytes, bytes]]]:
         """(Positions of the hashes in the order asked for, one MGET per partition with its prefix)."""
         if books.view is None or not len(words):
@@ -184,7 +184,7 @@ class SharedReader:
                 queries.append((prefix, mget(prefix, mine)))
         return order, queries
 
-    async def _fetch(self, books: Books, deadline: float) -> None:
+    async def _fetch(self, books: ScopeCache, deadline: float) -> None:
         """The books anew, with the identity of the servers they came from."""
         self.counters.fetches += 1
         identity, trip = self.client.identity, _Trip(self.client)
@@ -197,14 +197,14 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _flights_query(books: Books) -> bytes:
+def _flights_query(books: ScopeCache) -> bytes:
     """At first only where the stream ends now; then what came since."""
     if books.flights_at is None:
         return pack("XREVRANGE", books.keys.flights, "+", "-", "COUNT", 1)
     return pack("XREAD", "COUNT", _FLIGHTS_MAX, "STREAMS", books.keys.flights, books.flights_at)
 
 
-def _new_flights(books: Books, reply: Reply) -> list[bytes]:
+def _new_flights(books: ScopeCache, reply: Reply) -> list[bytes]:
     if books.flights_at is None:
         books.flights_at = reply[0][0] if reply else b"0-0"
         return []
@@ -214,7 +214,7 @@ def _new_flights(books: Books, reply: Reply) -> list[bytes]:
     return [fields[1] for _, fields in entries]
 
 
-def _same_keys(asked: View | None, now: View | None) -> bool:
+def _same_keys(asked: ScopeView | None, now: ScopeView | None) -> bool:
     """Whether the values asked for are the ones these books speak of."""
     if now is None:
         return True

@@ -23,12 +23,12 @@ from router.index.engine import EngineResidency
 from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
 from router.placement.load import LoadAccount
-from router.replication.gossip.inflight import ToldInflight
-from router.replication.gossip.load import LoadExchange
-from router.replication.leases.lease_manager import Desk, LeaseKeeper, Wanted
+from router.replication.gossip.inflight import GossipedInflight
+from router.replication.gossip.load import LoadGossip
+from router.replication.leases.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
 from router.replication.leases.leases import Leases
-from router.replication.leases.membership import Roll
-from router.replication.lookup import Sight
+from router.replication.leases.membership import Membership
+from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
 from router.replication.redis.connection import IndexUnavailable, Reply, pack
@@ -52,7 +52,7 @@ class _Scope(NamedTuple):
     """What one model has of the shared index."""
 
     mirror: MirroredIndex
-    desk: Desk
+    desk: ModelLeases
     keys: ScopeKeys
 
 
@@ -71,8 +71,8 @@ class SharedIndex:
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
         self._told: dict[str, EngineFacts] = {}
-        self.exchange = LoadExchange(self.replica, load.own, started=self._started)
-        self.keeper = LeaseKeeper(
+        self.exchange = LoadGossip(self.replica, load.own, started=self._started)
+        self.keeper = LeaseManager(
             self.replica,
             lambda model: self.scope(model).desk,
             self,
@@ -80,14 +80,14 @@ class SharedIndex:
             renew_s=settings.renew_s,
             clock=clock,
         )
-        self.sight = Sight(
+        self.sight = IndexLookup(
             self.reader,
             self.keeper,
             self.exchange,
             clock=clock,
             hear=lambda flights: self.inflight.hear(flights, clock()),
         )
-        self.inflight = ToldInflight(
+        self.inflight = GossipedInflight(
             self.replica, self._started, self._tell_flight, is_local=self.keeper.follows, clock=clock
         )
 
@@ -100,7 +100,7 @@ class SharedIndex:
         found = self._scopes.get(model)
         if found is None:
             keys = ScopeKeys(self.settings.namespace, model)
-            roll = Roll(
+            roll = Membership(
                 self._writing.command,
                 keys.replicas,
                 self.replica,
@@ -109,7 +109,7 @@ class SharedIndex:
                 clock=self._clock,
             )
             mirror = MirroredIndex(self._writing, model, on_lost=self.keeper.lost)
-            desk = Desk(Leases(self._writing, model, self.replica), roll)
+            desk = ModelLeases(Leases(self._writing, model, self.replica), roll)
             found = self._scopes[model] = _Scope(mirror, desk, keys)
             if self._tasks is not None:
                 self._tasks.create_task(_kept_up(mirror.run), name=f"mirror {model}")
@@ -167,7 +167,7 @@ class SharedIndex:
 
     # -- what comes and goes with a lease (``Estate``) --------------------------------------------------
 
-    async def enter(self, wanted: Wanted, token: int, *, again: bool) -> None:
+    async def enter(self, wanted: LeaseCandidate, token: int, *, again: bool) -> None:
         """See ``Estate``."""
         engine_id = wanted.engine.engine_id
         await self.scope(wanted.model).mirror.take_over(engine_id, token)

@@ -28,7 +28,7 @@ from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
-from router.simulate.workload.sources import Source
+from router.simulate.workload.sources import WorkloadSource
 
 ENGINES_MAX = 1024
 SEEDS_MAX = 100
@@ -168,8 +168,8 @@ def _arms(text: str) -> dict[str, Arm]:
         return arms_of(word.strip() for word in text.split(","))
 
 
-def _source(options: SimulateOptions) -> Source:
-    return Source(
+def _source(options: SimulateOptions) -> WorkloadSource:
+    return WorkloadSource(
         name=options.workload,
         requests_max=options.requests,
         seconds=options.seconds,

@@ -18,9 +18,10 @@ Document = dict[str, Any]
 
 
 class Rendered:
-    """The documents of one release."""
+    """The documents of one release; its image is ``kvatlas`` unless the values name another."""
 
     def __init__(self, values: dict[str, Any], *, name: str = "kvatlas", namespace: str = "llm") -> None:
+        values = {**values, "image": {"repository": "kvatlas", **values.get("image", {})}}
         chart = Chart.load(str(CHART))
         try:
             chart.validate_schema(values)

@@ -34,6 +34,8 @@ _RULE = _object(
 )
 _PARENT = _object(("name",), name=_TEXT, namespace=_TEXT, sectionName=_TEXT, port={"type": "integer"})
 _BACKEND = _object(("name",), name=_TEXT, port={"type": "integer", "minimum": 1, "maximum": 65535})
+_PATH = _object(("type", "value"), type={"enum": ["Exact", "PathPrefix"]}, value=_TEXT)
+_MATCH = _object((), path=_PATH)
 
 SPECS: dict[tuple[str, str], Schema] = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _object(
@@ -49,6 +51,6 @@ SPECS: dict[tuple[str, str], Schema] = {
         ("parentRefs",),
         parentRefs=_list(_PARENT),
         hostnames=_list(_TEXT),
-        rules=_list(_object(backendRefs=_list(_BACKEND))),
+        rules=_list(_object(matches=_list(_MATCH), backendRefs=_list(_BACKEND))),
     ),
 }

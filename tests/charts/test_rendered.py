@@ -215,7 +215,9 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "not in the list": ({**MINIMAL, "logLevel": "loud"}, "/logLevel"),
     "password in an open value": ({**MINIMAL, "redis": {"url": "redis://:secret@host"}}, "/redis/url"),
     "bad digest": ({**MINIMAL, "image": {"digest": "sha256:12"}}, "/image/digest"),
+    "no image": ({**MINIMAL, "image": {"repository": ""}}, "image.repository"),
     "no engines": ({}, "engines.selector"),
+    "an engine over TLS": ({"engines": {"static": [{"base_url": "https://10.0.0.9"}]}}, "/base_url"),
     "replicas without an index": ({**MINIMAL, "replicaCount": 2}, "redis.url"),
     "two indexes": (
         {**MINIMAL, "valkey": {"enabled": True}, "redis": {"url": "redis://a"}},

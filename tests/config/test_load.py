@@ -155,7 +155,10 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[[engines]]\nevents = "tcp://h:1"', "engines[0]: base_url must be given"),
         ('[[engines]]\nurl = "http://h"', "unknown key engines[0].url; known: base_url,"),
         ('[[engines]]\nbase_url = "h:1"', "engine 'h:1': expected http://HOST:PORT"),
-        ('[[engines]]\nbase_url = "https://h"', "engine 'https://h': expected http://HOST:PORT"),
+        (
+            '[[engines]]\nbase_url = "https://h"',
+            "engine 'https://h': expected http://HOST:PORT; engines are not asked over TLS",
+        ),
         ('[[engines]]\nbase_url = "http://h:99999"', "engine 'http://h:99999': expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://u:p@h"', "expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://h"\nevents = "h:5557"', "events='h:5557' is not a tcp://"),

@@ -18,7 +18,7 @@ from router.config.schema import ANY_MODEL, Config, ModelConfig
 from router.fleet.identity import Engine
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.finding import Finding, Severity
+from router.tools.doctor.findings import Finding, Severity
 
 MODELS = {"data": [{"id": "m", "root": "m", "parent": None, "max_model_len": 4096}]}
 VERSION = {"version": "0.32.0"}

@@ -17,7 +17,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
-from router.tools.doctor.finding import Severity
+from router.tools.doctor.findings import Severity
 
 from .looking import Findings, at, look, publishing, saying, server, stored
 

@@ -16,8 +16,8 @@ from app.rig import run, running, until
 from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
 from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.identity import Engine
-from router.tools.doctor.finding import Severity
-from router.tools.doctor.listener import EventTap
+from router.tools.doctor.findings import Severity
+from router.tools.doctor.listener import EventListener
 
 from .looking import Findings, at, bound, look, publishing, saying, server, stored
 
@@ -204,7 +204,7 @@ def test_what_was_before_a_restart_is_forgotten() -> None:
     async def main() -> None:
         sink = Recorder()
         with publishing(replay=False) as publisher:
-            tap = EventTap("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)
+            tap = EventListener("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)
             listening = asyncio.create_task(tap.run())
             async with doing(lambda: publisher.publish([stored()] * 2)):
                 await until(lambda: len(sink.told) > 2, "batches")

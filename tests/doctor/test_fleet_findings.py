@@ -10,8 +10,8 @@ from app.rig import configure, routing, run, running
 from router.config.schema import Config, ModelConfig
 from router.fleet.identity import Engine
 from router.tools.doctor import registry
-from router.tools.doctor.finding import Finding, Severity, Told, exit_status, info
-from router.tools.doctor.findings import Seen
+from router.tools.doctor.evidence import Evidence
+from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
 from router.tools.doctor.registry import run_checks
 
 from .looking import Answers, at, look, publishing, saying, server, stored
@@ -223,16 +223,16 @@ def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> Non
 
 
 def test_a_check_that_stumbles_is_a_finding_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stumbling(_seen: Seen) -> Any:
+    def stumbling(_seen: Evidence) -> Any:
         yield info("said before")
         raise KeyError("surprise")
 
-    def after(_seen: Seen) -> Any:
-        yield Told(Severity.OK, "said after")
+    def after(_seen: Evidence) -> Any:
+        yield CheckResult(Severity.OK, "said after")
 
     checks = {"fleet.stumbling": stumbling, "router.after": after}
     monkeypatch.setattr(registry, "_FLEET_CHECKS", checks)
-    found = run_checks(Seen(Config(), []))
+    found = run_checks(Evidence(Config(), []))
     assert [f.seen for f in found][::2] == ["said before", "said after"]
     assert "KeyError" in found[1].seen
     assert found[1].severity is Severity.ERROR

@@ -11,7 +11,7 @@ from app.rig import LOCAL, configure, routing, run, running
 
 from router.config.schema import ModelConfig
 from router.tools.doctor.checks import names
-from router.tools.doctor.finding import Severity
+from router.tools.doctor.findings import Severity
 
 from .looking import look
 

@@ -15,7 +15,7 @@ from app.rig import run, running
 from publisher.events import AllBlocksCleared
 from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.identity import Engine
-from router.tools.doctor.finding import Severity
+from router.tools.doctor.findings import Severity
 
 from .looking import MODELS, Answers, Findings, at, look, publishing, saying, server
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fleet.misbehaving import HANG, MODELS, QUICK, page, watching
-from router.fleet.desired import Wanted
+from router.fleet.desired import DesiredFleet
 from router.fleet.gauges import read_gauges
 from router.fleet.identity import Engine
 from router.fleet.poller import reachable
@@ -321,9 +321,9 @@ def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_left_a
         async with watching() as watch, watching() as other:
             here, there = watch.server.base_url, other.server.base_url
             await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-            watch.poller.assign(Wanted((Engine(here), Engine(there))))
+            watch.poller.assign(DesiredFleet((Engine(here), Engine(there))))
             await watch.until(lambda: ("up", there) in watch.told, "the new one is up")
-            watch.poller.assign(Wanted((Engine(there),)))
+            watch.poller.assign(DesiredFleet((Engine(there),)))
             assert watch.told[-1] == ("gone", here)
             assert [s.engine_id for s in watch.fleet] == [there]
             asked = len(watch.server.asked)
@@ -340,9 +340,9 @@ def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:
         async with watching(answers={"/v1/models": HANG}) as watch:
             base_url = watch.server.base_url
             await watch.until(lambda: watch.server.count("/v1/models") >= 1, "asked")
-            watch.poller.assign(Wanted())
+            watch.poller.assign(DesiredFleet())
             watch.server.answers["/v1/models"] = MODELS
-            watch.poller.assign(Wanted((Engine(base_url),), {}, {base_url: "another"}))
+            watch.poller.assign(DesiredFleet((Engine(base_url),), {}, {base_url: "another"}))
             await watch.until(lambda: ("up", base_url) in watch.told, "up")
             assert watch.told == [("gone", base_url), ("up", base_url)]
 
@@ -354,11 +354,11 @@ def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
         async with watching() as watch:
             base_url = watch.server.base_url
             await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-            watch.poller.assign(Wanted((Engine(base_url, None, "tcp://h:1"),)))
+            watch.poller.assign(DesiredFleet((Engine(base_url, None, "tcp://h:1"),)))
             assert watch.told == [("up", base_url), ("up", base_url)]
             (status,) = watch.fleet
             assert status.engine.events == "tcp://h:1"
-            watch.poller.assign(Wanted((Engine(base_url, None, "tcp://h:1"),), {base_url: "drained"}))
+            watch.poller.assign(DesiredFleet((Engine(base_url, None, "tcp://h:1"),), {base_url: "drained"}))
             assert (status.held, watch.told) == ("drained", [("up", base_url)] * 2)
             await watch.polls()
             assert status.up
@@ -375,7 +375,7 @@ def test_a_listener_that_fails_does_not_keep_others_from_leaving() -> None:
                 raise RuntimeError(engine_id)
 
             watch.listener.engine_gone = fail  # type: ignore[method-assign]
-            watch.poller.assign(Wanted())
+            watch.poller.assign(DesiredFleet())
             assert len(watch.fleet) == 0
 
     asyncio.run(main())

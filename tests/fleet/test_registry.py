@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.desired import Wanted
+from router.fleet.desired import DesiredFleet
 from router.fleet.identity import Engine
 from router.fleet.status import Fleet, ModelCard, Reassigned
 
@@ -77,27 +77,27 @@ def test_ranks_replace_the_server_and_the_server_its_ranks() -> None:
 def test_who_stays_in_the_fleet_stays_known_and_who_is_another_does_not() -> None:
     fleet = Fleet()
     a, b = "http://a:1", "http://b:1"
-    assert fleet.assign(Wanted((Engine(a), Engine(b)), {b: "not ready"}, {a: "pod-1"})).new == [a, b]
+    assert fleet.assign(DesiredFleet((Engine(a), Engine(b)), {b: "not ready"}, {a: "pod-1"})).new == [a, b]
     up(fleet, a, ModelCard("m"))
     up(fleet, b, ModelCard("m"))
     assert [s.engine_id for s in fleet.ready("m")] == [a]
-    assert fleet.assign(Wanted((Engine(a), Engine(b)), {}, {a: "pod-1"})) == Reassigned()
+    assert fleet.assign(DesiredFleet((Engine(a), Engine(b)), {}, {a: "pod-1"})) == Reassigned()
     assert [s.engine_id for s in fleet.ready("m")] == [a, b]
-    moved = fleet.assign(Wanted((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-1"}))
+    moved = fleet.assign(DesiredFleet((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-1"}))
     assert (moved.touched, moved.moved, moved.gone) == ([a], [a], [])
-    other = fleet.assign(Wanted((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-2"}))
+    other = fleet.assign(DesiredFleet((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-2"}))
     assert (other.dropped, other.new, other.gone) == ([a], [a], [a])
     assert [s.engine_id for s in fleet.ready("m")] == [b]
-    gone = fleet.assign(Wanted())
+    gone = fleet.assign(DesiredFleet())
     assert (sorted(gone.dropped), sorted(gone.gone), len(fleet)) == ([a, b], [a, b], 0)
 
 
 def test_a_held_server_holds_the_ranks_it_tells_of() -> None:
     fleet = Fleet()
-    fleet.assign(Wanted((Engine(URL),), {URL: "terminating", f"{URL}#dp1": "drained"}))
+    fleet.assign(DesiredFleet((Engine(URL),), {URL: "terminating", f"{URL}#dp1": "drained"}))
     fleet.replace(URL, [Engine(URL, 0, "tcp://h:1"), Engine(URL, 1, "tcp://h:2")])
     assert [s.held for s in fleet] == ["terminating", "drained"]
-    fleet.assign(Wanted((Engine(URL),), {f"{URL}#dp1": "drained"}))
+    fleet.assign(DesiredFleet((Engine(URL),), {f"{URL}#dp1": "drained"}))
     assert [(s.engine_id, s.held) for s in fleet] == [(f"{URL}#dp0", ""), (f"{URL}#dp1", "drained")]
 
 

@@ -29,7 +29,7 @@ from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
-from router.replication.gossip.inflight import FlightStats
+from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
 from router.replication.lookup import SightStats
 from router.replication.service import SharedIndex
@@ -48,7 +48,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "load": LoadStats,
     "lease": LeaseStats,
     "look": SightStats,
-    "flight": FlightStats,
+    "flight": GossipStats,
     "mirror": MirrorStats,
     "source": SourceStats,
     "admin": AdminStats,

@@ -11,8 +11,8 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.placement.load import LoadAccount
 from router.placement.rates import RateBook
-from router.replication.gossip.load import LoadExchange
-from router.replication.lookup import Sight
+from router.replication.gossip.load import LoadGossip
+from router.replication.lookup import IndexLookup
 from router.replication.schema.registry import EngineFacts
 from router.replication.service import engine_facts
 from tests.index.engines import Prompt, Writer, batch, tokens
@@ -68,8 +68,8 @@ def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_
 
             account = LoadAccount(RateBook())
             models = dict.fromkeys(("writer", "reader", "stranger"), MODEL)
-            sight = Sight(
-                lambda: replicas.reader, Own("reader"), LoadExchange("two", account.own, started=1),
+            sight = IndexLookup(
+                lambda: replicas.reader, Own("reader"), LoadGossip("two", account.own, started=1),
                 clock=asyncio.get_running_loop().time,
             )  # fmt: skip
             look = await sight.look(Prompt(PROMPT), models)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from router.placement.load import LoadAccount, OthersLoad
 from router.placement.rates import RateBook
-from router.replication.gossip.load import LoadExchange
-from router.replication.leases.heartbeat import Pulse
+from router.replication.gossip.load import LoadGossip
+from router.replication.leases.heartbeat import Heartbeat
 
 E = "http://e"
 
 
-def exchange(me: str, load: dict[str, OthersLoad]) -> LoadExchange:
-    return LoadExchange(me, lambda _: dict(load), started=1, silence_s=2.0)
+def exchange(me: str, load: dict[str, OthersLoad]) -> LoadGossip:
+    return LoadGossip(me, lambda _: dict(load), started=1, silence_s=2.0)
 
 
 def test_others_are_added_up_and_one_is_not_counted_oneself() -> None:
@@ -56,13 +56,13 @@ def test_a_field_that_cannot_be_read_counts_as_nothing() -> None:
 
 
 def test_two_lives_of_a_replica_differ_in_their_beat() -> None:
-    first = LoadExchange("a", lambda _: {E: OthersLoad(1)}, started=1000).field(0.0)
-    second = LoadExchange("a", lambda _: {E: OthersLoad(1)}, started=2000).field(0.0)
+    first = LoadGossip("a", lambda _: {E: OthersLoad(1)}, started=1000).field(0.0)
+    second = LoadGossip("a", lambda _: {E: OthersLoad(1)}, started=2000).field(0.0)
     assert first != second
 
 
 def test_a_pulse_is_dead_after_the_limit_and_forgotten_on_demand() -> None:
-    pulse = Pulse(3.0)
+    pulse = Heartbeat(3.0)
     assert pulse.beat("a", 1, 0.0)
     assert pulse.beat("a", 1, 3.0)
     assert not pulse.beat("a", 1, 3.1)

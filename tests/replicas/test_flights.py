@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from publisher.events import BlockHash
-from router.replication.gossip.inflight import Happened, Told, ToldInflight
+from router.replication.gossip.inflight import GossipedInflight, GossipEntry, Happened
 
 E = "http://e"
 HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
@@ -20,8 +20,8 @@ class Stream:
         self.now = 0.0
         self.local: set[str] = set()
 
-    def join(self, name: str, started: int = 1) -> ToldInflight:
-        return ToldInflight(
+    def join(self, name: str, started: int = 1) -> GossipedInflight:
+        return GossipedInflight(
             name, started, self._tell, is_local=lambda engine: name in self.local, clock=lambda: self.now
         )
 
@@ -75,7 +75,7 @@ def test_nobody_counts_its_own_twice_or_tells_of_others() -> None:
     one.hear(stream.entries, 0.0)
     assert one.stats.prompts == 1
     two.hear(stream.entries, 0.0)
-    two.hear([msgspec.msgpack.encode(Told("one", 1, 1, Happened.ENDED))], 0.0)
+    two.hear([msgspec.msgpack.encode(GossipEntry("one", 1, 1, Happened.ENDED))], 0.0)
     assert len(stream.entries) == 1
     one.end(prompt, 0.0)
     one.end(prompt, 0.0)
@@ -100,7 +100,7 @@ def test_what_nobody_ends_expires() -> None:
     two.hear([], 60.0)
     assert two.common(HASHES, 60.0).blocks == {}
     assert two.flights.expired == 1
-    two.hear([msgspec.msgpack.encode(Told("one", 1, 1, Happened.ENDED))], 61.0)
+    two.hear([msgspec.msgpack.encode(GossipEntry("one", 1, 1, Happened.ENDED))], 61.0)
     assert two.check_integrity() == []
 
 
@@ -119,7 +119,7 @@ def test_entries_that_make_no_sense_cost_themselves_only() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     one.add(E, HASHES, 0.0)
-    odd = msgspec.msgpack.encode(Told("x", 1, 1, Happened.SENT, E, (), b"odd"))
+    odd = msgspec.msgpack.encode(GossipEntry("x", 1, 1, Happened.SENT, E, (), b"odd"))
     two.hear([b"\xc1", odd, *stream.entries, msgspec.msgpack.encode(["x", 1, 1, 77])], 0.0)
     assert two.flights.malformed == 3
     assert two.common(HASHES, 0.0).blocks == {E: 4}

@@ -10,7 +10,7 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.simulate.run.arms import ARMS
-from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
@@ -49,7 +49,7 @@ class Bench:
             refused=lambda visit, now: self.told.append(("refused", visit.index, now)),
         )
 
-    def run(self, requests: list[Request], *, pauses: int = 0) -> list[Visit]:
+    def run(self, requests: list[Request], *, pauses: int = 0) -> list[RequestRun]:
         """All requests to their end; so many pauses on the way to each arrival."""
         visits = []
         before_s = 0.0
@@ -62,7 +62,7 @@ class Bench:
             while self.engine.next_s <= one.at_s:
                 self.engine.advance()
             pooled = self.engine.pool.request([0] * one.input_tokens, hashes=block_hashes(one, 64))
-            visit = Visit(index, pooled, one.input_tokens, one.output_tokens, one.at_s)
+            visit = RequestRun(index, pooled, one.input_tokens, one.output_tokens, one.at_s)
             visits.append(visit)
             self.engine.arrive(visit, one.at_s)
         while self.engine.next_s < float("inf"):

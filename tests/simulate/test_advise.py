@@ -14,18 +14,18 @@ from app.rig import TEXT, configure, routing, run, running
 from router.cli import app
 from router.config.errors import ConfigError
 from router.simulate.advise.command import see
-from router.simulate.advise.trials import Advice, Told, judge, reusable_share, trials
+from router.simulate.advise.trials import Advice, TrialResult, judge, reusable_share, trials
 from router.simulate.run.fleet import FleetSetup
 from tests.simulate.support import FULL, HYBRID, request
 
 SETUP = FleetSetup(groups=HYBRID, num_blocks=1000, engines=4)
-BASE = Told(
+BASE = TrialResult(
     topic="now", value="as it is", hit_share=0.4, mean_s=1.0, p90_s=2.0, p99_s=4.0, busy_share=0.5, refused=0,
     change=0.0, every_seed=False,
 )  # fmt: skip
 
 
-def told_with(setup: FleetSetup = SETUP, **means: float) -> list[Told]:
+def told_with(setup: FleetSetup = SETUP, **means: float) -> list[TrialResult]:
     """Every trial at the base's numbers, but for those named ``topic_value``."""
     found = [BASE]
     for trial in trials(setup)[1:]:

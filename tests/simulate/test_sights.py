@@ -11,7 +11,7 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import ARMS, arms_of
-from router.simulate.run.router_view import NOTHING, Blind, History, Rules, Seen, Truth, history_blocks
+from router.simulate.run.router_view import NOTHING, Blind, History, PrefixHit, Rules, Truth, history_blocks
 from router.simulate.workload.requests import block_hashes
 from tests.simulate.support import FULL, HYBRID, request
 
@@ -31,13 +31,13 @@ def test_an_uncapped_history_is_every_prefix_that_was_sent(sent: list[tuple[int,
     for engine, seen in enumerate(history.look(16 * len(asked) + 1, hashes_of(asked))):
         prefixes = {path[:end] for where, path in sent if where == engine for end in range(1, len(path) + 1)}
         longest = max((end for end in range(1, len(asked) + 1) if asked[:end] in prefixes), default=0)
-        assert seen == Seen(16 * longest, 16 * longest)
+        assert seen == PrefixHit(16 * longest, 16 * longest)
 
 
 def test_the_last_token_is_always_computed() -> None:
     history = History(1, 16, None)
     history.placed(0, 32, hashes_of("ab"))
-    assert history.look(32, hashes_of("ab")) == [Seen(16, 16)]
+    assert history.look(32, hashes_of("ab")) == [PrefixHit(16, 16)]
 
 
 @given(st.lists(paths, min_size=1, max_size=30), st.integers(1, 6))
@@ -67,7 +67,7 @@ def test_the_truth_is_what_the_pools_hold() -> None:
     pools[1].start(pooled)
     pools[1].compute(pooled, 640)
     pools[1].finish(pooled)
-    assert Truth(pools).look(640, hashes) == [Seen(0, 0), Seen(576, 576)]
+    assert Truth(pools).look(640, hashes) == [PrefixHit(0, 0), PrefixHit(576, 576)]
     assert Truth(pools).look(1000, block_hashes(request(0, 1000, 0, 1), 64))[0] == NOTHING
 
 
@@ -78,7 +78,7 @@ def test_rules_follow_the_engines_retention_without_events() -> None:
     hashes = block_hashes(one, 64)
     assert rules.look(1300, hashes) == [NOTHING, NOTHING]
     rules.prefilled(1, 1300, hashes)
-    assert rules.look(1300, hashes) == [NOTHING, Seen(1280, 1280)]
+    assert rules.look(1300, hashes) == [NOTHING, PrefixHit(1280, 1280)]
     branch = rules.look(700, hashes[:10])[1]
     assert branch.hit < branch.trunk == 640, "the window's blocks at the branch were not kept"
 

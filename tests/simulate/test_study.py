@@ -14,10 +14,10 @@ from router.simulate.run.arms import arms_of
 from router.simulate.run.fleet import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_all, run_one, speed_for
 from router.simulate.workload.requests import Request, WorkloadError
-from router.simulate.workload.sources import Source
+from router.simulate.workload.sources import WorkloadSource
 from tests.simulate.support import FAST, HYBRID, line, request, write_lines
 
-WORKLOADS = Source(name="tenants", requests_max=60).draws(range(2))
+WORKLOADS = WorkloadSource(name="tenants", requests_max=60).draws(range(2))
 SETUP = FleetSetup(groups=HYBRID, num_blocks=700, engines=3, timing=FAST)
 PLAN = Plan(setup=SETUP, arms=arms_of(["kvatlas", "power-of-two"]), retentions=(0, 1024), load=0.7)
 
@@ -125,8 +125,8 @@ def test_seeds_move_arrivals_and_nothing_else(tmp_path: Path) -> None:
         line(timestamp=1000 * index + 7 * (index % 3), hash_ids=[index, 100 + index]) for index in range(30)
     ]
     path = write_lines(tmp_path / "w.jsonl", *lines)
-    draws = Source(name=str(path)).draws(range(3))
-    assert draws == Source(name=str(path)).draws(range(3))
+    draws = WorkloadSource(name=str(path)).draws(range(3))
+    assert draws == WorkloadSource(name=str(path)).draws(range(3))
 
     def bodies(requests: list[Request]) -> set[object]:
         return {(one.input_tokens, one.output_tokens, one.ids) for one in requests}
@@ -141,6 +141,8 @@ def test_seeds_move_arrivals_and_nothing_else(tmp_path: Path) -> None:
 def test_seconds_are_for_generators_alone(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "w.jsonl", line())
     with pytest.raises(WorkloadError, match="--seconds is for chat"):
-        Source(name=str(path), seconds=5.0).draws([0])
-    short, long = (Source(name="chat", requests_max=50, seconds=s).draws([0])[0] for s in (10.0, 1000.0))
+        WorkloadSource(name=str(path), seconds=5.0).draws([0])
+    short, long = (
+        WorkloadSource(name="chat", requests_max=50, seconds=s).draws([0])[0] for s in (10.0, 1000.0)
+    )
     assert short[-1].at_s < long[-1].at_s

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.tools.capture.file import CaptureLine
-from router.tools.record.order import CaptureOrder, Request, SourceStats
+from router.tools.record.order import CaptureOrder, RecordStats, ReplayRequest
 
 
 def frame(seq: int, run: int = 0) -> CaptureLine:
@@ -17,14 +17,14 @@ class Stream:
     """An engine's publisher and what of it reaches the recorder: a live queue, and answers from its ring."""
 
     def __init__(self, *, has_replay: bool, ring: int, hold_bytes_max: int = 1 << 20) -> None:
-        self.stats = SourceStats("e")
+        self.stats = RecordStats("e")
         self.order = CaptureOrder(self.stats, has_replay=has_replay, hold_bytes_max=hold_bytes_max)
         self.written: list[CaptureLine] = []
         self.run = 0
         self.sent = 0
         self.ring = ring
         self.queue: list[CaptureLine] = []
-        self.serving: Request | None = None
+        self.serving: ReplayRequest | None = None
         self.answer: list[CaptureLine] = []
 
     def publish(self, *, heard: bool) -> None:

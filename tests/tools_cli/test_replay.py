@@ -23,9 +23,9 @@ from router.index.store.memory import MemoryIndex
 from router.tools.capture.file import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
 from router.tools.record.recorder import RecordSource, SourceRecorder
 from router.tools.replay.command import ReplayOptions, facts_of, run_replay
-from router.tools.replay.ledger import Ledger, Position
+from router.tools.replay.ledger import EventPosition, Ledger
 from router.tools.replay.player import Player
-from router.tools.replay.publish import Endpoint, paced, publish_frame, publishers, topics_of
+from router.tools.replay.publish import PublishEndpoint, paced, publish_frame, publishers, topics_of
 from router.tools.verify.traces import read_trace
 
 from .capture_files import BLOCK, CAPTURES, CLEARED, ENGINE, TRACES, removed, stored, tokens, write
@@ -59,7 +59,7 @@ def perform(index: MemoryIndex, operation: tuple[str, Any, Any]) -> None:
 def test_the_journal_agrees_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
     ledger, plain = Ledger(), MemoryIndex()
     for number, operation in enumerate(operations):
-        ledger.at = Position(number, 0)
+        ledger.at = EventPosition(number, 0)
         perform(ledger, operation)
         perform(plain, operation)
     for plane in PLANES:
@@ -181,7 +181,7 @@ def test_published_again_it_is_recorded_byte_by_byte(path: Path) -> None:
     async def scenario() -> None:
         context = zmq.Context()
         name = frames[0].source
-        endpoint = {name: Endpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
+        endpoint = {name: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
         with publishers(endpoint, topics_of(frames), buffer_steps=len(frames), context=context) as opened:
             publisher: ZmqPublisher = opened[name]
             source = RecordSource(name, publisher.endpoint, publisher.replay_endpoint, frames[0].topic)
@@ -215,7 +215,7 @@ def test_a_restart_in_the_capture_is_a_restart_on_the_wire() -> None:
 
     async def scenario() -> None:
         context = zmq.Context()
-        endpoint = {ENGINE: Endpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
+        endpoint = {ENGINE: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
         with publishers(endpoint, {ENGINE: ""}, buffer_steps=9, context=context) as opened:
             publisher = opened[ENGINE]
             for frame in frames:

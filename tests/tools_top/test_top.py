@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from router.tools.top.command import pictures
-from router.tools.top.picture import EngineRow, Picture, make_picture
+from router.tools.top.snapshot import EngineRow, RouterSnapshot, make_picture
 from router.tools.top.table import render
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ TOP = [sys.executable, "-m", "router", "top"]
 GONE = "http://127.0.0.1:9"
 
 
-def shown(picture: Picture) -> str:
+def shown(picture: RouterSnapshot) -> str:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         console.print(render(picture, hint="q ends"))

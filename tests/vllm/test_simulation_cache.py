@@ -22,7 +22,7 @@ from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.models import MODELS, groups_of
-from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.generate import GENERATORS
@@ -93,7 +93,7 @@ def record(
     )
     timing = Timing(chunk_tokens=CHUNK_TOKENS)
     ignore = lambda visit, now: None  # noqa: E731  # nobody listens here
-    refused: list[Visit] = []
+    refused: list[RequestRun] = []
     engine = SimEngine(
         pool, timing, first_token=ignore, ended=ignore, refused=lambda visit, now: refused.append(visit)
     )
@@ -106,7 +106,9 @@ def record(
         pool_request = pool.request([0] * request.input_tokens, hashes=hashes)
         kept.append(pool_request)  # ids of objects name requests: none may be freed
         pool.names[id(pool_request)] = index
-        engine.arrive(Visit(index, pool_request, request.input_tokens, request.output_tokens, at_s), at_s)
+        engine.arrive(
+            RequestRun(index, pool_request, request.input_tokens, request.output_tokens, at_s), at_s
+        )
     while engine.next_s < float("inf"):
         engine.advance()
     if refused:

@@ -32,10 +32,10 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.advise.command import Seen, see
+from router.simulate.advise.command import ObservedFleet, see
 from router.simulate.fit import fit_capture
 from router.simulate.run.arms import ARMS
-from router.simulate.run.engine import SimEngine, Visit
+from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.fleet import FleetSetup, FleetSim
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import Captured
@@ -82,7 +82,7 @@ class Real:
     """All that was sent, in order, and the fleet it was sent to."""
 
     sent: list[Sent]
-    seen: Seen
+    seen: ObservedFleet
     engines: list[str]
 
 
@@ -189,7 +189,7 @@ def workload(sent: list[Sent]) -> list[Request]:
     return requests
 
 
-def scaled_groups(seen: Seen) -> tuple[GroupSpec, ...]:
+def scaled_groups(seen: ObservedFleet) -> tuple[GroupSpec, ...]:
     assert seen.groups is not None
     return tuple(
         msgspec.structs.replace(
@@ -233,7 +233,7 @@ def fitted(sent: list[Sent]) -> tuple[Timing, float]:
 def replayed_hits(real: Real) -> list[int]:
     """Of every request on a simulated engine, placed as it was placed; real tokens."""
     groups = scaled_groups(real.seen)
-    visits: list[Visit] = []
+    visits: list[RequestRun] = []
     engines: dict[str, SimEngine] = {}
     for url in real.engines:
         pool = HybridBlockPool(
@@ -254,14 +254,14 @@ def replayed_hits(real: Real) -> list[int]:
         engine = engines[one.engine]
         hashes = block_hashes(request, UNIT_TOKENS)
         pooled = engine.pool.request([0] * request.input_tokens, hashes=hashes)
-        visits.append(Visit(index, pooled, request.input_tokens, request.output_tokens, request.at_s))
+        visits.append(RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s))
         engine.arrive(visits[-1], request.at_s)
         while engine.next_s < float("inf"):  # one at a time, as they were sent
             engine.advance()
     return [visit.hit // SCALE for visit in visits]
 
 
-def _heed(visit: Visit, now: float) -> None:
+def _heed(visit: RequestRun, now: float) -> None:
     """Nobody listens here."""
 
 

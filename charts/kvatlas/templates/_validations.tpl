@@ -1,6 +1,9 @@
 {{/* What a schema cannot say: values that contradict each other. Each message names the keys and the remedy. */}}
 {{- define "kvatlas.validate" -}}
 {{- $v := .Values }}
+{{- if not $v.image.repository }}
+{{- fail "image.repository: name the image that you built and pushed, e.g. --set image.registry=my-registry.example --set image.repository=kvatlas; none is published" }}
+{{- end }}
 {{- if not (or $v.engines.selector $v.engines.static $v.admin.enabled) }}
 {{- if not (dig "fleet" dict $v.config) }}
 {{- fail "engines.selector: the router knows no engine; give the labels of the vLLM pods (--set engines.selector.app=vllm), engines.static, or enable admin" }}

@@ -38,7 +38,8 @@ def check_address(engine: Engine) -> None:
         port_ok = False
     extra = parts.query or parts.fragment or parts.username is not None
     if parts.scheme != "http" or not parts.hostname or not port_ok or extra:
-        raise ValueError(f"engine {engine.base_url!r}: expected http://HOST:PORT")
+        why = "; engines are not asked over TLS" if parts.scheme == "https" else ""
+        raise ValueError(f"engine {engine.base_url!r}: expected http://HOST:PORT{why}")
     if engine.dp_rank is not None and engine.dp_rank < 0:
         raise ValueError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
     for name in ("events", "replay", "snapshot"):

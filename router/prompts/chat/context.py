@@ -7,6 +7,7 @@ own fields, None and "auto" count as not given, and only names the template read
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +15,8 @@ import xxhash
 
 from router.prompts.chat.template import ChatTemplate
 from router.prompts.request import ChatBody, NotLocalError, decode_any
+from router.prompts.sizes import SHARE, compact, kept_bytes
+from router.prompts.stats import PromptStats
 
 _RESERVED: Final = frozenset({
     "chat_template", "conversation", "max_length", "messages", "model_config", "padding",
@@ -25,13 +28,80 @@ _RESERVED: Final = frozenset({
 _UNSET: Final = (None, "auto")
 
 
+_ENTRY_BYTES: Final = 2000
+"""Of a context besides its names: its keys, the structure, the cache's own."""
+
+Key = tuple[object, ...]
+
+
 class ChatContext(msgspec.Struct, frozen=True):
-    """``names`` go to the template as they are; ``key`` is equal exactly when all of them are."""
+    """``names`` go to the template as they are; ``key`` is equal exactly when all of them are
+    (compact), ``shape`` where they are of the same kinds."""
 
     names: dict[str, Any]
     continue_final: bool
     key: bytes
-    shape: object
+    shape: int
+
+
+class ContextCache:
+    """Templates and contexts of plain requests, which are mostly the same ones: saves 15 us.
+
+    Always true: all entries take at most ``bytes_max`` together; one above a quarter of it is not kept.
+    """
+
+    def __init__(self, stats: PromptStats, bytes_max: int) -> None:
+        self._stats = stats
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._entries: OrderedDict[Key, tuple[ChatTemplate, ChatContext, int]] = OrderedDict()
+
+    def get(self, key: Key) -> tuple[ChatTemplate, ChatContext] | None:
+        """What was kept, or None."""
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found[0], found[1]
+
+    def put(self, key: Key, template: ChatTemplate, context: ChatContext) -> None:
+        """Keep a context that is not kept yet; the least recently used ones make room."""
+        size = _ENTRY_BYTES + kept_bytes(context.names)
+        if size > self._bytes_max // SHARE:
+            self._stats.not_kept += 1
+            return
+        self._entries[key] = template, context, size
+        self._count(size)
+        while self._bytes > self._bytes_max:
+            _, (_, _, old) = self._entries.popitem(last=False)
+            self._count(-old)
+            self._stats.context_evictions += 1
+
+    def clear(self) -> None:
+        """Forget all: the model is not served any more."""
+        self._entries.clear()
+        self._count(-self._bytes)
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        self._stats.context_bytes += size
+
+
+def context_key(body: ChatBody) -> Key | None:
+    """What the context of a plain request depends on; None for a request that is not plain."""
+    if not (body.chat_template_kwargs is None and body.documents is None and body.chat_template is None):
+        return None
+    return (
+        compact(bytes(body.tools)),
+        body.tool_choice == "none",
+        *(_plain(body.add_generation_prompt), _plain(body.continue_final_message)),
+        _plain(body.reasoning_effort),
+    )
+
+
+def _plain(value: Any) -> tuple[str, bytes]:
+    """A key that tells True from 1 and from "True"."""
+    return type(value).__name__, compact(str(value).encode(errors="replace"))
 
 
 def chat_context(
@@ -62,7 +132,7 @@ def chat_context(
     except (TypeError, ValueError, RecursionError):
         raise NotLocalError("template_kwargs") from None
     names = {**special_tokens, **arguments, "tools": tools}
-    return ChatContext(names, continue_final, key, _shape(arguments, bytes(body.tools)))
+    return ChatContext(names, continue_final, compact(key), _shape(arguments, bytes(body.tools)))
 
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -106,10 +176,10 @@ def _are_documents(documents: Any) -> bool:
     )
 
 
-def _shape(arguments: dict[str, Any], raw_tools: bytes) -> object:
+def _shape(arguments: dict[str, Any], raw_tools: bytes) -> int:
     """Every tool set is its own shape: templates look into parameter schemas."""
     kinds = tuple((k, v if isinstance(v, bool) else type(v).__name__) for k, v in arguments.items())
-    return (kinds, xxhash.xxh3_128_intdigest(raw_tools))
+    return hash((kinds, xxhash.xxh3_128_intdigest(raw_tools)))
 
 
 def parse_tools(body: ChatBody, *, exclude_when_none: bool) -> list[dict[str, Any]] | None:

@@ -127,7 +127,7 @@ class ChatTemplate:
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.depends_on_time = "strftime_now" in source
         self._stats = stats
-        self._shapes: set[object] = set()
+        self._shapes: set[int] = set()
         self._fast = _fast_environment(source)
         if self._fast is not None and not self._probes_agree(special_tokens or {}):
             self._fast = None
@@ -137,7 +137,7 @@ class ChatTemplate:
         """Which engine renders now: "minijinja" or "jinja2"."""
         return "jinja2" if self._fast is None else "minijinja"
 
-    def render(self, context: Context, shapes: frozenset[object]) -> str:
+    def render(self, context: Context, shapes: frozenset[int]) -> str:
         """The prompt text. ``shapes`` names the kinds of value in ``context`` (see ``shape``).
 
         Raises ``TemplateRejectsError`` where the template refuses the conversation.
@@ -153,7 +153,7 @@ class ChatTemplate:
             return self._checked(text, context, shapes)
         return text
 
-    def _checked(self, text: str | None, context: Context, shapes: frozenset[object]) -> str:
+    def _checked(self, text: str | None, context: Context, shapes: frozenset[int]) -> str:
         self._stats.template_checks += 1
         try:
             expected = self._by_reference(context)
@@ -168,7 +168,8 @@ class ChatTemplate:
         else:
             if len(self._shapes) + len(shapes) > _SHAPES_MAX:
                 self._shapes.clear()
-            self._shapes |= shapes
+            if len(shapes) <= _SHAPES_MAX:
+                self._shapes |= shapes
         return expected
 
     def _distrust(self) -> None:
@@ -230,16 +231,20 @@ def continue_final(conversation: list[Message], source: str, render: Callable[[l
     return text[:cut] if exact else text[:cut].rstrip()
 
 
-def message_shape(message: Message) -> object:
-    """What kind of message this is: role, keys, types of values; for tool calls the types of arguments."""
+def message_shape(message: Message) -> int:
+    """What kind of message this is: role, keys, types of values; for tool calls the types of arguments.
+
+    Hashed, since clients choose names.
+    """
     calls = message.get("tool_calls")
     parts = message.get("content")
-    return (
+    kinds = (
         message["role"],
         tuple((key, type(value).__name__) for key, value in message.items()),
         frozenset((tuple(part), part["type"]) for part in parts) if isinstance(parts, list) else None,
         frozenset((tuple(call), tuple(call["function"]), value_kinds(call)) for call in calls or ()),
     )
+    return hash(kinds)
 
 
 def value_kinds(value: Any) -> frozenset[str]:

@@ -27,6 +27,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from router.prompts.request import NotLocalError
+from router.prompts.sizes import SHARE
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.soft_cuts import is_cut, next_cut, soft_cuts_hold
 
@@ -59,6 +60,7 @@ class SegmentTokenizer:
         self._tokenizer = tokenizer
         self._stats = stats
         self._cache_bytes_max = cache_bytes_max
+        self._cache_bytes = 0
         self._cache: OrderedDict[str, Ids] = OrderedDict()
         if getattr(tokenizer.model, "dropout", None):
             raise ValueError("the tokenizer's model has dropout: its tokens are random")
@@ -124,15 +126,26 @@ class SegmentTokenizer:
 
     def remember(self, texts: list[str], ids: list[Ids]) -> None:
         """Keep these segments; the least recently used go when the cache is full."""
+        before, largest = self._cache_bytes, self._cache_bytes_max // SHARE
         for text, tokens in zip(texts, ids, strict=True):
             if text in self._cache:
                 continue
+            size = _size(text, tokens)
+            if size > largest:
+                self._stats.not_kept += 1
+                continue
             self._cache[text] = tokens
-            self._stats.segment_bytes += _size(text, tokens)
-        while self._stats.segment_bytes > self._cache_bytes_max and self._cache:
-            old = self._cache.popitem(last=False)
-            self._stats.segment_bytes -= _size(*old)
+            self._cache_bytes += size
+        while self._cache_bytes > self._cache_bytes_max:
+            self._cache_bytes -= _size(*self._cache.popitem(last=False))
             self._stats.segment_evictions += 1
+        self._stats.segment_bytes += self._cache_bytes - before
+
+    def clear(self) -> None:
+        """Forget all segments."""
+        self._cache.clear()
+        self._stats.segment_bytes -= self._cache_bytes
+        self._cache_bytes = 0
 
     def with_special_tokens(self, ids: Ids) -> Ids:
         """As ``add_special_tokens=True`` has it. Raises ``NotLocalError`` where that is no plain frame."""

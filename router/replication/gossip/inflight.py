@@ -39,7 +39,7 @@ class Happened(IntEnum):
     FAILED = 3
 
 
-class Told(msgspec.Struct, array_like=True, omit_defaults=True):
+class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
     """One entry of the stream; ``number`` names the prompt among those of its replica's life ``started``."""
 
     replica: str
@@ -52,7 +52,7 @@ class Told(msgspec.Struct, array_like=True, omit_defaults=True):
     """8 bytes each, little endian."""
 
 
-class FlightStats(msgspec.Struct):
+class GossipStats(msgspec.Struct):
     """Counters for metrics; ``others`` is current."""
 
     told: int = 0
@@ -70,10 +70,10 @@ class _Flight(NamedTuple):
     since_s: float
 
 
-_DECODE = msgspec.msgpack.Decoder(Told)
+_DECODE = msgspec.msgpack.Decoder(GossipEntry)
 
 
-class ToldInflight(InflightPrefixes):
+class GossipedInflight(InflightPrefixes):
     """A book of prompts in flight that tells of its own and hears of others'.
 
     ``tell`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether this
@@ -90,7 +90,7 @@ class ToldInflight(InflightPrefixes):
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
-        self.flights = FlightStats()
+        self.flights = GossipStats()
         self._me = me
         self._started = started
         self._tell = tell
@@ -107,7 +107,9 @@ class ToldInflight(InflightPrefixes):
         prompt = super().add(engine_id, hashes, now, keeps)
         self._number += 1
         packed = np.array(hashes[:_BLOCKS_MAX], "<u8").tobytes()
-        told = Told(self._me, self._started, self._number, Happened.SENT, engine_id, prompt.keeps, packed)
+        told = GossipEntry(
+            self._me, self._started, self._number, Happened.SENT, engine_id, prompt.keeps, packed
+        )
         if prompt.kept and self._send(engine_id, told):
             self._own[prompt] = self._number
         return prompt
@@ -152,7 +154,7 @@ class ToldInflight(InflightPrefixes):
             super().drop(flight.prompt)
         self.flights.others = len(self._others)
 
-    def _hear(self, told: Told, now: float) -> None:
+    def _hear(self, told: GossipEntry, now: float) -> None:
         self.flights.heard += 1
         name = (told.replica, told.started, told.number)
         if told.what is Happened.SENT:
@@ -178,9 +180,9 @@ class ToldInflight(InflightPrefixes):
             return
         if what is not Happened.PREFILLED:
             del self._own[prompt]
-        self._send(prompt.engine_id, Told(self._me, self._started, number, what))
+        self._send(prompt.engine_id, GossipEntry(self._me, self._started, number, what))
 
-    def _send(self, engine_id: str, told: Told) -> bool:
+    def _send(self, engine_id: str, told: GossipEntry) -> bool:
         sent = self._tell(engine_id, msgspec.msgpack.encode(told))
         self.flights.told += sent
         self.flights.untold += not sent

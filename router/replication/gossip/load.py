@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from router.placement.load import OthersLoad
-from router.replication.leases.heartbeat import Pulse
+from router.replication.leases.heartbeat import Heartbeat
 
 SILENCE_S = 2.0
 REPEAT_S = 0.5
 
 
-class LoadTold(msgspec.Struct, array_like=True):
+class ReplicaLoad(msgspec.Struct, array_like=True):
     """One replica's field. ``beat`` grows with each writing."""
 
     beat: int
     engines: dict[str, OthersLoad]
 
 
-_DECODE = msgspec.msgpack.Decoder(LoadTold)
+_DECODE = msgspec.msgpack.Decoder(ReplicaLoad)
 
 
-class LoadExchange:
+class LoadGossip:
     """Pure: makes the own field, and adds up those of the others."""
 
     def __init__(
@@ -43,17 +43,17 @@ class LoadExchange:
         self._me = me
         self._own = own
         self._beat = started
-        self._pulse = Pulse(silence_s)
+        self._pulse = Heartbeat(silence_s)
         self._told: dict[str, OthersLoad] = {}
         self._told_s = float("-inf")
-        self._decoded: dict[str, tuple[bytes, LoadTold | None]] = {}
+        self._decoded: dict[str, tuple[bytes, ReplicaLoad | None]] = {}
 
     def field(self, now: float) -> bytes | None:
         """What to write now; None while the others need hear nothing new."""
         load = self._own(now)
         if load == self._told and not (load and now - self._told_s >= REPEAT_S):
             return None
-        return msgspec.msgpack.encode(LoadTold(self._beat + 1, load))
+        return msgspec.msgpack.encode(ReplicaLoad(self._beat + 1, load))
 
     def wrote(self, field: bytes, now: float) -> None:
         """``field`` has been written."""
@@ -77,7 +77,7 @@ class LoadExchange:
             self._pulse.keep_only(fields.keys())
         return total
 
-    def _decode(self, name: str, value: bytes) -> LoadTold | None:
+    def _decode(self, name: str, value: bytes) -> ReplicaLoad | None:
         """A field decoded; the same bytes are decoded once."""
         known = self._decoded.get(name)
         if known is not None and known[0] == value:

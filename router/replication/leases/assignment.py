@@ -23,7 +23,7 @@ class Member(msgspec.Struct, frozen=True):
     held: int = 0
 
 
-class Division(msgspec.Struct, frozen=True):
+class Assignment(msgspec.Struct, frozen=True):
     """What to do now, engine ids."""
 
     take: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ def divide(
     *,
     free_s: Mapping[str, float],
     patience_s: float,
-) -> Division:
+) -> Assignment:
     """What replica ``me`` is to take and to give away.
 
     ``holder_of``: the engines this replica wants, and which replica holds each. ``members``: all live
@@ -47,7 +47,7 @@ def divide(
     dealt = _deal(free, members)
     take = tuple(e for e in free if dealt.get(e) == me or free_s.get(e, 0.0) >= patience_s)
     mine = [engine for engine, holder in holder_of.items() if holder == me]
-    return Division(take, None if take else _surplus(me, mine, members))
+    return Assignment(take, None if take else _surplus(me, mine, members))
 
 
 def _deal(free: list[str], members: Mapping[str, Member]) -> dict[str, str]:

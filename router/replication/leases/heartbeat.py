@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-class Pulse:
+class Heartbeat:
     """Last beats by name."""
 
     def __init__(self, limit_s: float) -> None:

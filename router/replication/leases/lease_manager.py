@@ -19,7 +19,7 @@ import structlog
 from router.fleet.identity import Engine
 from router.replication.leases.assignment import Member, divide
 from router.replication.leases.leases import Leases
-from router.replication.leases.membership import Roll
+from router.replication.leases.membership import Membership
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
 
@@ -48,36 +48,36 @@ class Held(NamedTuple):
     until_s: float
 
 
-class Wanted(NamedTuple):
+class LeaseCandidate(NamedTuple):
     """An engine this replica would follow."""
 
     engine: Engine
     model: str
 
 
-class Desk(NamedTuple):
+class ModelLeases(NamedTuple):
     """Where the leases of one model are had, and who else wants them."""
 
     leases: Leases
-    roll: Roll
+    roll: Membership
 
 
-class Estate(Protocol):
+class LeaseListener(Protocol):
     """What comes and goes with a lease."""
 
-    async def enter(self, wanted: Wanted, token: int, *, again: bool) -> None:
+    async def enter(self, wanted: LeaseCandidate, token: int, *, again: bool) -> None:
         """The lease was had: take over at the server, then follow the feed (``again``: it runs already)."""
 
     def leave(self, model: str, engine_id: str) -> None:
         """The lease is gone, or is about to be given: write nothing more and forget the engine."""
 
 
-class LeaseKeeper:
+class LeaseManager:
     def __init__(
         self,
         me: str,
-        desk_of: Callable[[str], Desk],
-        estate: Estate,
+        desk_of: Callable[[str], ModelLeases],
+        estate: LeaseListener,
         *,
         lease_s: float,
         renew_s: float,
@@ -93,7 +93,7 @@ class LeaseKeeper:
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._clock = clock
-        self._wanted: dict[str, Wanted] = {}
+        self._wanted: dict[str, LeaseCandidate] = {}
         self._free_since: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._failing = False
@@ -103,7 +103,7 @@ class LeaseKeeper:
         """Follow this engine of ``model``, if its lease can be had; moved, or of another model, anew."""
         if not self.wants(engine, model):
             self.unwant(engine.engine_id)
-            self._wanted[engine.engine_id] = Wanted(engine, model)
+            self._wanted[engine.engine_id] = LeaseCandidate(engine, model)
             self._wake.set()
 
     def wants(self, engine: Engine, model: str) -> bool:
@@ -196,7 +196,7 @@ class LeaseKeeper:
         self.stats.replicas, self.others_alive = alive, alive > 1
 
     async def _move(
-        self, desk: Desk, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
+        self, desk: ModelLeases, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
     ) -> None:
         """Take and give what the division says."""
         now = self._clock()
@@ -217,7 +217,7 @@ class LeaseKeeper:
         if plan.give is not None:
             await self._give(desk, plan.give)
 
-    async def _holders(self, desk: Desk, engines: list[Engine]) -> dict[str, str | None]:
+    async def _holders(self, desk: ModelLeases, engines: list[Engine]) -> dict[str, str | None]:
         """Who holds each engine. A lease of an earlier life of this replica is nobody's."""
         leases = await desk.leases.holders()
         found: dict[str, str | None] = {}
@@ -227,7 +227,7 @@ class LeaseKeeper:
             found[engine_id] = self._me if engine_id in self.held else holder
         return found
 
-    async def _renew(self, model: str, desk: Desk) -> None:
+    async def _renew(self, model: str, desk: ModelLeases) -> None:
         """Renew what is held; what was lost without anybody taking it is won back."""
         held = {engine_id: held for engine_id, held in self.held.items() if held.model == model}
         if not held:
@@ -242,7 +242,7 @@ class LeaseKeeper:
             elif not await self._win_back(desk, engine_id, one):
                 self.lost(engine_id)
 
-    async def _win_back(self, desk: Desk, engine_id: str, held: Held) -> bool:
+    async def _win_back(self, desk: ModelLeases, engine_id: str, held: Held) -> bool:
         asked_s = self._clock()
         wanted = self._wanted[engine_id]
         token = await desk.leases.acquire(engine_id, above=held.token)
@@ -254,7 +254,7 @@ class LeaseKeeper:
         await self._estate.enter(wanted, token, again=True)
         return True
 
-    async def _take(self, desk: Desk, engine_id: str) -> None:
+    async def _take(self, desk: ModelLeases, engine_id: str) -> None:
         wanted, asked_s = self._wanted.get(engine_id), self._clock()
         if wanted is None or engine_id in self.held or self._leaving:
             return
@@ -275,7 +275,7 @@ class LeaseKeeper:
         self._free_since.pop(engine_id, None)
         _log.info("lease taken", engine=engine_id, token=token)
 
-    async def _give(self, desk: Desk, engine_id: str) -> None:
+    async def _give(self, desk: ModelLeases, engine_id: str) -> None:
         held = self.held.pop(engine_id)
         self._estate.leave(held.model, engine_id)
         self.stats.given += 1

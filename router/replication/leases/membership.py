@@ -14,7 +14,7 @@ import msgspec
 
 from router.fleet.identity import Engine
 from router.replication.leases.assignment import Member
-from router.replication.leases.heartbeat import Pulse
+from router.replication.leases.heartbeat import Heartbeat
 
 _DELETE_AFTER_LEASES = 10
 _HASH_LEASES = 100
@@ -54,7 +54,7 @@ class Command(Protocol):
     async def __call__(self, *args: bytes | str | int) -> Any: ...
 
 
-class Roll:
+class Membership:
     """One scope's roll, kept at ``key``; ``started`` is a number no earlier life of this replica had."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Roll:
         self._lease_s = lease_s
         self._clock = clock
         self._beat = 0
-        self._pulse = Pulse(lease_s)
+        self._pulse = Heartbeat(lease_s)
 
     async def sign(self, wants: Sequence[Engine], held: int) -> dict[str, Member]:
         """Sign, and read who is alive; this one is among them."""

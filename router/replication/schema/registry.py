@@ -3,7 +3,7 @@
 All books of a scope are one hash: if the server loses them, it loses them together, and whoever opens the
 scope again begins another epoch, in which nothing written before is found. Each change draws a new
 ``version``, a random number and no counter, so that equal versions mean equal books even if a failover took
-the last changes back. Always true: what a ``View`` says was all true at one moment.
+the last changes back. Always true: what a ``ScopeView`` says was all true at one moment.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Shared stores that it loads from."""
 
 
-class Seat(NamedTuple):
+class EngineSlot(NamedTuple):
     """An engine's place in the values of a scope."""
 
     number: int
@@ -86,12 +86,12 @@ class Scope(NamedTuple):
     """``Client.identity`` of the servers it was written to."""
 
 
-class View(NamedTuple):
+class ScopeView(NamedTuple):
     """The books at one moment."""
 
     scope: Scope
     version: bytes | None
-    seats: dict[str, Seat]
+    seats: dict[str, EngineSlot]
     facts: dict[str, EngineFacts]
     patterns: dict[int, tuple[Plane, ...]]
     retired_slots: int
@@ -147,7 +147,7 @@ class Registry:
         _refuse_other_schema(found, self.client.settings.namespace)
         await self.fetch()
 
-    async def fetch(self) -> View | None:
+    async def fetch(self) -> ScopeView | None:
         """All books; None if the scope does not exist."""
         return parse_view(await self.client.command("HGETALL", self.keys.scope))
 
@@ -159,7 +159,7 @@ class Registry:
             if stands != token:
                 raise LeaseLost(engine_id)
 
-    async def claim(self, scope: Scope, engine_id: str, token: int) -> Seat:
+    async def claim(self, scope: Scope, engine_id: str, token: int) -> EngineSlot:
         """A new generation: whatever is written of this engine no longer counts. O(1) of what that is.
 
         Raises ``LeaseLost`` or ``EpochChanged``.
@@ -178,7 +178,7 @@ class Registry:
             int(self.client.settings.lease_s * 1000),
         )
         _raise_for(reply[0], engine_id)
-        return Seat(int(reply[1]), int(reply[2]))
+        return EngineSlot(int(reply[1]), int(reply[2]))
 
     async def describe(self, scope: Scope, engine_id: str, token: int, facts: EngineFacts) -> None:
         """Tell the others about an engine. Raises ``LeaseLost`` or ``EpochChanged``."""
@@ -236,27 +236,27 @@ class Registry:
         self._schema_checked, self._check_again_at = identity, now + _CHECK_NAMESPACE_S
 
 
-def parse_view(flat: Reply) -> View | None:
+def parse_view(flat: Reply) -> ScopeView | None:
     """The books from a flat HGETALL; None if the scope does not exist (completely)."""
     it = iter(flat)
     fields: dict[bytes, bytes] = dict(zip(it, it, strict=True))
     if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
         return None
     _refuse_other_schema(fields[b"schema"], "this namespace")
-    seats: dict[str, Seat] = {}
+    seats: dict[str, EngineSlot] = {}
     facts: dict[str, EngineFacts] = {}
     patterns: dict[int, tuple[Plane, ...]] = {}
     for name, value in fields.items():
         match name[:2]:
             case b"s:":
                 number, _, generation = value.partition(b":")
-                seats[name[2:].decode()] = Seat(int(number), int(generation))
+                seats[name[2:].decode()] = EngineSlot(int(number), int(generation))
             case b"e:":
                 facts[name[2:].decode()] = msgspec.msgpack.decode(value, type=EngineFacts)
             case b"p:":
                 patterns[int(value)] = pattern_planes(name[2:])
     scope = Scope(fields[b"epoch"], int(fields[b"p"]), int(fields[b"w"]), fields[b"home"].decode())
-    return View(scope, fields.get(b"v"), seats, facts, patterns, fields[b"used"].count(b"x"))
+    return ScopeView(scope, fields.get(b"v"), seats, facts, patterns, fields[b"used"].count(b"x"))
 
 
 def _refuse_other_schema(found: bytes | None, namespace: str) -> None:

@@ -15,7 +15,7 @@ from router.index.learn.layout import CacheLayout
 from router.replication.leases.leases import Lease
 from router.replication.schema.codec import Decoder
 from router.replication.schema.keys import ScopeKeys
-from router.replication.schema.registry import EngineFacts, View
+from router.replication.schema.registry import EngineFacts, ScopeView
 
 
 class SharedEngine(NamedTuple):
@@ -39,12 +39,12 @@ class SharedEngine(NamedTuple):
     """Shared stores that it loads from."""
 
 
-class Books:
+class ScopeCache:
     """One scope's books as last fetched, and what follows from them."""
 
     def __init__(self, keys: ScopeKeys) -> None:
         self.keys = keys
-        self.view: View | None = None
+        self.view: ScopeView | None = None
         self.decoder = Decoder(1, {}, {})
         self.identity = ""
         self.leases: dict[str, Lease] = {}
@@ -60,7 +60,7 @@ class Books:
     def stamp(self) -> tuple[bytes | None, bytes | None]:
         return (None, None) if self.view is None else (self.view.scope.epoch, self.view.version)
 
-    def learn(self, view: View | None, identity: str) -> None:
+    def learn(self, view: ScopeView | None, identity: str) -> None:
         self.view, self.identity, self.changes_at = view, identity, 0.0
         if view is None:
             self.decoder = Decoder(1, {}, {})
@@ -80,7 +80,7 @@ class Books:
             self.changes_at = min((end for end in ends if end > now), default=float("inf"))
         return self.engines
 
-    def _engine(self, view: View, engine_id: str, now: float) -> SharedEngine:
+    def _engine(self, view: ScopeView, engine_id: str, now: float) -> SharedEngine:
         seat, facts = view.seats[engine_id], view.facts.get(engine_id, EngineFacts())
         lease = self.leases.get(engine_id)
         held = lease is not None and lease.expires_in_s + self.leases_at > now

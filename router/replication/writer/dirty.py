@@ -10,7 +10,7 @@ import msgspec
 from publisher.events import BlockHash
 from router.index.base import Words
 from router.replication.redis.connection import Reply
-from router.replication.schema.registry import EngineFacts, Seat
+from router.replication.schema.registry import EngineFacts, EngineSlot
 
 
 class MirrorStats(msgspec.Struct):
@@ -56,7 +56,7 @@ class Pending:
 
     def __init__(self, token: int, *, whole: bool) -> None:
         self.token = token
-        self.seat: Seat | None = None
+        self.seat: EngineSlot | None = None
         """None: a generation must be claimed before anything is written."""
         self.touched: set[BlockHash] = set()
         self.whole = whole
@@ -85,7 +85,7 @@ class Pending:
         """Blocks not sent yet."""
         return len(self.touched) + sum(map(len, self.backlog))
 
-    def seated(self, seat: Seat, now: float) -> None:
+    def seated(self, seat: EngineSlot, now: float) -> None:
         """A generation was claimed."""
         self.seat, self.facts_due = seat, True
         self._refresh, self._round_began = None, now

@@ -19,7 +19,7 @@ from router.replication.schema import write_scripts
 from router.replication.schema.codec import pack_records
 from router.replication.schema.keys import partition_of
 from router.replication.schema.pattern_codes import Codes
-from router.replication.schema.registry import EpochChanged, LeaseLost, Scope, Seat
+from router.replication.schema.registry import EngineSlot, EpochChanged, LeaseLost, Scope
 from router.replication.writer.dirty import Batch, Pending
 from router.replication.writer.queue import Outbox
 
@@ -118,7 +118,7 @@ class Flush:
         engine.facts_due = engine.facts is not facts
 
     def _batches(
-        self, scope: Scope, engine_id: str, engine: Pending, seat: Seat, words: Words, codes: Codes
+        self, scope: Scope, engine_id: str, engine: Pending, seat: EngineSlot, words: Words, codes: Codes
     ) -> Iterator[Batch]:
         """Each is on its way when it is yielded: one script per partition and ``script_blocks`` blocks."""
         outbox, settings = self._outbox, self._outbox.settings

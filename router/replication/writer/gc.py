@@ -7,7 +7,7 @@ less than ``idle_s`` ago, is left alone.
 from __future__ import annotations
 
 from router.replication.leases.leases import holders
-from router.replication.schema.registry import Registry, View
+from router.replication.schema.registry import Registry, ScopeView
 
 
 class Sweep:
@@ -17,7 +17,7 @@ class Sweep:
         self._registry = registry
         self._orphans: set[str] = set()
 
-    async def run(self, idle_s: float) -> View | None:
+    async def run(self, idle_s: float) -> ScopeView | None:
         """Retire engines whose lease ended ``idle_s`` ago, and those found without a lease twice in a row (a
         writer whose lease the server lost takes it again in between). The books as they were before; None if
         there are none. Raises ``IndexUnavailable``."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
-from router.simulate.advise.trials import Advice, Told, judge, reusable_share, told_of, trials
+from router.simulate.advise.trials import Advice, TrialResult, judge, reusable_share, told_of, trials
 from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, refused
 from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
@@ -27,7 +27,7 @@ from router.simulate.study import Workloads, pool_blocks, round_robin, run_all, 
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
-from router.simulate.workload.sources import Source
+from router.simulate.workload.sources import WorkloadSource
 
 LOAD = 0.85
 POOL = "25%"
@@ -54,7 +54,7 @@ class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
     processes: int | None = None
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedFleet(msgspec.Struct, frozen=True, kw_only=True):
     """What a running router says of its fleet; None where it does not know."""
 
     engines: int
@@ -88,7 +88,7 @@ def run_advise(options: AdviseOptions, *, as_json: bool) -> int:
 def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
     seen = None if options.router is None else see(options.router)
     seeds = range(options.seeds)
-    source = Source(name=workload, requests_max=options.requests, model=options.served_model)
+    source = WorkloadSource(name=workload, requests_max=options.requests, model=options.served_model)
     with refused("workload", WorkloadError):
         workloads = source.draws(seeds)
     timing, notes = _timing(options, workload)
@@ -115,7 +115,7 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
     return 0
 
 
-def see(url: str) -> Seen:
+def see(url: str) -> ObservedFleet:
     """The fleet behind a router: engines, their groups, the smallest pool. Raises ``ConfigError``."""
     base = url.rstrip("/")
     with refused(f"--router {url}", OSError, msgspec.MsgspecError):
@@ -127,7 +127,9 @@ def see(url: str) -> Seen:
         raise ConfigError(f"--router {url}: its engines have different cache layouts; give --model")
     sizes = [_pool_of(engine.engine) for engine in engines]
     known = [size for size in sizes if size is not None]
-    return Seen(engines=len(engines), groups=layouts[0] if layouts else None, blocks=min(known, default=None))
+    return ObservedFleet(
+        engines=len(engines), groups=layouts[0] if layouts else None, blocks=min(known, default=None)
+    )
 
 
 def _pool_of(engine_id: str) -> int | None:
@@ -155,7 +157,7 @@ def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
 
 
 def _setup(
-    options: AdviseOptions, seen: Seen | None, workloads: Workloads, timing: Timing
+    options: AdviseOptions, seen: ObservedFleet | None, workloads: Workloads, timing: Timing
 ) -> tuple[FleetSetup, list[str]]:
     notes = []
     engines = options.engines or (ENGINES if seen is None else seen.engines)
@@ -217,7 +219,7 @@ def _facts(
     }
 
 
-def _show(facts: dict[str, Any], told: list[Told], advice: list[Advice], console: Console) -> None:
+def _show(facts: dict[str, Any], told: list[TrialResult], advice: list[Advice], console: Console) -> None:
     console.print(
         f"[bold]{facts['workload']}[/]: {facts['requests']} requests, {facts['seeds']} seeds; "
         f"{facts['engines']} engines of {facts['blocks_per_engine']} blocks, retention {facts['retention']}",

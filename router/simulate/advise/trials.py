@@ -52,7 +52,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return Job(name=f"{self.topic} {self.value}", arm=self.arm, setup=setup, workload=seed)
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """A trial's numbers, means over the seeds. ``change``: of the mean TTFT, relative to the base."""
 
     topic: Topic
@@ -129,7 +129,7 @@ def allowed(setup: FleetSetup, retention: int | None) -> bool:
     return True
 
 
-def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Told:
+def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> TrialResult:
     """Sums up one trial; ``outcomes`` and ``base`` are in the same order of seeds."""
 
     def mean(name: str) -> float:
@@ -139,7 +139,7 @@ def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
         mine.ttft_mean_s / theirs.ttft_mean_s - 1 if theirs.ttft_mean_s else 0.0
         for mine, theirs in zip(outcomes, base, strict=True)
     ]
-    return Told(
+    return TrialResult(
         topic=trial.topic,
         value=trial.value,
         hit_share=mean("hit_share"),
@@ -171,11 +171,11 @@ def reusable_share(requests: Iterable[Request]) -> float:
 
 
 def judge(
-    setup: FleetSetup, told: Sequence[Told], *, reusable: float, ttft_target_s: float | None = None
+    setup: FleetSetup, told: Sequence[TrialResult], *, reusable: float, ttft_target_s: float | None = None
 ) -> list[Advice]:
     """One piece of advice per topic, in the order of ``Topic``; ``told`` is in the order of ``trials``."""
     base = told[0]
-    by_topic: dict[Topic, list[Told]] = {}
+    by_topic: dict[Topic, list[TrialResult]] = {}
     for one in told[1:]:
         by_topic.setdefault(one.topic, []).append(one)
     found = [_routing(base, by_topic["routing"], reusable)]
@@ -186,7 +186,7 @@ def judge(
     return found
 
 
-def _routing(base: Told, others: Sequence[Told], reusable: float) -> Advice:
+def _routing(base: TrialResult, others: Sequence[TrialResult], reusable: float) -> Advice:
     blind = min((one for one in others if one.value in BLIND), key=lambda one: one.mean_s)
     shares = (
         f"an endless cache would hit {reusable:.0%} of the prompt tokens, this fleet hits "
@@ -206,7 +206,7 @@ def _routing(base: Told, others: Sequence[Told], reusable: float) -> Advice:
     return Advice(topic="routing", setting="policy", value=blind.value, text=text)
 
 
-def _retention(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
+def _retention(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
     setting, now = "prefix_cache_retention_interval", retention_name(setup.retention)
     if not others:
         text = f"{setting} has no effect: every group of this model is full attention."
@@ -227,7 +227,7 @@ def _retention(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
     return Advice(topic="retention", setting=setting, value=None, text=text)
 
 
-def _memory(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
+def _memory(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
     half, double = others
     listed = (
         f"half: {half.mean_s:.3f} s ({half.change:+.0%}), now: {base.mean_s:.3f} s, double: "
@@ -247,7 +247,9 @@ def _memory(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
     return Advice(topic="memory", setting=setting, value=None, text=text)
 
 
-def _engines(setup: FleetSetup, base: Told, others: Sequence[Told], target_s: float | None) -> Advice:
+def _engines(
+    setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult], target_s: float | None
+) -> Advice:
     by_count = {int(one.value): one for one in others} | {setup.engines: base}
     listed = ", ".join(f"{count}: {by_count[count].p90_s:.2f} s" for count in sorted(by_count))
     over = f" The engines are busy with prompts {base.busy_share:.0%} of the time." * (
@@ -266,7 +268,7 @@ def _engines(setup: FleetSetup, base: Told, others: Sequence[Told], target_s: fl
     return Advice(topic="engines", setting="engines", value=value, text=text)
 
 
-def _knobs(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
+def _knobs(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
     best = min(others, key=lambda one: one.mean_s)
     setting, now = "policy.beta, policy.eviction_premium", knobs_name(setup.policy)
     if -best.change >= ROUTING_GAIN_MIN and best.every_seed:
@@ -279,7 +281,9 @@ def _knobs(setup: FleetSetup, base: Told, others: Sequence[Told]) -> Advice:
     return Advice(topic="knobs", setting=setting, value=None, text=text)
 
 
-def told_of(tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]) -> list[Told]:
+def told_of(
+    tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]
+) -> list[TrialResult]:
     """The trials' numbers, in their order."""
     base = [outcomes[tried[0].job(seed)] for seed in seeds]
     return [tell(trial, [outcomes[trial.job(seed)] for seed in seeds], base) for trial in tried]

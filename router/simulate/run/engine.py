@@ -17,7 +17,7 @@ from publisher.block_pool import HybridBlockPool, PoolRequest
 from router.simulate.timing import Timing
 
 
-class Visit:
+class RequestRun:
     """One request on its engine. Times in seconds, ``-1`` before they are known; ``hit`` in tokens."""
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Visit:
         self.preempted = 0
 
 
-Told = Callable[[Visit, float], None]
+Told = Callable[[RequestRun, float], None]
 
 
 class SimEngine:
@@ -67,11 +67,13 @@ class SimEngine:
         self.preemptions = 0
         self.computed_tokens = 0
         self._told = first_token, ended, refused
-        self._waiting: deque[Visit] = deque()
-        self._prefilling: Visit | None = None
+        self._waiting: deque[RequestRun] = deque()
+        self._prefilling: RequestRun | None = None
         self._chunk_ends_s = 0.0
-        self._generating: dict[Visit, int] = {}  # in the order of their start -> number of its next event
-        self._events: list[tuple[float, int, Visit]] = []
+        self._generating: dict[
+            RequestRun, int
+        ] = {}  # in the order of their start -> number of its next event
+        self._events: list[tuple[float, int, RequestRun]] = []
         self._order = 0
         self._block = pool.scheme.hash_block_size
 
@@ -81,7 +83,7 @@ class SimEngine:
         decode_s = self._events[0][0] if self._events else float("inf")
         return min(decode_s, self._chunk_ends_s) if self._prefilling is not None else decode_s
 
-    def arrive(self, visit: Visit, now: float) -> None:
+    def arrive(self, visit: RequestRun, now: float) -> None:
         """A request comes in. Everything before ``now`` must have been advanced to."""
         self._waiting.append(visit)
         self._begin(now)
@@ -115,7 +117,7 @@ class SimEngine:
             self._prefilling = visit
             self._next_chunk(visit, now)
 
-    def _next_chunk(self, visit: Visit, now: float) -> None:
+    def _next_chunk(self, visit: RequestRun, now: float) -> None:
         tokens = self.pool.next_chunk(visit.pool_request, self.timing.chunk_tokens)
         if tokens <= 0 or not self.pool.compute(visit.pool_request, tokens):
             self._preempt(visit)
@@ -129,7 +131,7 @@ class SimEngine:
         self.busy_s += seconds
         self.computed_tokens += tokens
 
-    def _preempt(self, visit: Visit) -> None:
+    def _preempt(self, visit: RequestRun) -> None:
         """Back to the head of the queue with all tokens it has; what it computed may still be found."""
         self.pool.preempt(visit.pool_request)
         self.pool.end_step()
@@ -141,7 +143,7 @@ class SimEngine:
         self.preemptions += 1
         self._waiting.appendleft(visit)
 
-    def _end_chunk(self, visit: Visit, now: float) -> None:
+    def _end_chunk(self, visit: RequestRun, now: float) -> None:
         request = visit.pool_request
         if request.num_computed < request.num_tokens:
             self._next_chunk(visit, now)
@@ -157,7 +159,7 @@ class SimEngine:
                 self._schedule(visit, now)
         self._begin(now)
 
-    def _schedule(self, visit: Visit, now: float) -> None:
+    def _schedule(self, visit: RequestRun, now: float) -> None:
         """The next moment at which its generation matters to the pool: a block is full, or it ends."""
         to_block = self._block - visit.pool_request.num_computed % self._block
         visit.coming = min(to_block, visit.output_tokens - visit.generated)
@@ -165,7 +167,7 @@ class SimEngine:
         self._generating[visit] = self._order
         heapq.heappush(self._events, (now + visit.coming * self.timing.decode_s, self._order, visit))
 
-    def _generate(self, visit: Visit, now: float) -> None:
+    def _generate(self, visit: RequestRun, now: float) -> None:
         """``visit.coming`` tokens have been generated since the last time."""
         request = visit.pool_request
         self.pool.extend(request, [0] * visit.coming)
@@ -184,7 +186,7 @@ class SimEngine:
         self._end(visit, now)
         self._begin(now)
 
-    def _end(self, visit: Visit, now: float) -> None:
+    def _end(self, visit: RequestRun, now: float) -> None:
         self.pool.finish(visit.pool_request)
         visit.ended_s = now
         self._told[1](visit, now)

@@ -26,8 +26,8 @@ from router.placement.policies import ArmState, policy
 from router.placement.rates import RateBook, RateSettings
 from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
-from router.simulate.run.engine import SimEngine, Visit
-from router.simulate.run.router_view import Blind, History, Rules, Sight, Truth, history_blocks
+from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.router_view import Blind, History, RouterView, Rules, Truth, history_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
@@ -155,7 +155,7 @@ class FleetSim:
             events=False,
         )
 
-    def _make_sight(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> Sight:
+    def _make_sight(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> RouterView:
         setup, count = self._setup, len(pools)
         unit = self._scheme.hash_block_size
         match self._arm.sight:
@@ -204,7 +204,7 @@ class FleetSim:
         self._open[index] = _Open(choice.index, ticket, prefix, tokens, hashes, predicted)
         engine = self._engines[choice.index]
         pool_request = engine.pool.request([0] * tokens, hashes=whole)  # only hashes count
-        engine.arrive(Visit(index, pool_request, tokens, request.output_tokens, now), now)
+        engine.arrive(RequestRun(index, pool_request, tokens, request.output_tokens, now), now)
         self._note(choice.index)
 
     def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> Ask:
@@ -262,7 +262,7 @@ class FleetSim:
             if next_s < float("inf"):
                 heapq.heappush(self._calendar, (next_s, engine))
 
-    def _first_token(self, visit: Visit, now: float) -> None:
+    def _first_token(self, visit: RequestRun, now: float) -> None:
         opened = self._open[visit.index]
         sample = self._load.first_token(opened.ticket, now)
         if sample is not None and self._setup.learn_rates:
@@ -271,19 +271,19 @@ class FleetSim:
             self._inflight.prefilled(opened.prefix)
         self._sight.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
 
-    def _ended(self, visit: Visit, now: float) -> None:
+    def _ended(self, visit: RequestRun, now: float) -> None:
         opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)
         self._load.finish(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)
 
-    def _refused(self, visit: Visit, now: float) -> None:
+    def _refused(self, visit: RequestRun, now: float) -> None:
         opened = self._close(visit, -1.0)
         self._load.fail(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.drop(opened.prefix)
 
-    def _close(self, visit: Visit, ttft_s: float) -> _Open:
+    def _close(self, visit: RequestRun, ttft_s: float) -> _Open:
         opened = self._open.pop(visit.index)
         self._rows[visit.index] = Row(
             visit.index,

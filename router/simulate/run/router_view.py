@@ -18,20 +18,20 @@ from publisher.groups import Family, GroupSpec
 from router.placement.shadow import ShadowFleet, ShadowSpec
 
 
-class Seen(NamedTuple):
+class PrefixHit(NamedTuple):
     """Of one prompt at one engine, in tokens."""
 
     hit: int
     trunk: int
 
 
-NOTHING = Seen(0, 0)
+NOTHING = PrefixHit(0, 0)
 
 
-class Sight(Protocol):
+class RouterView(Protocol):
     """``hashes`` are those of the prompt's whole hash blocks."""
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]: ...
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]: ...
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
 
@@ -44,7 +44,7 @@ class Blind:
     def __init__(self, engines: int) -> None:
         self._nothing = [NOTHING] * engines
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         return self._nothing
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -60,9 +60,9 @@ class Truth:
     def __init__(self, pools: Sequence[HybridBlockPool]) -> None:
         self._pools = pools
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         probe = self._pools[0].request([0] * prompt_tokens, hashes=hashes)
-        return [Seen(*pool.find_prefix(probe)) for pool in self._pools]
+        return [PrefixHit(*pool.find_prefix(probe)) for pool in self._pools]
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
@@ -83,7 +83,7 @@ class History:
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
         found = []
         for held in self._held:
@@ -93,7 +93,7 @@ class History:
                     break
                 count += 1
             tokens = min(count * self._block_tokens, most)
-            found.append(Seen(tokens, tokens))
+            found.append(PrefixHit(tokens, tokens))
         return found
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -118,14 +118,14 @@ class Rules:
         for name in self._names:
             self._fleet.add(name, spec)
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[Seen]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         known = list(hashes)
 
         def hashes_of(_: HashScheme) -> list[BlockHash]:
             return known
 
         found = self._fleet.lookup([0] * prompt_tokens, hashes_of)
-        return [Seen(found[name].hit_tokens, found[name].trunk_tokens) for name in self._names]
+        return [PrefixHit(found[name].hit_tokens, found[name].trunk_tokens) for name in self._names]
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass

@@ -22,7 +22,7 @@ SECONDS_PER_REQUEST = 0.3
 JITTER_GAPS = 2.0
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     """What to simulate. ``name``: a path, or one of ``GENERATORS``.
 
     ``requests_max``: only the first so many (generators: how many, by default ``COUNT``). ``seconds``: how

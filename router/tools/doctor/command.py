@@ -20,7 +20,7 @@ from router.prompts.reader import ModelDirError
 from router.serve import configure_logging
 from router.tools.doctor import checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.finding import Finding, Severity, exit_status
+from router.tools.doctor.findings import Finding, Severity, exit_status
 
 _STYLES = {
     Severity.OK: "green",

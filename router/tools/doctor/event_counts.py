@@ -25,7 +25,7 @@ class GroupStores(msgspec.Struct):
     """None at all."""
 
 
-class EventTally(msgspec.Struct):
+class EventCounts(msgspec.Struct):
     """All counts since the doctor began; ``digests`` are of whole messages, time stamp included."""
 
     batches: int = 0

@@ -26,18 +26,18 @@ from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
-from router.tools.doctor.findings import (
-    EngineSeen,
+from router.tools.doctor.evidence import (
+    EngineEvidence,
     EventSource,
-    ProbeSeen,
+    Evidence,
+    ProbeEvidence,
     PromptParity,
-    RouterSeen,
-    Seen,
-    ServerSeen,
+    RouterEvidence,
+    ServerEvidence,
 )
 from router.tools.doctor.gauges import read_engine_gauges
 from router.tools.doctor.http import Http
-from router.tools.doctor.listener import EventTap
+from router.tools.doctor.listener import EventListener
 from router.tools.doctor.parity import compare
 from router.tools.doctor.probe import Prober
 from router.tools.ops_client import ops_headers
@@ -64,7 +64,7 @@ class _Models(msgspec.Struct):
 
 async def examine(
     config: Config, settings: ExamineSettings, *, router_url: str | None, say: Callable[[str], None]
-) -> Seen:
+) -> Evidence:
     """Look at all engines of ``config`` (with none, at those the router names). ``say`` tells progress.
 
     Raises ``ModelDirError`` for a tokenizer directory that cannot be used.
@@ -88,7 +88,7 @@ async def examine(
     return seen
 
 
-async def ask_router(http: Http, url: str) -> RouterSeen:
+async def ask_router(http: Http, url: str) -> RouterEvidence:
     """A router's own view of itself."""
     paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
     ready, engines, receipts, metrics, version, sources = await asyncio.gather(
@@ -98,34 +98,36 @@ async def ask_router(http: Http, url: str) -> RouterSeen:
     by_id = None if listed is None else {str(e.get("engine")): e for e in listed}
     told = version.json(dict[str, Any]) or {}
     origins = sources.json(dict[str, dict[str, Any]]) if sources.ok else None
-    return RouterSeen(url, ready, engines, receipts, metrics, str(told.get("version", "")), by_id, origins)
+    return RouterEvidence(
+        url, ready, engines, receipts, metrics, str(told.get("version", "")), by_id, origins
+    )
 
 
-def _engines_of(router: RouterSeen | None) -> tuple[Engine, ...]:
+def _engines_of(router: RouterEvidence | None) -> tuple[Engine, ...]:
     """The router's engines by their ids; their ranks and endpoints are asked from the servers."""
     ids = list((router.engines if router is not None else None) or {})[:_ENGINES_MAX]
     urls = dict.fromkeys(engine_id.partition("#")[0].rstrip("/") for engine_id in ids)
     return tuple(Engine(url) for url in urls if url.startswith("http://"))
 
 
-async def _ask_servers(http: Http, config: Config, engines: tuple[Engine, ...]) -> Seen:
+async def _ask_servers(http: Http, config: Config, engines: tuple[Engine, ...]) -> Evidence:
     urls = list(dict.fromkeys(engine.base_url for engine in engines))
     servers = dict(zip(urls, await asyncio.gather(*(_ask_server(http, url) for url in urls)), strict=True))
-    found: list[EngineSeen] = []
+    found: list[EngineEvidence] = []
     for url, server in servers.items():
         configured = [engine for engine in engines if engine.base_url == url]
         told = any(engine.events is not None for engine in configured)
         ranks = configured if told else _discovered(url, server) or configured
         found += [_engine_seen(engine, server, config, sources_ignored=told) for engine in ranks]
-    return Seen(config, found)
+    return Evidence(config, found)
 
 
-async def _ask_server(http: Http, url: str) -> ServerSeen:
+async def _ask_server(http: Http, url: str) -> ServerEvidence:
     paths = ("/health", "/v1/models", "/version", "/kv_event_sources", "/metrics")
     health, models_answer, version_answer, sources, metrics = await asyncio.gather(
         *(http.get(url + path) for path in paths)
     )
-    seen = ServerSeen(health, models_answer, version_answer, sources, metrics)
+    seen = ServerEvidence(health, models_answer, version_answer, sources, metrics)
     models = seen.models_answer.json(_Models) if seen.models_answer.ok else None
     seen.models = tuple(models.data) if models is not None else ()
     version = seen.version_answer.json(dict[str, Any]) if seen.version_answer.ok else None
@@ -135,7 +137,7 @@ async def _ask_server(http: Http, url: str) -> ServerSeen:
     return seen
 
 
-def _discovered(url: str, server: ServerSeen) -> list[Engine]:
+def _discovered(url: str, server: ServerEvidence) -> list[Engine]:
     """One engine per data-parallel rank that publishes, as the router would read the server's answer."""
     try:
         return event_sources(url, server.sources_answer.body) if server.sources_answer.ok else []
@@ -143,11 +145,13 @@ def _discovered(url: str, server: ServerSeen) -> list[Engine]:
         return []
 
 
-def _engine_seen(engine: Engine, server: ServerSeen, config: Config, *, sources_ignored: bool) -> EngineSeen:
+def _engine_seen(
+    engine: Engine, server: ServerEvidence, config: Config, *, sources_ignored: bool
+) -> EngineEvidence:
     base = next((card.id for card in server.models if card.parent is None), None)
     model_config = config.model(base or ANY_MODEL)
     adapters = {card.id: card.root for card in server.models if card.parent is not None and card.root}
-    return EngineSeen(
+    return EngineEvidence(
         engine,
         server,
         model_config,
@@ -160,13 +164,15 @@ def _engine_seen(engine: Engine, server: ServerSeen, config: Config, *, sources_
 class _Examination:
     """The part that listens, tokenizes and probes."""
 
-    def __init__(self, seen: Seen, http: Http, settings: ExamineSettings, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, seen: Evidence, http: Http, settings: ExamineSettings, say: Callable[[str], None]
+    ) -> None:
         self._seen = seen
         self._http = http
         self._settings = settings
         self._say = say
         self._scopes = Scopes(self._facts)
-        self._taps: dict[str, EventTap] = {}
+        self._taps: dict[str, EventListener] = {}
         self._probed_url: str | None = None
         self._reader = self._make_reader()
 
@@ -175,7 +181,7 @@ class _Examination:
         self._reader.close()
 
     async def run(self) -> None:
-        """Fill in ``Seen``."""
+        """Fill in ``Evidence``."""
         for engine in self._seen.engines:
             self._scopes.assign(engine.engine_id, _scope_name(engine))
         async with self._listening():
@@ -192,7 +198,7 @@ class _Examination:
             address = engine.engine.events
             if address is None:
                 continue
-            tap = EventTap(
+            tap = EventListener(
                 engine.engine_id,
                 address,
                 engine.engine.replay,
@@ -238,10 +244,10 @@ class _Examination:
         engines = [self._scopes.engine(engine.engine_id) for engine in self._seen.engines]
         return any(e is not None and e.detection is Detection.SEARCHING for e in engines)
 
-    async def _probe(self, engine: EngineSeen) -> ProbeSeen:
+    async def _probe(self, engine: EngineEvidence) -> ProbeEvidence:
         model = engine.base_model
         if model is None:
-            return ProbeSeen(problem="the engine names no model")
+            return ProbeEvidence(problem="the engine names no model")
         card = next(card for card in engine.server.models if card.id == model)
         prober = Prober(
             engine.engine,
@@ -256,7 +262,7 @@ class _Examination:
         try:
             return await prober.run()
         except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
-            return ProbeSeen(problem=f"{type(problem).__name__}: {problem}"[:200])
+            return ProbeEvidence(problem=f"{type(problem).__name__}: {problem}"[:200])
 
     async def _compare(self) -> None:
         """Tokenizer parity, once per server."""
@@ -266,7 +272,7 @@ class _Examination:
         for engine in self._seen.engines:
             engine.parity = by_url[engine.engine.base_url]
 
-    async def _compare_one(self, engine: EngineSeen) -> list[PromptParity]:
+    async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model
         if model is None or engine.model_config.tokenizer is None:
             return []
@@ -292,5 +298,5 @@ class _Examination:
         return replace(engine.model_config.facts(), lora_paths=engine.lora_paths)
 
 
-def _scope_name(engine: EngineSeen) -> str:
+def _scope_name(engine: EngineEvidence) -> str:
     return engine.base_model or ""

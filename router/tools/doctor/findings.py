@@ -1,134 +1,67 @@
-"""Everything the doctor found out, for the checks to read: plain data, no sockets."""
+"""What the doctor says: one finding per thing looked at, with what was seen, why, and what to do."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from enum import StrEnum
 
 import msgspec
 
-from router.config.schema import Config, ModelConfig
-from router.fleet.identity import Engine
-from router.fleet.status import ModelCard
-from router.index.engine import EngineResidency
-from router.tools.doctor.event_counts import EventTally
-from router.tools.doctor.gauges import EngineGauges
-from router.tools.doctor.http import HttpAnswer
-from router.tools.doctor.observation import TapSeen
-from router.tools.doctor.versions import Version, parse_version
+FLEET = "fleet"
+"""Subject of findings about several engines together."""
 
 
-class EventSource(msgspec.Struct):
-    """One rank's entry of an engine's ``GET /kv_event_sources``."""
+class Severity(StrEnum):
+    """``warning``: kvatlas works, less exactly or less well; ``error``: it does not work as meant."""
 
-    enable_kv_cache_events: bool = True
-    publisher: str | None = None
-    endpoint: str | None = None
-    replay_endpoint: str | None = None
-    topic: str = ""
-    buffer_steps: int | None = None
+    OK = "ok"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
-class ServerSeen(msgspec.Struct):
-    """The HTTP side of one server; its data-parallel ranks share it."""
+class Finding(msgspec.Struct, frozen=True):
+    """``check`` is a stable id such as ``events.flow``; ``subject`` an engine id, ``fleet`` or a router's
+    URL. ``cause`` and ``remedy`` are empty where nothing is wrong."""
 
-    health: HttpAnswer
-    models_answer: HttpAnswer
-    version_answer: HttpAnswer
-    sources_answer: HttpAnswer
-    metrics_answer: HttpAnswer
-    models: tuple[ModelCard, ...] = ()
-    version_text: str = ""
-    sources: dict[str, EventSource | None] | None = None
-    """None where the answer is not understood or there was none."""
-
-    @property
-    def version(self) -> Version | None:
-        return parse_version(self.version_text)
+    check: str
+    severity: Severity
+    subject: str
+    seen: str
+    cause: str = ""
+    remedy: str = ""
 
 
-class PromptParity(msgspec.Struct, frozen=True):
-    """One prompt tokenized here and by the engine. ``differs_at`` None: the same, or not comparable."""
+class CheckResult(msgspec.Struct, frozen=True):
+    """What a check yields; the registry adds the check's id and the subject (unless given here)."""
 
-    name: str
-    local_tokens: int | None = None
-    engine_tokens: int | None = None
-    differs_at: int | None = None
-    local_problem: str = ""
-    engine_problem: str = ""
-
-    @property
-    def compared(self) -> bool:
-        return not (self.local_problem or self.engine_problem)
+    severity: Severity
+    seen: str
+    cause: str = ""
+    remedy: str = ""
+    subject: str = ""
 
 
-class ProbeRequest(msgspec.Struct, frozen=True):
-    """One request sent by ``--probe``; tokens. None: not known, or not reported."""
-
-    status: str
-    """Empty if it was answered."""
-    predicted: int | None = None
-    mode: str = ""
-    why_unknown: str = ""
-    cached: int | None = None
-    prompt_tokens: int | None = None
-    """As computed here, or by the engine's endpoint."""
-    reported_prompt_tokens: int | None = None
-    events_came: bool = False
-    """Whether a batch arrived after it within the time allowed."""
+def ok(seen: str, *, subject: str = "") -> CheckResult:
+    """All well."""
+    return CheckResult(Severity.OK, seen, subject=subject)
 
 
-class ProbeSeen(msgspec.Struct):
-    """The probe of one engine: a new prompt, and a longer one that begins with it."""
-
-    requests: list[ProbeRequest] = []
-    problem: str = ""
+def info(seen: str, cause: str = "", remedy: str = "", *, subject: str = "") -> CheckResult:
+    """Worth knowing; nothing is wrong, or it could not be found out."""
+    return CheckResult(Severity.INFO, seen, cause, remedy, subject)
 
 
-class EngineSeen(msgspec.Struct):
-    """One engine (one data-parallel rank)."""
-
-    engine: Engine
-    """With the event endpoints the server told, where none were configured."""
-    server: ServerSeen
-    model_config: ModelConfig
-    lora_paths: dict[str, str]
-    gauges: EngineGauges
-    tap: TapSeen | None = None
-    tally: EventTally = msgspec.field(default_factory=EventTally)
-    residency: EngineResidency | None = None
-    parity: list[PromptParity] = []
-    probe: ProbeSeen | None = None
-    sources_ignored: bool = False
-    """Whether event endpoints were configured, so that the server's own were not used."""
-
-    @property
-    def engine_id(self) -> str:
-        return self.engine.engine_id
-
-    @property
-    def base_model(self) -> str | None:
-        return next((card.id for card in self.server.models if card.parent is None), None)
+def warning(seen: str, cause: str, remedy: str, *, subject: str = "") -> CheckResult:
+    """Works, less well than it could."""
+    return CheckResult(Severity.WARNING, seen, cause, remedy, subject)
 
 
-class RouterSeen(msgspec.Struct):
-    """A running router's own view; ``engines`` by engine id, None where the answer is not understood."""
-
-    url: str
-    ready: HttpAnswer
-    engines_answer: HttpAnswer
-    receipts_answer: HttpAnswer
-    metrics_answer: HttpAnswer
-    version_text: str = ""
-    engines: dict[str, dict[str, Any]] | None = None
-    sources: dict[str, dict[str, Any]] | None = None
-    """Where its engines come from; None where it does not say."""
+def error(seen: str, cause: str, remedy: str, *, subject: str = "") -> CheckResult:
+    """Does not work as meant."""
+    return CheckResult(Severity.ERROR, seen, cause, remedy, subject)
 
 
-class Seen(msgspec.Struct):
-    """All of it."""
-
-    config: Config
-    engines: list[EngineSeen]
-    router: RouterSeen | None = None
-    probed: bool = False
-    seconds: float = 0.0
+def exit_status(findings: Iterable[Finding]) -> int:
+    """0 where nothing is amiss, 1 for a warning or an error."""
+    return int(any(f.severity in {Severity.WARNING, Severity.ERROR} for f in findings))

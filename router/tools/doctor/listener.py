@@ -20,8 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 from publisher.events import DecodedBatch
 from router.feeds.sockets import MessageReader, Slice
 from router.feeds.wire import Frame, WireError, parse_live, parse_replay
-from router.tools.doctor.event_counts import EventTally
-from router.tools.doctor.observation import Link, ReplayState, TapSeen
+from router.tools.doctor.event_counts import EventCounts
+from router.tools.doctor.observation import Connectivity, Observation, ReplayState
 
 _HELD_MAX = 20_000
 _STRANGE_MAX = 16
@@ -33,7 +33,7 @@ _MESSAGE_BYTES_MAX = 256 << 20
 _SLICE_S = 0.005
 
 
-class TapSink(Protocol):
+class EventSink(Protocol):
     """Where a tap's batches go."""
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
@@ -43,17 +43,17 @@ class TapSink(Protocol):
         """The engine restarted."""
 
 
-class EventTap:
+class EventListener:
     """Hears one engine and hands its batches to ``sink``. ``run`` may be called once.
 
     ``replay_timeout_s``: how long the replay socket may be silent.
     """
 
     def __init__(
-        self, engine_id: str, events: str, replay: str | None, sink: TapSink, *, replay_timeout_s: float
+        self, engine_id: str, events: str, replay: str | None, sink: EventSink, *, replay_timeout_s: float
     ) -> None:
-        self.seen = TapSeen()
-        self.tally = EventTally()
+        self.seen = Observation()
+        self.tally = EventCounts()
         self.settled = asyncio.Event()
         """Set once the history has been heard, or is not to be had."""
         self._engine_id = engine_id
@@ -124,7 +124,7 @@ class EventTap:
             self.seen.events_link = _further(self.seen.events_link, event)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._up.set()
-            elif event == zmq.EVENT_DISCONNECTED and self.seen.events_link is Link.UP:
+            elif event == zmq.EVENT_DISCONNECTED and self.seen.events_link is Connectivity.UP:
                 self.seen.disconnects += 1
 
     # The replay socket.
@@ -243,13 +243,13 @@ async def _monitored(monitor: MessageReader) -> AsyncIterator[int]:
 
 
 _LINK_OF_EVENT = {
-    int(zmq.EVENT_CONNECT_DELAYED): Link.REFUSED,
-    int(zmq.EVENT_CONNECTED): Link.NO_HANDSHAKE,
-    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): Link.UP,
+    int(zmq.EVENT_CONNECT_DELAYED): Connectivity.REFUSED,
+    int(zmq.EVENT_CONNECTED): Connectivity.NO_HANDSHAKE,
+    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): Connectivity.UP,
 }
-_ORDER = list(Link)
+_ORDER = list(Connectivity)
 
 
-def _further(link: Link, event: int) -> Link:
+def _further(link: Connectivity, event: int) -> Connectivity:
     """The furthest the connection has come, after one more monitor event."""
-    return max(link, _LINK_OF_EVENT.get(event, Link.NONE), key=_ORDER.index)
+    return max(link, _LINK_OF_EVENT.get(event, Connectivity.NONE), key=_ORDER.index)

@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Link(StrEnum):
+class Connectivity(StrEnum):
     """How far a socket got."""
 
     NONE = "none"
@@ -31,12 +31,12 @@ class ReplayState(StrEnum):
     SILENT = "silent"
 
 
-class TapSeen(msgspec.Struct):
+class Observation(msgspec.Struct):
     """What was heard from one engine."""
 
-    events_link: Link = Link.NONE
+    events_link: Connectivity = Connectivity.NONE
     events_problem: str = ""
-    replay_link: Link = Link.NONE
+    replay_link: Connectivity = Connectivity.NONE
     replay_state: ReplayState = ReplayState.NOT_ASKED
     replay_problem: str = ""
     disconnects: int = 0

@@ -21,9 +21,9 @@ from router.index.model import EngineHit, FleetResidency
 from router.openai.errors import ApiError
 from router.prompts.prompt import Prompt
 from router.prompts.reader import COMPLETION, PromptReader
-from router.tools.doctor.findings import ProbeRequest, ProbeSeen
+from router.tools.doctor.evidence import ProbeEvidence, ProbeRequest
 from router.tools.doctor.http import Http, HttpAnswer
-from router.tools.doctor.listener import EventTap
+from router.tools.doctor.listener import EventListener
 from router.tools.doctor.parity import inbound
 
 _FIRST_TOKENS = 600
@@ -60,7 +60,7 @@ class Prober:
         scope: FleetResidency,
         reader: PromptReader,
         http: Http,
-        tap: EventTap | None,
+        tap: EventListener | None,
         max_tokens: int | None,
         request_timeout_s: float,
     ) -> None:
@@ -74,9 +74,9 @@ class Prober:
         self._timeout_s = request_timeout_s
         self._rng = random.Random(secrets.randbits(64))
 
-    async def run(self) -> ProbeSeen:
+    async def run(self) -> ProbeEvidence:
         """Both requests; the first once more with a longer prompt where the blocks turn out to be large."""
-        seen = ProbeSeen(requests=[])
+        seen = ProbeEvidence(requests=[])
         length = self._wanted_tokens()
         first = await self._prompt_text(length, "")
         seen.requests.append(await self._send(first))

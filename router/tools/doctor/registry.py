@@ -1,18 +1,18 @@
 """The list of checks, in the order they are shown: each a function from what was seen to what is told.
 
-A check never asks anything of the network: it reads ``Seen``. One that fails is a finding itself, so that an
-engine that answers nonsense costs the check that stumbled and nothing else.
+A check never asks anything of the network: it reads ``Evidence``. One that fails is a finding itself, so that
+an engine that answers nonsense costs the check that stumbled and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from router.tools.doctor.finding import FLEET, Finding, Severity, Told
-from router.tools.doctor.findings import EngineSeen, Seen
+from router.tools.doctor.evidence import EngineEvidence, Evidence
+from router.tools.doctor.findings import FLEET, CheckResult, Finding, Severity
 
-EngineCheck = Callable[[EngineSeen], Iterator[Told]]
-FleetCheck = Callable[[Seen], Iterator[Told]]
+EngineCheck = Callable[[EngineEvidence], Iterator[CheckResult]]
+FleetCheck = Callable[[Evidence], Iterator[CheckResult]]
 
 _AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "fleet", "router")
 """First part of a check's id: the order in which they are shown."""
@@ -46,7 +46,7 @@ def names() -> list[str]:
     return [*_ENGINE_CHECKS, *_FLEET_CHECKS]
 
 
-def run_checks(seen: Seen) -> list[Finding]:
+def run_checks(seen: Evidence) -> list[Finding]:
     """Every check on everything seen: engine by engine, then the fleet."""
     findings: list[Finding] = []
     for engine in seen.engines:
@@ -61,7 +61,7 @@ def _area(entry: tuple[str, object]) -> int:
     return _AREAS.index(entry[0].partition(".")[0])
 
 
-def _run(name: str, subject: str, told: Iterator[Told]) -> list[Finding]:
+def _run(name: str, subject: str, told: Iterator[CheckResult]) -> list[Finding]:
     found: list[Finding] = []
     try:
         for one in told:

@@ -15,7 +15,7 @@ LOOKAHEAD_SINCE: Version = (0, 33)
 NEWEST_KNOWN: Version = (0, 33)
 
 
-class Lack(msgspec.Struct, frozen=True):
+class MissingFeature(msgspec.Struct, frozen=True):
     """Something that releases before ``since`` lack; ``grave`` where predictions suffer without a remedy."""
 
     since: Version
@@ -25,31 +25,31 @@ class Lack(msgspec.Struct, frozen=True):
 
 
 LACKS = (
-    Lack(
+    MissingFeature(
         (0, 20),
         "events do not name the KV cache group, so models with several groups cannot be predicted",
         "upgrade to 0.24 or later, or serve single-group models only",
         grave=True,
     ),
-    Lack(
+    MissingFeature(
         (0, 22),
         "events do not tell kind and window of a group",
         "upgrade, or set models.NAME.kinds and models.NAME.windows",
         grave=True,
     ),
-    Lack(
+    MissingFeature(
         MAP_ENCODING_SINCE,
         "events are arrays; with unequal block sizes large blocks are hashed in another way",
         "upgrade, or serve models whose groups have equal block sizes",
         grave=False,
     ),
-    Lack(
+    MissingFeature(
         FIXED_SEED_SINCE,
         "the hash seed is random unless PYTHONHASHSEED is set",
         "set the same PYTHONHASHSEED for all engines and name it in models.NAME.hash_seeds",
         grave=False,
     ),
-    Lack(
+    MissingFeature(
         EVENT_SOURCES_SINCE,
         "no /kv_event_sources, and LoRA and salt keys are hashed in the old way",
         "give events= and replay= with each --engine",
@@ -64,6 +64,6 @@ def parse_version(text: str) -> Version | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def lacks(version: Version) -> list[Lack]:
+def lacks(version: Version) -> list[MissingFeature]:
     """What this release lacks."""
     return [lack for lack in LACKS if version < lack.since]

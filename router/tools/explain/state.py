@@ -20,7 +20,7 @@ from router.index.learn.layout import CacheLayout, make_layout
 from router.index.media import GPU
 from router.index.model import ClassHit, EngineHit, Seat, seat_hits
 from router.tools.explain.needs import Need, needs
-from router.tools.replay.ledger import Position
+from router.tools.replay.ledger import EventPosition
 from router.tools.replay.player import MaskedSpan, Player
 
 Why = Literal["never stored", "masked", "evicted", "cleared", "restarted", "beyond the prompt", "not learned"]
@@ -231,7 +231,7 @@ class _Known:
         held = (p for p in planes if p.group_idx == group and p.medium != GPU and self._copies(end, p))
         return tuple(sorted(plane.medium for plane in held))
 
-    def _why(self, end: int, group: int) -> tuple[Why, Position | None, Position | None]:
+    def _why(self, end: int, group: int) -> tuple[Why, EventPosition | None, EventPosition | None]:
         """What became of the block that ends at ``end``: word, event, and the event that had stored it."""
         block = self._hash(end)
         if block is None:

@@ -19,7 +19,7 @@ from router.replication.leases.membership import Signature, read_roll
 from router.replication.redis.client import Client
 from router.replication.redis.connection import Link, pack
 from router.replication.schema.keys import ScopeKeys
-from router.replication.schema.registry import Registry, Scope, View
+from router.replication.schema.registry import Registry, Scope, ScopeView
 
 _SCAN_COUNT = 5000
 _GLOB = re.compile(rb"([\\*?\[\]])")
@@ -30,7 +30,7 @@ class ScopeBooks(NamedTuple):
     """One model's books, leases and replicas at about one moment."""
 
     model: str
-    view: View
+    view: ScopeView
     leases: dict[str, Lease]
     replicas: dict[str, Signature]
 

@@ -23,7 +23,7 @@ from router.fleet.identity import Engine
 from router.fleet.poller import event_sources
 from router.tools.capture.file import CaptureError
 from router.tools.capture.writer import CaptureWriter
-from router.tools.record.order import SourceStats
+from router.tools.record.order import RecordStats
 from router.tools.record.recorder import RecordSource, SourceRecorder, record
 
 _ASK_TIMEOUT_S = 5.0
@@ -177,7 +177,7 @@ def _summary(recorders: Sequence[SourceRecorder], writer: CaptureWriter) -> dict
     }
 
 
-def _table(stats: Sequence[SourceStats], writer: CaptureWriter) -> Table:
+def _table(stats: Sequence[RecordStats], writer: CaptureWriter) -> Table:
     table = Table(
         title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", box=None, padding=(0, 2, 0, 0)
     )

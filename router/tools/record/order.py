@@ -22,7 +22,7 @@ _RECENT_MAX = 16_384
 HOLD_BYTES_MAX = 64 << 20
 
 
-class SourceStats(msgspec.Struct):
+class RecordStats(msgspec.Struct):
     """Plain counters of one source."""
 
     source: str
@@ -42,7 +42,7 @@ class SourceStats(msgspec.Struct):
     replay_failures: int = 0
 
 
-class Request(msgspec.Struct, frozen=True, eq=False):
+class ReplayRequest(msgspec.Struct, frozen=True, eq=False):
     """Frames from ``from_seq`` on are wanted from the replay socket."""
 
     from_seq: int
@@ -53,8 +53,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 class CaptureOrder:
     """See the module's docstring. ``request`` is what is to be fetched now; another one makes it void."""
 
-    def __init__(self, stats: SourceStats, *, has_replay: bool, hold_bytes_max: int = HOLD_BYTES_MAX) -> None:
-        self.request = Request(0, for_gap=False) if has_replay else None
+    def __init__(self, stats: RecordStats, *, has_replay: bool, hold_bytes_max: int = HOLD_BYTES_MAX) -> None:
+        self.request = ReplayRequest(0, for_gap=False) if has_replay else None
         self._stats = stats
         self._has_replay = has_replay
         self._hold_bytes_max = hold_bytes_max
@@ -98,7 +98,7 @@ class CaptureOrder:
             self._hold(frame)
         # One that cannot be held shows as a gap after what is held, and is asked for again then.
 
-    def replayed(self, request: Request, frame: CaptureLine) -> bool:
+    def replayed(self, request: ReplayRequest, frame: CaptureLine) -> bool:
         """A frame of the answer to ``request``; False once no more of this answer is of use."""
         if request is not self.request or self._next is None:
             return False
@@ -115,7 +115,7 @@ class CaptureOrder:
         self._write(frame)
         return True
 
-    def answered(self, request: Request) -> None:
+    def answered(self, request: ReplayRequest) -> None:
         """The answer to ``request`` has ended, or failed."""
         if request is self.request:
             if request.for_gap and self._next == request.from_seq:
@@ -142,7 +142,7 @@ class CaptureOrder:
             if self._has_replay and self._hopeless != self._next:
                 self._stats.gaps += self._begun
                 self._hold(frame)
-                self.request, self._answered = Request(self._next, for_gap=True), False
+                self.request, self._answered = ReplayRequest(self._next, for_gap=True), False
                 return
             self._lose(frame.seq)
         self._write(frame)

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from router.feeds.base import FeedSettings
 from router.feeds.sockets import MessageReader, live_socket
 from router.tools.capture.file import CaptureLine
-from router.tools.record.order import CaptureOrder, Request, SourceStats
+from router.tools.record.order import CaptureOrder, RecordStats, ReplayRequest
 
 _END_SEQ = b"\xff" * 8
 _SEQ_MAX = (1 << 63) - 1
@@ -65,7 +65,7 @@ class SourceRecorder:
         wall: Callable[[], float] = time.time,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        self.stats = SourceStats(source.source)
+        self.stats = RecordStats(source.source)
         self._source = source
         self._sink = sink
         self._settings = settings or FeedSettings(receive_queue_max=_RECEIVE_QUEUE_MAX)
@@ -171,7 +171,7 @@ class SourceRecorder:
         if request is not None and self._source.replay is not None and self._fetching is None:
             self._fetching = asyncio.create_task(self._fetch(self._source.replay, request))
 
-    async def _fetch(self, endpoint: str, request: Request) -> None:
+    async def _fetch(self, endpoint: str, request: ReplayRequest) -> None:
         try:
             await self._replay(endpoint, request)
         except (TimeoutError, zmq.ZMQError):
@@ -181,7 +181,7 @@ class SourceRecorder:
             self._order.answered(request)
             self._hand_on()
 
-    async def _replay(self, endpoint: str, request: Request) -> None:
+    async def _replay(self, endpoint: str, request: ReplayRequest) -> None:
         """Take the answer of the replay socket. Raises ``TimeoutError`` where it falls silent."""
         with MessageReader(self._context.socket(zmq.DEALER)) as reader:
             reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
@@ -202,7 +202,7 @@ class SourceRecorder:
                     return
                 await asyncio.sleep(0)
 
-    def _take_replayed(self, request: Request, messages: list[list[bytes]]) -> bool:
+    def _take_replayed(self, request: ReplayRequest, messages: list[list[bytes]]) -> bool:
         """Some messages of the answer; False at its end, or where no more of it is of use."""
         now = self._wall()
         for message in messages:

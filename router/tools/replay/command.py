@@ -25,7 +25,14 @@ from router.tools.capture.file import CapturedFrame, CaptureError, is_trace, rea
 from router.tools.capture.progress import shown
 from router.tools.replay.diff import PlaneDiff, diff
 from router.tools.replay.player import Player, Sample, Sampler, sample, up_to
-from router.tools.replay.publish import Endpoint, paced, parse_endpoint, publish_frame, publishers, topics_of
+from router.tools.replay.publish import (
+    PublishEndpoint,
+    paced,
+    parse_endpoint,
+    publish_frame,
+    publishers,
+    topics_of,
+)
 from router.tools.replay.shared import opened
 from router.tools.replay.tables import diff_table, sample_table, stream_table
 from router.tools.verify.traces import TraceError, trace_facts
@@ -134,7 +141,7 @@ def _play(options: ReplayOptions, *, as_json: bool) -> int:
     return 0 if done.same else 1
 
 
-def _endpoints(options: ReplayOptions) -> dict[str, Endpoint]:
+def _endpoints(options: ReplayOptions) -> dict[str, PublishEndpoint]:
     """Which engine is published where: in the order of their first frames."""
     if not options.publish:
         return {}
@@ -164,7 +171,9 @@ class _Done(NamedTuple):
         return not any(plane.differs for plane in self.shared or ())
 
 
-async def _run(options: ReplayOptions, endpoints: dict[str, Endpoint], *, total: int, quiet: bool) -> _Done:
+async def _run(
+    options: ReplayOptions, endpoints: dict[str, PublishEndpoint], *, total: int, quiet: bool
+) -> _Done:
     """Play all frames, into a shared index as well if there is one."""
     facts = facts_of(options.paths)
     if options.index is None:
@@ -183,7 +192,7 @@ async def _perform(
     player: Player,
     sampler: Sampler,
     options: ReplayOptions,
-    endpoints: dict[str, Endpoint],
+    endpoints: dict[str, PublishEndpoint],
     *,
     quiet: bool,
 ) -> None:

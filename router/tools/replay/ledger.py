@@ -19,7 +19,7 @@ from router.index.store.memory import MemoryIndex
 Gone = Literal["", "evicted", "cleared", "restarted"]
 
 
-class Position(NamedTuple):
+class EventPosition(NamedTuple):
     """One event of one engine: seq of its batch, and its number in the batch, from 0."""
 
     seq: int
@@ -30,8 +30,8 @@ class BlockLog(msgspec.Struct):
     """One block in one plane: physical copies now, and the last change in either direction."""
 
     copies: int = 0
-    stored: Position | None = None
-    gone: Position | None = None
+    stored: EventPosition | None = None
+    gone: EventPosition | None = None
     how: Gone = ""
 
 
@@ -54,7 +54,7 @@ class Ledger(MemoryIndex):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at = Position(0, 0)
+        self.at = EventPosition(0, 0)
         self.logs: dict[tuple[str, Plane], dict[BlockHash, BlockLog]] = {}
         self.counts: dict[tuple[str, Plane], PlaneCounts] = {}
 

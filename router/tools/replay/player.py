@@ -26,7 +26,7 @@ from router.index.base import Index
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.tools.capture.file import CapturedFrame
-from router.tools.replay.ledger import Ledger, Position
+from router.tools.replay.ledger import EventPosition, Ledger
 
 _RECENT_MAX = 1024
 
@@ -54,7 +54,7 @@ class SourceRun(msgspec.Struct):
 class MaskedSpan(msgspec.Struct, frozen=True):
     """A stored event that covers more blocks than it lists."""
 
-    at: Position
+    at: EventPosition
     event: BlockStored
     listed: frozenset[BlockHash]
 
@@ -140,7 +140,7 @@ class Player:
                 run.late += 1
                 return False
             run.restarts += 1
-            self.ledger.at = Position(frame.seq, 0)
+            self.ledger.at = EventPosition(frame.seq, 0)
             self.fleet.forget(frame.source)
             self._forget_masked(frame.source)
             cursor.recent.clear()
@@ -159,7 +159,7 @@ class Player:
         run.rejected_events += len(batch.rejected)
         run.events += len(batch.events)
         for number, event in enumerate(batch.events):
-            self.ledger.at = Position(frame.seq, number)
+            self.ledger.at = EventPosition(frame.seq, number)
             if isinstance(event, BlockStored):
                 self._look_at(cursor, event)
             run.clears += isinstance(event, AllBlocksCleared)

@@ -19,14 +19,14 @@ from router.tools.capture.file import CapturedFrame
 _BREATHE_FRAMES = 64
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class PublishEndpoint(msgspec.Struct, frozen=True):
     """Where one engine of a capture is published."""
 
     events: str
     replay: str | None = None
 
 
-def parse_endpoint(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> PublishEndpoint:
     """``tcp://..[,replay=tcp://..]``. Raises ``ValueError``."""
     events, *options = text.split(",")
     replay = None
@@ -37,12 +37,12 @@ def parse_endpoint(text: str) -> Endpoint:
     for address in (events, replay):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ValueError(f"--publish {text!r}: {address!r} is not a tcp:// or ipc:// address")
-    return Endpoint(events, replay)
+    return PublishEndpoint(events, replay)
 
 
 @contextlib.contextmanager
 def publishers(
-    endpoints: Mapping[str, Endpoint],
+    endpoints: Mapping[str, PublishEndpoint],
     topics: Mapping[str, str],
     *,
     buffer_steps: int,

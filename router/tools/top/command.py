@@ -20,7 +20,7 @@ from router.config.errors import ConfigError
 from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer
 from router.tools.ops_client import ops_headers
-from router.tools.top.picture import Picture, make_picture
+from router.tools.top.snapshot import RouterSnapshot, make_picture
 from router.tools.top.table import render
 
 _TIMEOUT_S = 3.0
@@ -88,12 +88,12 @@ async def _show(url: str, interval_s: float, live: Live) -> None:
             live.update(render(picture, hint=_HINT), refresh=True)
 
 
-async def pictures(url: str, interval_s: float) -> AsyncGenerator[Picture, None]:
+async def pictures(url: str, interval_s: float) -> AsyncGenerator[RouterSnapshot, None]:
     """A picture every ``interval_s``, for ever; one with a ``problem`` while the router does not answer."""
     loop = asyncio.get_running_loop()
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
         http = Http(session, _TIMEOUT_S)
-        before: Picture | None = None
+        before: RouterSnapshot | None = None
         taken_s = 0.0
         while True:
             now = loop.time()
@@ -103,7 +103,9 @@ async def pictures(url: str, interval_s: float) -> AsyncGenerator[Picture, None]
             await asyncio.sleep(max(0.0, now + interval_s - loop.time()))
 
 
-async def take(http: Http, url: str, before: Picture | None = None, elapsed_s: float = 0.0) -> Picture:
+async def take(
+    http: Http, url: str, before: RouterSnapshot | None = None, elapsed_s: float = 0.0
+) -> RouterSnapshot:
     """One picture. Never raises for what the router answers, or does not."""
     paths = ("/kvatlas/engines", "/kvatlas/receipts", "/metrics")
     engines, receipts, metrics = await asyncio.gather(
@@ -112,7 +114,7 @@ async def take(http: Http, url: str, before: Picture | None = None, elapsed_s: f
     listed = _listed(engines)
     if listed is None:
         told = engines.what if not engines.ok else "an answer that is not a router's"
-        return Picture(router=url, problem=f"GET /kvatlas/engines: {told}")
+        return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {told}")
     page = metrics.body.decode("utf-8", "replace") if metrics.ok else ""
     return make_picture(url, listed, _listed(receipts) or [], page, before=before, elapsed_s=elapsed_s)
 
@@ -121,7 +123,7 @@ def _listed(answer: HttpAnswer) -> list[Any] | None:
     return answer.json(list[Any]) if answer.ok else None
 
 
-def _print_json(picture: Picture) -> None:
+def _print_json(picture: RouterSnapshot) -> None:
     print(msgspec.json.encode(picture).decode(), flush=True)
 
 

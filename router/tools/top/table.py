@@ -6,13 +6,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from router.tools.top.picture import EngineRow, Picture, Totals
+from router.tools.top.snapshot import EngineRow, RouterSnapshot, Totals
 
 _COLUMNS = ("reqs", "req/s", "hit", "exact", "queue", "run", "wait", "KV")
 _FEED_STYLES = {"ready": "green", "none": "dim", "": "dim"}
 
 
-def render(picture: Picture, *, hint: str = "") -> RenderableType:
+def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
     """The picture as it is shown; ``hint`` stands under it."""
     if picture.problem:
         return Group(Text(f"{picture.router}: {picture.problem}", style="bold red"), Text(hint, style="dim"))

@@ -20,8 +20,8 @@ import numpy as np
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.replication.gossip.load import LoadExchange
-from router.replication.lookup import Sight
+from router.replication.gossip.load import LoadGossip
+from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
 from router.replication.redis.connection import IndexUnavailable
@@ -83,9 +83,9 @@ class SharedVerifier:
 
     async def _verify(self, path: Path, model: str) -> TraceResult:
         result = TraceResult(path.name, "")
-        exchange = LoadExchange("reader", lambda _: {}, started=0)
+        exchange = LoadGossip("reader", lambda _: {}, started=0)
         reader = SharedReader(self._client)
-        sight = Sight(lambda: reader, _Nothing(), exchange, clock=time.monotonic)
+        sight = IndexLookup(lambda: reader, _Nothing(), exchange, clock=time.monotonic)
         for number, line in read_trace(path):
             if line.header is not None:
                 result.family = line.header.family

@@ -15,7 +15,7 @@ from connectors.errors import ConfigError
 from connectors.layout.blocks import CacheView, LayoutError
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.tally import Tally
-from connectors.scheduler.open_jobs import JobBook
+from connectors.scheduler.open_jobs import OpenJobs
 from connectors.scheduler.pins import SourcePins
 from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
 from connectors.scheduler.requests import RequestState
@@ -109,7 +109,7 @@ class TestPins:
 
 class TestJobBook:
     def test_a_job_ends_with_its_last_rank_and_is_good_only_if_all_are(self) -> None:
-        book = JobBook(2)
+        book = OpenJobs(2)
         first, second = (book.open(Direction.STORE, "r", [block(0), block(1)]) for _ in range(2))
         assert book.take(StepResults([answer(first)])) == []
         [job] = book.take(StepResults([answer(first), answer(second, ok=False, keys=(b"key1-0",))]))
@@ -120,13 +120,13 @@ class TestJobBook:
         assert len(book) == 0
 
     def test_a_rank_that_names_nothing_blames_everything(self) -> None:
-        book = JobBook(2)
+        book = OpenJobs(2)
         job_id = book.open(Direction.LOAD, "r", [block(0)])
         [job] = book.take(StepResults([answer(job_id, ok=False), answer(job_id)]))
         assert not job.good(job.blocks[0])
 
     def test_what_is_spoilt_is_not_kept_however_well_it_ends(self) -> None:
-        book = JobBook(1)
+        book = OpenJobs(1)
         job_id = book.open(Direction.STORE, "r", [block(0)])
         book.spoil_all()
         later = book.open(Direction.STORE, "r", [block(1)])
@@ -134,7 +134,7 @@ class TestJobBook:
         assert (spoilt.failed, good.failed) == (True, False)
 
     def test_an_answer_to_no_job_changes_nothing(self) -> None:
-        assert JobBook(1).take(StepResults([answer(5)])) == []
+        assert OpenJobs(1).take(StepResults([answer(5)])) == []
 
 
 class TestWorker:

@@ -8,8 +8,8 @@ from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
 from router.tools.doctor.event_counts import GroupStores
-from router.tools.doctor.finding import Told, error, info, ok, warning
-from router.tools.doctor.findings import EngineSeen
+from router.tools.doctor.evidence import EngineEvidence
+from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
 from router.tools.doctor.versions import FIXED_SEED_SINCE, LOOKAHEAD_SINCE
 
@@ -18,7 +18,7 @@ _STORES_MIN = 20
 
 
 @engine_check("cache.prefix_caching")
-def prefix_caching(engine: EngineSeen) -> Iterator[Told]:
+def prefix_caching(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Prefix caching can be off: then nothing is ever a hit."""
     said = engine.gauges.cache_config.get("enable_prefix_caching")
     if said == "False":
@@ -32,7 +32,7 @@ def prefix_caching(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("cache.scheme")
-def scheme(engine: EngineSeen) -> Iterator[Told]:
+def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
     """How the engine hashes blocks."""
     residency = engine.residency
     if residency is None or not engine.tally.stored:
@@ -64,7 +64,7 @@ def scheme(engine: EngineSeen) -> Iterator[Told]:
         )
 
 
-def _why_no_scheme(engine: EngineSeen) -> str:
+def _why_no_scheme(engine: EngineEvidence) -> str:
     algo = engine.gauges.cache_config.get("prefix_caching_hash_algo", "")
     version = engine.server.version
     if algo.startswith("xxhash"):
@@ -75,7 +75,7 @@ def _why_no_scheme(engine: EngineSeen) -> str:
 
 
 @engine_check("cache.groups")
-def groups(engine: EngineSeen) -> Iterator[Told]:
+def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
     """The layout that hits are computed with."""
     residency = engine.residency
     layout = residency.layout if residency is not None else None
@@ -98,7 +98,7 @@ def groups(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("cache.facts")
-def facts(engine: EngineSeen) -> Iterator[Told]:
+def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
     """What no event carries and somebody must say."""
     residency = engine.residency
     layout = residency.layout if residency is not None else None
@@ -123,7 +123,7 @@ def facts(engine: EngineSeen) -> Iterator[Told]:
             )
 
 
-def _mamba(engine: EngineSeen, specs: tuple[GroupSpec, ...]) -> Iterator[Told]:
+def _mamba(engine: EngineEvidence, specs: tuple[GroupSpec, ...]) -> Iterator[CheckResult]:
     if not any(spec.family is Family.MAMBA for spec in specs):
         return
     configured = engine.model_config.mamba_cache_mode
@@ -149,7 +149,7 @@ def _mamba(engine: EngineSeen, specs: tuple[GroupSpec, ...]) -> Iterator[Told]:
 
 
 @engine_check("cache.retention")
-def retention(engine: EngineSeen) -> Iterator[Told]:
+def retention(engine: EngineEvidence) -> Iterator[CheckResult]:
     """What window and Mamba groups keep of a prompt, and what that does to hits."""
     layout = engine.residency.layout if engine.residency is not None else None
     if layout is None:
@@ -190,7 +190,7 @@ def retention(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("cache.block_size")
-def block_size(engine: EngineSeen) -> Iterator[Told]:
+def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Prompts shorter than a block are never reused."""
     layout = engine.residency.layout if engine.residency is not None else None
     mean = engine.gauges.mean_prompt_tokens
@@ -212,7 +212,7 @@ def block_size(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("cache.lora")
-def lora(engine: EngineSeen) -> Iterator[Told]:
+def lora(engine: EngineEvidence) -> Iterator[CheckResult]:
     """An adapter's path is part of its hashes."""
     served = {card.id for card in engine.server.models if card.parent is not None}
     unknown = sorted((served | engine.tally.lora_names) - set(engine.lora_paths))

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.doctor.finding import Told, error, info, ok, warning
-from router.tools.doctor.findings import EngineSeen
-from router.tools.doctor.observation import Link, ReplayState
+from router.tools.doctor.evidence import EngineEvidence
+from router.tools.doctor.findings import CheckResult, error, info, ok, warning
+from router.tools.doctor.observation import Connectivity, ReplayState
 from router.tools.doctor.registry import engine_check
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
 
 
 @engine_check("events.reach")
-def reach(engine: EngineSeen) -> Iterator[Told]:
+def reach(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether the live socket can be subscribed to."""
     tap, address = engine.tap, engine.engine.events
     if tap is None:
         return
     match tap.events_link:
-        case Link.UP:
+        case Connectivity.UP:
             note = f"; {tap.disconnects} disconnect(s) meanwhile" if tap.disconnects else ""
             yield ok(f"subscribed to {address}{note}")
-        case Link.REFUSED:
+        case Connectivity.REFUSED:
             yield error(
                 f"{address}: nothing accepts connections",
                 "wrong address or port, a firewall, or an engine that has not bound it",
                 _CHECK_ADDRESS,
             )
-        case Link.NO_HANDSHAKE:
+        case Connectivity.NO_HANDSHAKE:
             yield error(
                 f"{address}: something listens there, but no ZMQ publisher",
                 "the port is that of the HTTP server or of the replay socket",
@@ -40,7 +40,7 @@ def reach(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("events.replay")
-def replay(engine: EngineSeen) -> Iterator[Told]:
+def replay(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether missed batches can be had again."""
     tap, address = engine.tap, engine.engine.replay
     if tap is None:
@@ -60,13 +60,13 @@ def replay(engine: EngineSeen) -> Iterator[Told]:
             "the engine stopped in the middle of its answer, or its send queue overflowed",
             "look at the engine's log; a large buffer_steps needs a large hwm",
         )
-    elif tap.replay_link is Link.NO_HANDSHAKE:
+    elif tap.replay_link is Connectivity.NO_HANDSHAKE:
         yield error(
             f"{address}: something listens there, but no replay socket",
             "the port is that of the HTTP server or of the event socket",
             "swap events= and replay= if they are exchanged; else correct replay=",
         )
-    elif tap.replay_link is Link.UP:
+    elif tap.replay_link is Connectivity.UP:
         yield error(
             f"{address}: connected, but no answer",
             "the engine is stuck or very busy, or the socket is not vLLM's replay socket",
@@ -77,7 +77,7 @@ def replay(engine: EngineSeen) -> Iterator[Told]:
         yield error(f"{address}: {problem}", "wrong address or port, or a firewall", "correct replay=")
 
 
-def _replay_complete(engine: EngineSeen) -> Iterator[Told]:
+def _replay_complete(engine: EngineEvidence) -> Iterator[CheckResult]:
     tap = engine.tap
     if tap is None:
         return
@@ -95,10 +95,10 @@ def _replay_complete(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("events.flow")
-def flow(engine: EngineSeen) -> Iterator[Told]:
+def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether events come."""
     tap = engine.tap
-    if tap is None or tap.events_link is not Link.UP:
+    if tap is None or tap.events_link is not Connectivity.UP:
         return
     probed = engine.probe is not None and any(not r.status for r in engine.probe.requests)
     heard = f"{tap.live_batches} live and {tap.replayed_batches} replayed batches"
@@ -128,7 +128,7 @@ def flow(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("events.topic")
-def topic(engine: EngineSeen) -> Iterator[Told]:
+def topic(engine: EngineEvidence) -> Iterator[CheckResult]:
     """A topic that does not fit is silence to the router."""
     tap, wanted = engine.tap, engine.engine.topic
     if tap is None or not tap.topics:
@@ -145,7 +145,7 @@ def topic(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("events.encoding")
-def encoding(engine: EngineSeen) -> Iterator[Told]:
+def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether everything that came could be read."""
     tap, tally = engine.tap, engine.tally
     if tap is None:
@@ -185,7 +185,7 @@ def encoding(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("events.ranks")
-def ranks(engine: EngineSeen) -> Iterator[Told]:
+def ranks(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Each data-parallel rank has an event socket of its own."""
     heard = engine.tally.ranks
     expected = engine.engine.dp_rank

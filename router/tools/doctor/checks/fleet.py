@@ -9,13 +9,13 @@ from itertools import combinations
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
 from router.index.learn.hash_scheme import Detection
-from router.tools.doctor.finding import Told, error, info, ok, warning
-from router.tools.doctor.findings import EngineSeen, Seen
+from router.tools.doctor.evidence import EngineEvidence, Evidence
+from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import fleet_check
 
 
-def _by_model(seen: Seen) -> dict[str, list[EngineSeen]]:
-    models: dict[str, list[EngineSeen]] = defaultdict(list)
+def _by_model(seen: Evidence) -> dict[str, list[EngineEvidence]]:
+    models: dict[str, list[EngineEvidence]] = defaultdict(list)
     for engine in seen.engines:
         if engine.base_model is not None:
             models[engine.base_model].append(engine)
@@ -23,7 +23,7 @@ def _by_model(seen: Seen) -> dict[str, list[EngineSeen]]:
 
 
 @fleet_check("fleet.engines")
-def engines(seen: Seen) -> Iterator[Told]:
+def engines(seen: Evidence) -> Iterator[CheckResult]:
     """Whether there is anything to look at."""
     if not seen.engines:
         yield error(
@@ -34,7 +34,7 @@ def engines(seen: Seen) -> Iterator[Told]:
 
 
 @fleet_check("fleet.duplicates")
-def duplicates(seen: Seen) -> Iterator[Told]:
+def duplicates(seen: Evidence) -> Iterator[CheckResult]:
     """Two entries that hear the same messages: one engine counted twice."""
     heard = [(engine, set(engine.tally.digests)) for engine in seen.engines if engine.tally.digests]
     for (first, a), (second, b) in combinations(heard, 2):
@@ -50,7 +50,7 @@ def duplicates(seen: Seen) -> Iterator[Told]:
 
 
 @fleet_check("fleet.hash_seeds")
-def hash_seeds(seen: Seen) -> Iterator[Told]:
+def hash_seeds(seen: Evidence) -> Iterator[CheckResult]:
     """One scheme for all engines of a model: each further one costs a hashing of every prompt."""
     for model, members in _by_model(seen).items():
         schemes: dict[HashScheme, list[str]] = defaultdict(list)
@@ -75,7 +75,7 @@ def hash_seeds(seen: Seen) -> Iterator[Told]:
 
 
 @fleet_check("fleet.layouts")
-def layouts(seen: Seen) -> Iterator[Told]:
+def layouts(seen: Evidence) -> Iterator[CheckResult]:
     """Engines of one model are expected to have the same groups."""
     for model, members in _by_model(seen).items():
         found: dict[tuple[GroupSpec, ...], list[str]] = defaultdict(list)
@@ -97,7 +97,7 @@ def layouts(seen: Seen) -> Iterator[Told]:
 
 
 @fleet_check("fleet.versions")
-def versions(seen: Seen) -> Iterator[Told]:
+def versions(seen: Evidence) -> Iterator[CheckResult]:
     """Mixed releases work, but are worth knowing."""
     for model, members in _by_model(seen).items():
         texts = sorted({engine.server.version_text for engine in members if engine.server.version_text})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.doctor.finding import Told, error, info, ok, warning
-from router.tools.doctor.findings import EngineSeen
+from router.tools.doctor.evidence import EngineEvidence
+from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
 from router.tools.doctor.versions import EVENT_SOURCES_SINCE, NEWEST_KNOWN, lacks
 
@@ -14,7 +14,7 @@ _LAG_S_MAX = 1.0
 
 
 @engine_check("http.health")
-def health(engine: EngineSeen) -> Iterator[Told]:
+def health(engine: EngineEvidence) -> Iterator[CheckResult]:
     """``GET /health``."""
     answer = engine.server.health
     if answer.ok:
@@ -36,7 +36,7 @@ def health(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("http.models")
-def models(engine: EngineSeen) -> Iterator[Told]:
+def models(engine: EngineEvidence) -> Iterator[CheckResult]:
     """``GET /v1/models``: what the router takes as the sign of life."""
     answer = engine.server.models_answer
     if engine.server.models:
@@ -70,7 +70,7 @@ def models(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("http.version")
-def version(engine: EngineSeen) -> Iterator[Told]:
+def version(engine: EngineEvidence) -> Iterator[CheckResult]:
     """What this release cannot do."""
     server = engine.server
     if not server.version_answer.status and not server.models:
@@ -93,7 +93,7 @@ def version(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("http.event_sources")
-def event_sources(engine: EngineSeen) -> Iterator[Told]:
+def event_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether the event endpoints are known, and from where."""
     answer, sources = engine.server.sources_answer, engine.server.sources
     if engine.sources_ignored:
@@ -126,7 +126,7 @@ def event_sources(engine: EngineSeen) -> Iterator[Told]:
         )
 
 
-def _compare_sources(engine: EngineSeen) -> Iterator[Told]:
+def _compare_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Configured endpoints against those the engine names: only the ports can be compared."""
     number = str(engine.engine.dp_rank or 0)
     source = (engine.server.sources or {}).get(number)
@@ -152,7 +152,7 @@ def _compare_sources(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("clock.skew")
-def clock_skew(engine: EngineSeen) -> Iterator[Told]:
+def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Clocks only matter for figures, but then they mislead."""
     skews = [s for s in (engine.server.health.date_skew_s, engine.server.models_answer.date_skew_s) if s]
     skew = min(skews, key=abs, default=None)

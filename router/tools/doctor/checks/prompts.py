@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.doctor.finding import Told, error, info, ok, warning
-from router.tools.doctor.findings import EngineSeen, ProbeRequest, PromptParity
+from router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
+from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
 
 
 @engine_check("tokens.parity")
-def parity(engine: EngineSeen) -> Iterator[Told]:
+def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Tokenizer and chat template against the engine's ``/tokenize``."""
     if not engine.server.models:
         return
@@ -31,7 +31,7 @@ def parity(engine: EngineSeen) -> Iterator[Told]:
         yield from _not_compared(result)
 
 
-def _difference(result: PromptParity) -> Told:
+def _difference(result: PromptParity) -> CheckResult:
     seen = (
         f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} there, "
         f"the first difference at token {result.differs_at}"
@@ -45,7 +45,7 @@ def _difference(result: PromptParity) -> Told:
     return error(seen, cause, remedy)
 
 
-def _not_compared(result: PromptParity) -> Iterator[Told]:
+def _not_compared(result: PromptParity) -> Iterator[CheckResult]:
     if result.local_problem and result.engine_problem:
         yield info(f"{result.name}: not compared", f"neither here ({result.local_problem}) nor there")
     elif result.engine_problem:
@@ -63,7 +63,7 @@ def _not_compared(result: PromptParity) -> Iterator[Told]:
 
 
 @engine_check("tokens.usage")
-def usage(engine: EngineSeen) -> Iterator[Told]:
+def usage(engine: EngineEvidence) -> Iterator[CheckResult]:
     """``--enable-prompt-tokens-details``."""
     if engine.probe is None:
         return
@@ -79,7 +79,7 @@ def usage(engine: EngineSeen) -> Iterator[Told]:
 
 
 @engine_check("probe.exact")
-def exact(engine: EngineSeen) -> Iterator[Told]:
+def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Predicted against reported hits."""
     probe = engine.probe
     if probe is None:
@@ -103,7 +103,7 @@ def exact(engine: EngineSeen) -> Iterator[Told]:
     yield from _hit(engine, probe.requests[-1])
 
 
-def _lengths(requests: list[ProbeRequest]) -> Iterator[Told]:
+def _lengths(requests: list[ProbeRequest]) -> Iterator[CheckResult]:
     for request in requests:
         ours, theirs = request.prompt_tokens, request.reported_prompt_tokens
         if ours is not None and theirs is not None and ours != theirs:
@@ -115,7 +115,7 @@ def _lengths(requests: list[ProbeRequest]) -> Iterator[Told]:
             return
 
 
-def _hit(engine: EngineSeen, last: ProbeRequest) -> Iterator[Told]:
+def _hit(engine: EngineEvidence, last: ProbeRequest) -> Iterator[CheckResult]:
     if last.predicted is None:
         if engine.engine.events is not None:
             yield warning(

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from router.index.learn.hash_scheme import Detection
-from router.tools.doctor.finding import Told, error, info, ok, warning
-from router.tools.doctor.findings import EngineSeen, RouterSeen, Seen
+from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
+from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.gauges import series
 from router.tools.doctor.registry import fleet_check
 
@@ -27,7 +27,7 @@ _SOURCE_REMEDIES = {
 
 
 @fleet_check("router.reach")
-def reach(seen: Seen) -> Iterator[Told]:
+def reach(seen: Evidence) -> Iterator[CheckResult]:
     """Whether the router answers, and is ready."""
     router = seen.router
     if router is None:
@@ -49,7 +49,7 @@ def reach(seen: Seen) -> Iterator[Told]:
 
 
 @fleet_check("router.sources")
-def sources(seen: Seen) -> Iterator[Told]:
+def sources(seen: Evidence) -> Iterator[CheckResult]:
     """Source by source: heard, working, how many engines."""
     router = seen.router
     if router is None or router.sources is None:
@@ -82,7 +82,7 @@ def sources(seen: Seen) -> Iterator[Told]:
 
 
 @fleet_check("router.engines")
-def engines(seen: Seen) -> Iterator[Told]:
+def engines(seen: Evidence) -> Iterator[CheckResult]:
     """Engine by engine: known, up, feed, mode, layout."""
     router = seen.router
     if router is None or router.engines is None:
@@ -102,7 +102,7 @@ def engines(seen: Seen) -> Iterator[Told]:
         yield info("known to the router, not looked at", remedy="add --engine for it", subject=engine_id)
 
 
-def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
+def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
     subject = engine.engine_id
     if not theirs.get("up"):
         yield error(
@@ -151,7 +151,7 @@ def _one(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
     yield from _same_view(engine, theirs)
 
 
-def _same_view(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
+def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
     """Scheme and groups as the router found them, against the doctor's."""
     residency = engine.residency
     if residency is None or residency.layout is None:
@@ -188,7 +188,7 @@ def _same_view(engine: EngineSeen, theirs: dict[str, Any]) -> Iterator[Told]:
 
 
 @fleet_check("router.predictions")
-def predictions(seen: Seen) -> Iterator[Told]:
+def predictions(seen: Evidence) -> Iterator[CheckResult]:
     """Drift, receipts, prompts of another length."""
     router = seen.router
     if router is None or router.engines is None:
@@ -221,7 +221,7 @@ def _outcomes(theirs: dict[str, Any]) -> dict[str, int]:
     return {k: v for k, v in receipts.items() if isinstance(v, int)} if isinstance(receipts, dict) else {}
 
 
-def _metrics(router: RouterSeen) -> Iterator[Told]:
+def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
     """What only the router's metrics page shows."""
     page = router.metrics_answer.body.decode("utf-8", "replace") if router.metrics_answer.ok else ""
     for name, labels, value in series(page):

@@ -57,7 +57,7 @@ class Totals(msgspec.Struct, kw_only=True):
     retries: int | None = None
 
 
-class Picture(msgspec.Struct, kw_only=True):
+class RouterSnapshot(msgspec.Struct, kw_only=True):
     """All of it; ``problem`` says why there are no rows."""
 
     router: str
@@ -72,9 +72,9 @@ def make_picture(
     receipts: list[Any],
     metrics: str,
     *,
-    before: Picture | None = None,
+    before: RouterSnapshot | None = None,
     elapsed_s: float = 0.0,
-) -> Picture:
+) -> RouterSnapshot:
     """The picture; rates are against ``before``, taken ``elapsed_s`` earlier."""
     hits = _hit_tokens(receipts)
     earlier = {row.engine: row for row in before.engines} if before is not None else {}
@@ -83,7 +83,7 @@ def make_picture(
         for entry in engines
         if isinstance(entry, dict) and isinstance(entry.get("engine"), str)
     ]
-    return Picture(router=router, engines=rows, totals=_totals(rows, engines, hits, _sums(metrics)))
+    return RouterSnapshot(router=router, engines=rows, totals=_totals(rows, engines, hits, _sums(metrics)))
 
 
 def _row(

@@ -1,0 +1,44 @@
+"""What is kept of a client's request, in bytes, and in little room.
+
+Caches are bounded by these estimates, so they must not fall short: a megabyte of empty lists is twenty
+when decoded. What is only compared is kept as a digest where it is long.
+"""
+
+from __future__ import annotations
+
+import sys
+from hashlib import blake2b
+from typing import Any, Final
+
+from publisher.block_hash import PromptExtras
+
+SHARE: Final = 4
+"""Nothing is kept that takes more than one part in so many of a cache: one client would empty it."""
+_PLAIN_BYTES_MAX: Final = 256
+_ITEM_BYTES: Final = 200
+"""A multimodal item besides its identifier."""
+
+
+def compact(data: bytes) -> bytes:
+    """``data``, or its digest where that is shorter: equal exactly where the data are, whoever chose them."""
+    return data if len(data) <= _PLAIN_BYTES_MAX else blake2b(data, digest_size=32).digest()
+
+
+def kept_bytes(value: Any) -> int:
+    """Memory of a decoded JSON value and all that is in it."""
+    size, waiting = 0, [value]
+    while waiting:
+        current = waiting.pop()
+        size += sys.getsizeof(current)
+        if isinstance(current, dict):
+            waiting.extend(current)
+            waiting.extend(current.values())
+        elif isinstance(current, list):
+            waiting.extend(current)
+    return size
+
+
+def extras_bytes(extras: PromptExtras) -> int:
+    """The same for what a prompt's hashes cover besides tokens; names of adapters are the configuration's."""
+    salt = 0 if extras.cache_salt is None else sys.getsizeof(extras.cache_salt)
+    return salt + sum(_ITEM_BYTES + sys.getsizeof(item.identifier) for item in extras.multimodal)

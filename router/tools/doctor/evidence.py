@@ -1,0 +1,134 @@
+"""Everything the doctor found out, for the checks to read: plain data, no sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from router.config.schema import Config, ModelConfig
+from router.fleet.identity import Engine
+from router.fleet.status import ModelCard
+from router.index.engine import EngineResidency
+from router.tools.doctor.event_counts import EventCounts
+from router.tools.doctor.gauges import EngineGauges
+from router.tools.doctor.http import HttpAnswer
+from router.tools.doctor.observation import Observation
+from router.tools.doctor.versions import Version, parse_version
+
+
+class EventSource(msgspec.Struct):
+    """One rank's entry of an engine's ``GET /kv_event_sources``."""
+
+    enable_kv_cache_events: bool = True
+    publisher: str | None = None
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+    buffer_steps: int | None = None
+
+
+class ServerEvidence(msgspec.Struct):
+    """The HTTP side of one server; its data-parallel ranks share it."""
+
+    health: HttpAnswer
+    models_answer: HttpAnswer
+    version_answer: HttpAnswer
+    sources_answer: HttpAnswer
+    metrics_answer: HttpAnswer
+    models: tuple[ModelCard, ...] = ()
+    version_text: str = ""
+    sources: dict[str, EventSource | None] | None = None
+    """None where the answer is not understood or there was none."""
+
+    @property
+    def version(self) -> Version | None:
+        return parse_version(self.version_text)
+
+
+class PromptParity(msgspec.Struct, frozen=True):
+    """One prompt tokenized here and by the engine. ``differs_at`` None: the same, or not comparable."""
+
+    name: str
+    local_tokens: int | None = None
+    engine_tokens: int | None = None
+    differs_at: int | None = None
+    local_problem: str = ""
+    engine_problem: str = ""
+
+    @property
+    def compared(self) -> bool:
+        return not (self.local_problem or self.engine_problem)
+
+
+class ProbeRequest(msgspec.Struct, frozen=True):
+    """One request sent by ``--probe``; tokens. None: not known, or not reported."""
+
+    status: str
+    """Empty if it was answered."""
+    predicted: int | None = None
+    mode: str = ""
+    why_unknown: str = ""
+    cached: int | None = None
+    prompt_tokens: int | None = None
+    """As computed here, or by the engine's endpoint."""
+    reported_prompt_tokens: int | None = None
+    events_came: bool = False
+    """Whether a batch arrived after it within the time allowed."""
+
+
+class ProbeEvidence(msgspec.Struct):
+    """The probe of one engine: a new prompt, and a longer one that begins with it."""
+
+    requests: list[ProbeRequest] = []
+    problem: str = ""
+
+
+class EngineEvidence(msgspec.Struct):
+    """One engine (one data-parallel rank)."""
+
+    engine: Engine
+    """With the event endpoints the server told, where none were configured."""
+    server: ServerEvidence
+    model_config: ModelConfig
+    lora_paths: dict[str, str]
+    gauges: EngineGauges
+    tap: Observation | None = None
+    tally: EventCounts = msgspec.field(default_factory=EventCounts)
+    residency: EngineResidency | None = None
+    parity: list[PromptParity] = []
+    probe: ProbeEvidence | None = None
+    sources_ignored: bool = False
+    """Whether event endpoints were configured, so that the server's own were not used."""
+
+    @property
+    def engine_id(self) -> str:
+        return self.engine.engine_id
+
+    @property
+    def base_model(self) -> str | None:
+        return next((card.id for card in self.server.models if card.parent is None), None)
+
+
+class RouterEvidence(msgspec.Struct):
+    """A running router's own view; ``engines`` by engine id, None where the answer is not understood."""
+
+    url: str
+    ready: HttpAnswer
+    engines_answer: HttpAnswer
+    receipts_answer: HttpAnswer
+    metrics_answer: HttpAnswer
+    version_text: str = ""
+    engines: dict[str, dict[str, Any]] | None = None
+    sources: dict[str, dict[str, Any]] | None = None
+    """Where its engines come from; None where it does not say."""
+
+
+class Evidence(msgspec.Struct):
+    """All of it."""
+
+    config: Config
+    engines: list[EngineEvidence]
+    router: RouterEvidence | None = None
+    probed: bool = False
+    seconds: float = 0.0

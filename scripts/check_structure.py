@@ -1,0 +1,172 @@
+"""Checks the structure of the code where linters do not: small folders, single names, no dead code.
+
+    python scripts/check_structure.py
+
+Rules: at most ``MODULES_MAX`` modules in a folder; no public class name twice in a package; client errors are
+made in ``router/openai/errors.py`` only; tasks are started in task groups only; a Protocol has at least two
+classes that fulfil it (test doubles count); no function, class, method or property without a user. Prints one
+line per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from vulture import Vulture
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("router", "publisher", "connectors")
+MODULES_MAX = 12
+API_ERRORS = "router/openai/errors.py"
+
+LONE_TASKS = frozenset[str]()
+"""Modules that start tasks outside a task group."""
+
+SINGLE_PROTOCOLS = frozenset[str]()
+"""Protocols with one fulfilling class."""
+
+CALLED_FROM_OUTSIDE = frozenset[str]()
+"""Names that a framework calls."""
+
+
+class Module(NamedTuple):
+    """One parsed file; ``path`` is relative to the repository."""
+
+    path: str
+    tree: ast.Module
+
+
+def modules(*folders: str) -> Iterator[Module]:
+    """Every Python module below these folders."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            yield Module(path.relative_to(ROOT).as_posix(), ast.parse(text))
+
+
+def crowded_rooms(code: list[Module]) -> Iterator[str]:
+    """Folders with more modules than a reader takes in at once."""
+    rooms = Counter(str(Path(m.path).parent) for m in code if not m.path.endswith("__init__.py"))
+    for room, count in sorted(rooms.items()):
+        if count > MODULES_MAX:
+            yield f"{room}: {count} modules, at most {MODULES_MAX}; give a part of them a room of their own"
+
+
+def doubled_names(code: list[Module]) -> Iterator[str]:
+    """Public classes of one name in one package."""
+    where: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module in code:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[module.path.partition("/")[0], node.name].append(f"{module.path}:{node.lineno}")
+    for (_, name), places in sorted(where.items()):
+        if len(places) > 1:
+            yield f"{places[0]}: class {name} also stands at {', '.join(places[1:])}; rename one"
+
+
+def banned_calls(code: list[Module]) -> Iterator[str]:
+    """Client errors made outside their module; tasks that no task group waits for."""
+    for module in code:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            where = f"{module.path}:{node.lineno}"
+            if called.rpartition(".")[2] == "ApiError" and module.path != API_ERRORS:
+                yield f"{where}: ApiError is made in {API_ERRORS} only; add a function there"
+            lone = called in {"asyncio.create_task", "asyncio.ensure_future"} or called.endswith(
+                "loop.create_task"
+            )
+            if lone and module.path not in LONE_TASKS:
+                yield f"{where}: {called} outside a task group; nobody would see it fail"
+
+
+def lonely_protocols(code: list[Module], tests: list[Module]) -> Iterator[str]:
+    """Protocols that fewer than two classes fulfil, by the names of their methods."""
+    bodies = {
+        (module.path, node.name): node
+        for module in [*code, *tests]
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    by_name = {name: node for (_, name), node in bodies.items()}
+    protocols = {
+        key: node
+        for key, node in bodies.items()
+        if any(ast.unparse(base).partition("[")[0] in {"Protocol", "typing.Protocol"} for base in node.bases)
+    }
+    for (path, name), protocol in sorted(protocols.items()):
+        wanted = set(_methods(protocol))
+        if not wanted or path.startswith("tests/") or name in SINGLE_PROTOCOLS:
+            continue
+        fulfil = [
+            key
+            for key, node in bodies.items()
+            if key not in protocols and wanted <= _all_methods(node, by_name)
+        ]
+        if len(fulfil) < 2:
+            yield f"{path}:{protocol.lineno}: Protocol {name} is fulfilled by {len(fulfil)}; use the class"
+
+
+def _methods(node: ast.ClassDef) -> Iterator[str]:
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield part.name
+        elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            yield part.target.id
+        elif isinstance(part, ast.Assign):
+            yield from (target.id for target in part.targets if isinstance(target, ast.Name))
+
+
+def _all_methods(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> set[str]:
+    """Of a class and of those it inherits from, with the attributes that its methods set on ``self``."""
+    names = set(_methods(node))
+    for part in ast.walk(node):
+        if (
+            isinstance(part, ast.Attribute)
+            and isinstance(part.ctx, ast.Store)
+            and ast.unparse(part.value) == "self"
+        ):
+            names.add(part.attr)
+    for base in node.bases:
+        parent = by_name.get(ast.unparse(base).partition("[")[0].rpartition(".")[2])
+        if parent is not None and parent is not node:
+            names |= _all_methods(parent, by_name)
+    return names
+
+
+def dead_code() -> Iterator[str]:
+    """Functions, classes, methods and properties that nothing uses, tests included."""
+    vulture = Vulture(ignore_decorators=["@app.*", "@_get*", "@get*", "@*check*", "@pytest.*", "@given*"])
+    vulture.scavenge([str(ROOT / part) for part in (*PACKAGES, "benchmarks", "scripts", "tests")])
+    for item in vulture.get_unused_code(min_confidence=60):
+        path = Path(item.filename).relative_to(ROOT).as_posix()
+        if item.typ not in {"function", "class", "method", "property"} or not path.startswith(PACKAGES):
+            continue
+        if item.name not in CALLED_FROM_OUTSIDE:
+            yield f"{path}:{item.first_lineno}: nothing uses {item.typ} {item.name}"
+
+
+def main() -> int:
+    """Print every fault; returns the exit status."""
+    code, tests = list(modules(*PACKAGES)), list(modules("tests"))
+    faults = [
+        *crowded_rooms(code),
+        *doubled_names(code),
+        *banned_calls(code),
+        *lonely_protocols(code, tests),
+        *dead_code(),
+    ]
+    for fault in faults:
+        print(fault)
+    print(f"structure: {len(code)} modules, {len(faults)} fault(s)")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

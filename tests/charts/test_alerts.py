@@ -1,0 +1,67 @@
+"""The alerts, judged by Prometheus' own promtool: which fire in which state of a fleet, and no others."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart import MINIMAL, Rendered
+
+NAMESPACE = 'namespace="llm"'
+MINUTES = 30
+
+Series = dict[str, str]
+
+
+def router(pod: str, *, up: int = 1, requests: int = 600, errors: int = 0, **engines: int) -> Series:
+    """What one router is scraped for: so many requests and errors a minute, and engines by name."""
+    labels = f'{NAMESPACE}, pod="kvatlas-{pod}"'
+    series = {f"up{{{labels}}}": f"{up}x{MINUTES}"}
+    if up:
+        series[f"kvatlas_proxy_requests_total{{{labels}}}"] = f"0+{requests}x{MINUTES}"
+        series[f'kvatlas_proxy_errors_total{{{labels}, reason="engine_timeout"}}'] = f"0+{errors}x{MINUTES}"
+        series[f'kvatlas_proxy_errors_total{{{labels}, reason="model_not_found"}}'] = (
+            f"0+{requests}x{MINUTES}"
+        )
+    for engine, answers in engines.items():
+        series[f'kvatlas_engine_up{{{labels}, engine="{engine}"}}'] = f"{answers}x{MINUTES}"
+    return series
+
+
+STATES: dict[str, tuple[Series, set[str]]] = {
+    "all is well, and clients ask for models that there are not": (router("a", one=1, two=1), set()),
+    "one engine of two is away": (router("a", one=1, two=0), set()),
+    "every engine is away": (router("a", one=0, two=0), {"KvatlasNoEngine"}),
+    "no engine is known": (router("a"), {"KvatlasNoEngine"}),
+    "nothing is scraped": ({}, {"KvatlasDown"}),
+    "every router is away": (router("a", up=0), {"KvatlasDown", "KvatlasRouterDown"}),
+    "one router of two is away": (router("a", up=0) | router("b", one=1), {"KvatlasRouterDown"}),
+    "engines fail": (router("a", errors=90, one=1), {"KvatlasErrors"}),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_fires(state: str, tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool on PATH (it comes with Prometheus)")
+    series, alerts = STATES[state]
+    rule = Rendered({**MINIMAL, "prometheusRule": {"enabled": True}}).one("PrometheusRule")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(alerts)]
+    test: dict[str, Any] = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": firing, "eval_time": f"{MINUTES}m", "exp_samples": expected}],
+    }
+    file = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(file))
+    done = subprocess.run(
+        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
