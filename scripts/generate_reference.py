@@ -258,14 +258,14 @@ def _sources() -> Sources:
     router = Router(
         Config(engines=(Engine("http://engine:8000"),), index=index, access_log=AccessLogSettings(path="log"))
     )
+    for engine in router.fleet:
+        engine.feed = FeedStats()
     if router.shared is not None:
         router.shared.scope("model")
     sources = Sources(
         router.fleet,
-        {"http://engine:8000": FeedStats()},
         router.scopes,
-        router.books,
-        router.proxy.board,
+        router.accounts,
         router.proxy.stats,
         router.reader.stats,
         ListenStats,
@@ -279,16 +279,16 @@ def _sources() -> Sources:
 
 def _stats_texts(sources: Sources) -> dict[str, str]:
     """What is written below the fields of the stats structs, by metric name."""
-    books = sources.books
+    accounts = sources.accounts
     structs: dict[str, msgspec.Struct] = {
         "feed": FeedStats(),
         "proxy": sources.proxy,
         "listen": ListenStats(),
         "prompts": sources.prompts,
-        "inflight": books.inflight.stats,
-        "affinity": books.affinity.stats,
-        "shadow": books.shadows.stats,
-        "load": books.load.stats,
+        "inflight": accounts.inflight.stats,
+        "affinity": accounts.affinity.stats,
+        "shadow": accounts.shadow_stats,
+        "load": accounts.load_stats,
         "lease": LeaseStats(),
         "look": SightStats(),
         "flight": GossipStats(),

@@ -15,14 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from router.api.admin.stats import AdminStats
-from router.feeds.base import FeedState, FeedStats
+from router.feeds.base import FeedState
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
-from router.placement.books import Books
+from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
-from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ListenStats, ProxyStats
 from router.replication.service import SharedIndex
 
@@ -57,11 +56,9 @@ _NOT_NUMBERS = frozenset({"state", "reason"})
 class Sources(msgspec.Struct):
     """Where the numbers are; all of them live objects."""
 
-    fleet: Fleet
-    feeds: Mapping[str, FeedStats]
+    fleet: Fleet[Engine]
     scopes: Scopes
-    books: Books
-    board: BreakerBoard
+    accounts: Accounts
     proxy: ProxyStats
     prompts: PromptStats
     listen: Callable[[], ListenStats | None]
@@ -81,7 +78,7 @@ class RouterCollector:
         """All families, in a fixed order."""
         s = self._sources
         yield from self._engines()
-        yield from _by_engine("feed", s.feeds)
+        yield from _by_engine("feed", {e.engine_id: e.feed for e in s.fleet if e.feed is not None})
         yield from self._residency()
         yield from self._removals()
         yield from self._receipts()
@@ -91,11 +88,11 @@ class RouterCollector:
         if listen is not None:
             yield from _numbers("listen", listen)
         yield from _numbers("prompts", s.prompts)
-        yield from _numbers("inflight", s.books.inflight.stats)
-        yield from _numbers("affinity", s.books.affinity.stats)
-        yield from _numbers("shadow", s.books.shadows.stats)
-        if s.books.access is not None:
-            yield from _numbers("access_log", s.books.access.stats)
+        yield from _numbers("inflight", s.accounts.inflight.stats)
+        yield from _numbers("affinity", s.accounts.affinity.stats)
+        yield from _numbers("shadow", s.accounts.shadow_stats)
+        if s.accounts.access is not None:
+            yield from _numbers("access_log", s.accounts.access.stats)
         if s.shared is not None:
             yield from _numbers("lease", s.shared.keeper.stats)
             yield from _numbers("look", s.shared.sight.stats)
@@ -121,14 +118,14 @@ class RouterCollector:
             "kvatlas_engine_kv_usage_ratio", "KV blocks in use, by the engine", labels=["engine"]
         )
         states = GaugeMetricFamily("kvatlas_feed_state", "1 for the feed's state", labels=["engine", "state"])
-        open_engines = set(s.board.open_engines())
+        now = s.accounts.now()
         for status in s.fleet:
             up.add_metric([status.engine_id], float(status.up))
             held.add_metric([status.engine_id], float(bool(status.held)))
-            opened.add_metric([status.engine_id], float(status.engine_id in open_engines))
+            opened.add_metric([status.engine_id], float(not status.breaker.allows(now)))
             if status.kv_usage is not None:
                 usage.add_metric([status.engine_id], status.kv_usage)
-            stats = s.feeds.get(status.engine_id)
+            stats = status.feed
             for state in FeedState if stats is not None else ():
                 states.add_metric(
                     [status.engine_id, str(state)], float(stats is not None and stats.state == state)
@@ -159,7 +156,7 @@ class RouterCollector:
             rows.add_metric([model], stats.patterns)
             unknown.add_metric([model], stats.unknown_removals)
         for status in self._sources.fleet:
-            engine = self._sources.scopes.engine(status.engine_id)
+            engine = None if status.residency is None else status.residency.writer
             if engine is not None:
                 mode.add_metric([status.engine_id, str(engine.detection)], 1.0)
                 for reason, count in engine.rejected.items():
@@ -183,7 +180,7 @@ class RouterCollector:
             labels=["engine"],
         )
         for status in self._sources.fleet:
-            engine = self._sources.scopes.engine(status.engine_id)
+            engine = None if status.residency is None else status.residency.writer
             if engine is not None:
                 removals = engine.removals
                 read.add_metric([status.engine_id, str(removals.semantics)], 1.0)
@@ -221,7 +218,10 @@ class RouterCollector:
         errors = HistogramMetricFamily(
             "kvatlas_prediction_error_tokens", "Predicted minus reported hit tokens", labels=["engine"]
         )
-        for engine_id, sums in self._sources.books.receipts.engines.items():
+        for status in self._sources.fleet:
+            engine_id, sums = status.engine_id, status.receipts
+            if not sums.outcomes:
+                continue
             for outcome, count in sums.outcomes.items():
                 outcomes.add_metric([engine_id, outcome], count)
             predicted.add_metric([engine_id], sums.predicted_tokens)
@@ -236,17 +236,16 @@ class RouterCollector:
         yield from (outcomes, farthest, predicted, by_medium, actual, lengths, drifting, errors)
 
     def _load(self) -> Iterator[Metric]:
-        load = self._sources.books.load
         queue = GaugeMetricFamily(
             "kvatlas_queue_ahead_seconds", "Prefill still to do there", labels=["engine"]
         )
         rate = GaugeMetricFamily("kvatlas_prefill_seconds_per_token", "Learned rate", labels=["engine"])
-        now = self._sources.books.now()
+        now = self._sources.accounts.now()
         for status in self._sources.fleet:
-            queue.add_metric([status.engine_id], load.queue_ahead_s(status.engine_id, now))
-            rate.add_metric([status.engine_id], load.rates.prefill_s_per_token(status.engine_id, now))
+            queue.add_metric([status.engine_id], status.load.queue_ahead_s(now))
+            rate.add_metric([status.engine_id], status.rates.prefill_s_per_token(now))
         yield from (queue, rate)
-        yield from _numbers("load", load.stats)
+        yield from _numbers("load", self._sources.accounts.load_stats)
 
 
 def render_metrics(sources: Sources) -> bytes:

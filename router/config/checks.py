@@ -17,7 +17,7 @@ from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
 from router.observe.access_log import AccessLogSettings
-from router.placement.shadow import ShadowFleet
+from router.placement.shadow import Shadow
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAY_BE_ZERO = frozenset(
@@ -154,7 +154,7 @@ def _check_kinds(name: str, model: ModelConfig) -> None:
 
 def _check_shadow(name: str, model: ModelConfig) -> None:
     try:
-        ShadowFleet().add("", model.shadow_spec())
+        Shadow(model.shadow_spec())
     except ValueError as error:
         raise ConfigError(f"models.{name}.shadow: {error}") from None
 

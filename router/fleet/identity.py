@@ -7,8 +7,8 @@ from typing import NewType
 import msgspec
 
 EngineId = NewType("EngineId", str)
-"""Names an engine in metrics, receipts, headers and leases. Made by ``Engine.engine_id`` alone, and never taken
-apart again: what it is made of, the engine's address has."""
+"""Names an engine in metrics, receipts, headers and leases. Made by ``Engine.engine_id`` alone, and never
+taken apart again: what it is made of, the engine's address has."""
 
 
 class Engine(msgspec.Struct, frozen=True):

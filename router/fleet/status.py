@@ -98,7 +98,7 @@ E_co = TypeVar("E_co", bound=EngineStatus, covariant=True)
 class EngineFactory(Protocol[E_co]):
     """Makes the fleet's object of an engine: an ``EngineStatus``, or more than that."""
 
-    def __call__(self, engine: Engine, *, fleet_changed: Callable[[], None]) -> E_co: ...
+    def __call__(self, engine: Engine, /, *, fleet_changed: Callable[[], None]) -> E_co: ...
 
 
 class Reassigned(msgspec.Struct):
@@ -121,11 +121,12 @@ class Fleet(Generic[E]):
 
     def __init__(self, engines: Iterable[Engine] = (), make: EngineFactory[E] | None = None) -> None:
         self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
-        self._configured = {engine.engine_id: engine for engine in engines}
+        self._configured: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[E]] = {}
-        self._status = {name: self._new(engine) for name, engine in self._configured.items()}
+        self._adapters: frozenset[str] | None = None
+        self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
     def __iter__(self) -> Iterator[E]:
         return iter(self._status.values())
@@ -148,10 +149,10 @@ class Fleet(Generic[E]):
     def replace(self, base_url: str, engines: Sequence[Engine]) -> tuple[list[str], list[str]]:
         """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
         wanted = {engine.engine_id: engine for engine in engines}
-        gone = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
+        gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
         for engine_id in gone:
             self._status.pop(engine_id).close()
-        changed = []
+        changed: list[str] = []
         for engine_id, engine in wanted.items():
             status = self._status.get(engine_id)
             if status is None:
@@ -159,7 +160,7 @@ class Fleet(Generic[E]):
             elif status.engine != engine:
                 status.engine = engine
                 changed.append(engine_id)
-        self._ready.clear()
+        self._changed()
         return changed, gone
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
@@ -204,9 +205,21 @@ class Fleet(Generic[E]):
         return found
 
     def _new(self, engine: Engine) -> E:
-        status = self._make(engine, fleet_changed=self._ready.clear)
+        status = self._make(engine, fleet_changed=self._changed)
         status.held = self._why_held(engine)
         return status
+
+    def is_adapter(self, model: str) -> bool:
+        """Whether any engine serves ``model`` as a LoRA of another one."""
+        if self._adapters is None:
+            self._adapters = frozenset(
+                card.id for status in self._status.values() for card in status.models if card.parent
+            )
+        return model in self._adapters
+
+    def _changed(self) -> None:
+        self._ready.clear()
+        self._adapters = None
 
     def knows(self, model: str) -> bool:
         """Whether any engine, also one that is down now, was ever seen to serve ``model``."""

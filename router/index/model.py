@@ -306,6 +306,7 @@ def seat_hits(
         offload = offload or plane.medium != GPU
     words: dict[tuple[int, int], tuple[WordHits, tuple[Reach, ...]]] = {}
     answers: dict[str, EngineHit] = {}
+    equal: dict[tuple[int, int, int], EngineHit] = {}  # engines that hold as much share the answer
     for engine_id, _, layout, (word, bit), _, stores in seats:
         known = words.get((id(layout), word))  # engines laid out alike share the object
         if known is None:
@@ -313,13 +314,21 @@ def seat_hits(
             reaches = reach(rows, layout, num_tokens, word, gpu, detail=detail) if offload else ()
             known = words[id(layout), word] = gpu, reaches
         gpu, reaches = known
-        hit, cpu, storage = gpu.hit[bit], 0, 0
+        hit, trunk = gpu.hit[bit], gpu.trunk[bit]
+        if not offload and not detail:
+            same = equal.get((hit, trunk, layout.alignment))
+            if same is None:
+                same = EngineHit(mode, hit, 0, 0, trunk, layout.alignment)
+                equal[hit, trunk, layout.alignment] = same
+            answers[engine_id] = same
+            continue
+        cpu = storage = 0
         if offload:
             reaches = usable(reaches, stores)
             by_medium = loaded(reaches, bit, hit, first=layout.first_connector_loads)
             cpu, storage = by_medium.get(CPU, 0), by_medium.get(STORAGE, 0)
         by_class = _class_hits(layout, gpu, reaches, bit) if detail else ()
-        answers[engine_id] = EngineHit(mode, hit, cpu, storage, gpu.trunk[bit], layout.alignment, by_class)
+        answers[engine_id] = EngineHit(mode, hit, cpu, storage, trunk, layout.alignment, by_class)
     return answers
 
 

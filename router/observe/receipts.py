@@ -1,11 +1,11 @@
 """Receipts: what was predicted for a request, and what the engine then reported.
 
-Per engine ``EngineReceipts`` counts exact, over and under predictions, sums the tokens, keeps a histogram of the
-error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
+Per engine ``EngineReceipts`` counts exact, over and under predictions, sums the tokens, keeps a histogram of
+the error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
 ``DRIFT_SHARE`` is flagged as drifting. An engine reports one number, what it took from its GPU and what it
-loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a
-prediction rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells.
-The latest receipts are kept for inspection. Pure and bounded.
+loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a prediction
+rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells. The latest
+receipts are kept for inspection. Pure and bounded.
 """
 
 from __future__ import annotations

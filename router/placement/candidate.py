@@ -30,9 +30,9 @@ class Hit(msgspec.Struct, gc=False):
     """What one engine has of one prompt, in tokens; worked out once per decision and engine.
 
     ``gpu_tokens`` is what the engine would take from its GPU cache now; ``cpu_tokens`` and ``storage_tokens``
-    what it would load beyond that, in this order; ``coming_tokens`` what a prompt ahead in its queue will have
-    put into its GPU cache by the time this one is served; ``trunk_tokens`` the longest of the full-attention
-    prefix and the common prefix with a prompt in flight there (``common_tokens``).
+    what it would load beyond that, in this order; ``coming_tokens`` what a prompt ahead in its queue will
+    have put into its GPU cache by the time this one is served; ``trunk_tokens`` the longest of the
+    full-attention prefix and the common prefix with a prompt in flight there (``common_tokens``).
 
     What the engine will take when the prompt's turn comes follows from these: ``soon_tokens`` from its GPU,
     up to ``near_tokens`` with its CPU, ``whole_tokens`` in all.
@@ -74,15 +74,12 @@ class Hit(msgspec.Struct, gc=False):
         return "native" if self.confidence == "exact" else self.confidence
 
 
-NO_HIT = Hit()
-
-
 class Candidate(msgspec.Struct, gc=False):
     """One engine for one prompt. Hits outside ``0 <= whole <= trunk < prompt`` are clamped by the cost model.
     ``idle_s`` is the time since the router last sent it a request."""
 
     engine_id: str
-    hit: Hit = NO_HIT
+    hit: Hit = msgspec.field(default_factory=Hit)
     queue_s: float = 0.0
     running: int = 0
     waiting: int = 0
@@ -107,11 +104,6 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     total_s: float
     uncached_tokens: int
     trunk_tokens: int
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until the first token: the parts that pass, without credit and premium."""
-        return self.queue_s + self.prefill_s + self.load_s + self.decode_s
 
     @property
     def service_s(self) -> float:

@@ -16,8 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from router.placement.candidate import Ask, Candidate, Choice, Hit, PolicySettings, Reason
-from router.placement.cost import choose, cost
-from router.placement.rendezvous import favourite, weight
+from router.placement.cost import choose, cost, favourite, weight
 
 
 @dataclass(slots=True)

@@ -103,6 +103,12 @@ class EngineRates:
         own: float = 0.5 ** (overdue_s / fleet.settings.stale_halflife_s)
         return own * rate + (1 - own) * fleet.prefill_s_per_token
 
+    def at(self, now: float) -> tuple[float, float]:
+        """``prefill_s_per_token`` and ``decode_interference_s``, as every decision asks for them."""
+        fleet, slope = self._fleet, self._interference_s
+        rate = fleet.prefill_s_per_token if self._rate is None else self.prefill_s_per_token(now)
+        return rate, fleet.decode_interference_s if slope is None else slope
+
     @property
     def decode_interference_s(self) -> float:
         """Seconds that one running sequence adds to a prefill there."""

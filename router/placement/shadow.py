@@ -75,8 +75,8 @@ class ShadowPrompt:
 class Shadow:
     """The shadow of one engine.
 
-    Raises ``ValueError`` for groups that vLLM would not run, and for a scheme with look-ahead: a shadow talks to
-    nobody, so it needs none, and would miss the hashes of a prompt's last blocks. ``stats`` may be shared.
+    Raises ``ValueError`` for groups that vLLM would not run, and for a scheme with look-ahead: a shadow talks
+    to nobody, so it needs none, and would miss the hashes of a prompt's last blocks. ``stats`` may be shared.
     """
 
     __slots__ = ("_pool", "spec", "stats")

@@ -15,9 +15,8 @@ from router.http.client import UpstreamClient
 from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import ApiError, bad_request, body_too_large
-from router.openai.request import InboundRequest, Planner
-from router.proxy.breaker import BreakerBoard
-from router.proxy.forward import Forwarder, Outbound
+from router.openai.request import InboundRequest
+from router.proxy.forward import Forwarder, Outbound, Planner
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import COMPLETION_PATHS, Verdict, judge
 from router.proxy.report_mode import screen
@@ -41,15 +40,12 @@ class ProxyApp:
         settings: ProxySettings | None = None,
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        board: BreakerBoard | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.board = board or BreakerBoard(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
         self._forwarder = Forwarder(
-            planner, self.client, self.board, settings=self.settings, stats=self.stats, clock=clock
+            planner, self.client, settings=self.settings, stats=self.stats, clock=clock
         )
 
     def close(self) -> None:

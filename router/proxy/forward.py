@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 import structlog
-import xxhash
 
 from router.http.client import REPEATABLE, UpstreamClient
 from router.http.client_connection import UpstreamConnection, UpstreamError
@@ -27,8 +27,8 @@ from router.openai.errors import (
     retry_after_s,
     stream_broken,
 )
-from router.openai.request import InboundRequest, Placement, Planner, Usage
-from router.proxy.breaker import BreakerBoard
+from router.openai.request import InboundRequest, Usage
+from router.proxy.attempt import Attempt
 from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head
 from router.proxy.paths import COMPLETION_PATHS
 from router.proxy.settings import ProxySettings
@@ -36,9 +36,8 @@ from router.proxy.sse import SseRelay, read_usage
 from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
-_TOO_MANY = 429
 _BROKEN = 500
-_REFUSALS = frozenset({_TOO_MANY, 500, 502, 503, 504})
+_REFUSALS = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another engine is asked: this one is busy, broken or going down."""
 _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
@@ -63,73 +62,12 @@ class Refusal(msgspec.Struct, gc=False):
     body: bytes
 
 
-class Visit:
-    """One placement until its end; makes sure that it is told of it once, and the engine's breaker of what it
-    says of the engine."""
+class Planner(Protocol):
+    """Chooses the engine for a request."""
 
-    __slots__ = ("_asked_at", "_board", "_ended", "_heard", "_request", "_stats", "placement")
-
-    def __init__(
-        self, placement: Placement, request: InboundRequest, board: BreakerBoard, stats: ProxyStats
-    ) -> None:
-        self.placement = placement
-        self._request = request
-        self._board = board
-        self._stats = stats
-        self._ended = self._heard = False
-        self._asked_at = board.begin(placement.engine_id, streams=request.stream)
-
-    def answered(self, status: int) -> None:
-        """The engine gave a head that is no error of its own."""
-        if status < 400:
-            self._board.succeeded(self.placement.engine_id)
-        else:
-            self._board.record(self.placement.engine_id, True)
-
-    def first_byte(self, status: int) -> None:
-        """The first byte of its body came, of a stream the first event: the engine works."""
-        self._heard = True
-        self._board.heard(self.placement.engine_id)
-        if 200 <= status < 300:
-            self.placement.first_byte()
-
-    def gave_up(self) -> None:
-        """The client left."""
-        if not self._heard and self._board.gave_up(
-            self.placement.engine_id,
-            self._asked_at,
-            expected_s=self.placement.expected_s,
-            streams=self._request.stream,
-        ):
-            self._stats.clients_gave_up += 1
-
-    def broke(self, error: UpstreamError) -> None:
-        """The connection failed."""
-        if error.reason == "overflow":
-            self._fail("refused")
-        else:
-            self._board.record(self.placement.engine_id, False)
-            self._fail(error.reason)
-
-    def refused(self, status: int, wait_s: float) -> None:
-        """The engine answered with an error of its own; it asked to be left alone for ``wait_s``."""
-        engine_id = self.placement.engine_id
-        self._board.record(engine_id, status == _TOO_MANY, connection=False)
-        if wait_s > 0:
-            self._board.refused(engine_id, xxhash.xxh3_64_intdigest(self._request.body), wait_s)
-        self._fail("status")
-
-    def finish(self, usage: Usage | None) -> None:
-        """The answer ended, or the client went away."""
-        if not self._ended:
-            self._ended = True
-            self.placement.finished(usage)
-
-    def _fail(self, reason: str) -> None:
-        if not self._ended:
-            self._ended = True
-            self._stats.count_failure(reason)
-            self.placement.failed(reason)
+    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Attempt:
+        """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is nobody to ask. A request may
+        be placed several times (a retry before the first byte), never on an engine in ``exclude``."""
 
 
 class Forwarder:
@@ -139,7 +77,6 @@ class Forwarder:
         self,
         planner: Planner,
         client: UpstreamClient,
-        board: BreakerBoard,
         *,
         settings: ProxySettings,
         stats: ProxyStats,
@@ -147,7 +84,6 @@ class Forwarder:
     ) -> None:
         self._planner = planner
         self._client = client
-        self._board = board
         self._settings = settings
         self._stats = stats
         self._clock = clock
@@ -221,43 +157,44 @@ class Forwarder:
             raise no_ready_engine("All connections to the engines are in use; retry shortly.")
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
-    async def _attempt(
-        self, placement: Placement, out: Outbound, send: Send
-    ) -> Refusal | UpstreamError | None:
+    async def _attempt(self, placement: Attempt, out: Outbound, send: Send) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
-        visit = Visit(placement, out.request, self._board, self._stats)
         connection: UpstreamConnection | None = None
         try:
             connection = await self._ask(placement, out)
             head = read_answer_headers(connection.headers, out.head.request_id, placement.client_headers)
             if connection.status in _REFUSALS:
                 body = await self._read_refusal(connection)
-                visit.refused(
-                    connection.status, retry_after_s(head.retry_after, self._settings.retry_after_s_max)
-                )
+                wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
+                if placement.refused(connection.status, wait_s):
+                    self._stats.count_failure("status")
                 return Refusal(connection.status, head.fields, body)
-            visit.answered(connection.status)
+            placement.answered(connection.status)
             first = connection.take()
             if first is None:
                 first = await connection.read()
             if head.sse:
-                await self._relay_events(connection, visit, head, first, send)
+                await self._relay_events(connection, placement, head, first, send)
             else:
-                await self._relay(connection, visit, head, first, send, path=out.request.path)
+                await self._relay(connection, placement, head, first, send, path=out.request.path)
         except UpstreamError as error:
-            visit.broke(error)
+            self._failed(placement, error)
             return error
         except asyncio.CancelledError:
-            visit.gave_up()
+            self._stats.clients_gave_up += placement.gave_up()
             raise
         else:
             return None
         finally:
             if connection is not None:
                 self._client.done(connection)
-            visit.finish(None)
+            placement.finished(None)
 
-    def _ask(self, placement: Placement, out: Outbound) -> Awaitable[UpstreamConnection]:
+    def _failed(self, placement: Attempt, error: UpstreamError) -> None:
+        if placement.broke(error.reason):
+            self._stats.count_failure("refused" if error.reason == "overflow" else error.reason)
+
+    def _ask(self, placement: Attempt, out: Outbound) -> Awaitable[UpstreamConnection]:
         request = out.request
         origin = self._client.origin(placement.base_url)
         has_body = request.body or out.head.content_length is not None or request.method == "POST"
@@ -285,7 +222,7 @@ class Forwarder:
     async def _relay(
         self,
         connection: UpstreamConnection,
-        visit: Visit,
+        placement: Attempt,
         head: AnswerHead,
         data: bytes,
         send: Send,
@@ -294,7 +231,7 @@ class Forwarder:
     ) -> None:
         success = 200 <= connection.status < 300
         if data or connection.finished:
-            visit.first_byte(connection.status if data else 0)
+            placement.first_byte(connection.status if data else 0)
         await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
         wants_usage = success and not head.encoded and path in COMPLETION_PATHS
         seen: list[bytes] = []
@@ -312,9 +249,9 @@ class Forwarder:
                 data = await connection.read()
             except UpstreamError as error:
                 self._stats.streams_broken += 1
-                visit.broke(error)
+                self._failed(placement, error)
                 return
-        visit.finish(self._usage_of(seen) if wants_usage else None)
+        placement.finished(self._usage_of(seen) if wants_usage else None)
 
     def _usage_of(self, seen: list[bytes]) -> Usage | None:
         try:
@@ -324,7 +261,7 @@ class Forwarder:
             return None
 
     async def _relay_events(
-        self, connection: UpstreamConnection, visit: Visit, head: AnswerHead, data: bytes, send: Send
+        self, connection: UpstreamConnection, placement: Attempt, head: AnswerHead, data: bytes, send: Send
     ) -> None:
         relay = SseRelay()
         begun = False
@@ -336,7 +273,7 @@ class Forwarder:
                 out += relay.end()
             if not begun and relay.begun:
                 begun = True
-                visit.first_byte(connection.status)  # an error's events are no tokens
+                placement.first_byte(connection.status)  # an error's events are no tokens
             if not started and (out or not more):
                 started = True
                 await send(
@@ -352,16 +289,18 @@ class Forwarder:
                 if not started:
                     raise
                 if not relay.done:
-                    await self._break_stream(relay, visit, error, send)
+                    await self._break_stream(relay, placement, error, send)
                     return
                 await send({"type": "http.response.body", "body": relay.end(), "more_body": False})
                 break
         self._stats.usage_unread += relay.unread_usages
-        visit.finish(relay.usage)
+        placement.finished(relay.usage)
 
-    async def _break_stream(self, relay: SseRelay, visit: Visit, error: UpstreamError, send: Send) -> None:
+    async def _break_stream(
+        self, relay: SseRelay, placement: Attempt, error: UpstreamError, send: Send
+    ) -> None:
         self._stats.streams_broken += 1
-        visit.broke(error)
+        self._failed(placement, error)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         event = stream_broken(f"The engine {said} before its answer was complete.").body()
         await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})

@@ -22,8 +22,8 @@ from router.index.learn.layout import CacheLayout
 from router.index.media import is_shared
 from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
 from router.index.rules.offload import shared_part
+from router.placement.engine import NO_LOOK, Look
 from router.proxy.breaker import Breaker, BreakerSettings
-from router.replication.base import NO_LOOK, Look
 from router.replication.gossip.load import LoadGossip
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.connection import IndexUnavailable
@@ -60,7 +60,7 @@ class Ownership(Protocol):
 
 
 class IndexLookup:
-    """See ``router.replication.base.SharedView``. ``reader`` gives the reader; asked in a running loop."""
+    """See ``router.placement.engine.SharedView``. ``reader`` gives the reader; asked in a running loop."""
 
     def __init__(
         self,
@@ -246,9 +246,7 @@ def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
     if known.scheme is None or known.layout is None:
         if _trusted(known) and known.mode == "empty":
             return EngineHit("native")
-        return EngineHit(
-            "unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet"
-        )
+        return EngineHit("unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet")
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
         return EngineHit("unknown", why_unknown=why)

@@ -101,7 +101,7 @@ def run_index_verify(
     settings: IndexSettings, *, model: str | None, engines: tuple[Engine, ...], settle_s: float, as_json: bool
 ) -> int:
     """0 if the index says of every engine what its feed says. ``engines``: addresses nobody tells."""
-    given = {engine.engine_id: engine for engine in engines}
+    given: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
 
     async def show(client: Client, scopes: list[ScopeBooks]) -> int:
         diffs: list[EngineDiff] = []
