@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import msgspec
+from router.http.disconnect import EXTENSION
 
 from publisher.block_pool import HybridBlockPool
 from publisher.engine import DEMO_TOKENIZER_DIR
@@ -32,7 +33,6 @@ from router.config.schema import ANY_MODEL, Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import Engine as Address
 from router.fleet.status import ModelCard
-from router.http.disconnect import EXTENSION
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
 

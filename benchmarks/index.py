@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from publisher.block_hash import HashScheme, block_hashes
+from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from publisher.events import BlockHash, BlockStored, Event, decode_batch, encode_batch, encode_tokens
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
@@ -38,6 +38,7 @@ class FixedPrompt:
 
     def __init__(self, token_ids: list[int]) -> None:
         self.num_tokens = len(token_ids)
+        self.token_ids, self.extras = token_ids, NO_EXTRAS
         self._hashes = block_hashes(token_ids, SCHEME)
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:

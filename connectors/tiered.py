@@ -193,9 +193,6 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register_kv_caches(kv_caches)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self.worker.handle_preemptions(_jobs(kv_connector_metadata))
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         del forward_context, kwargs
         self.worker.start_load_kv(_jobs(self._connector_metadata))

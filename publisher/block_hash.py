@@ -68,6 +68,21 @@ class PromptExtras(msgspec.Struct, frozen=True):
 NO_EXTRAS = PromptExtras()
 
 
+def pickled(value: object) -> bytes:
+    """What the algorithms without a suffix hash."""
+    return pickle.dumps(value, protocol=5)
+
+
+def canonical_cbor(value: object) -> bytes:
+    """What the algorithms named ``_cbor`` hash."""
+    return cbor2.dumps(value, canonical=True)
+
+
+def sha256(data: bytes) -> bytes:
+    """32 bytes."""
+    return hashlib.sha256(data).digest()
+
+
 def _sha256_pickle(value: object) -> bytes:
     return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
 
@@ -117,18 +132,22 @@ class HashChain:
     ``full`` holds the whole hashes (needed to go on), ``hashes`` their 64-bit form, one per hash block.
     """
 
-    __slots__ = ("_hash", "extras", "full", "hashes", "scheme")
+    __slots__ = ("_hash", "_parent", "extras", "full", "hashes", "scheme")
 
-    def __init__(self, scheme: HashScheme, extras: PromptExtras = NO_EXTRAS) -> None:
+    def __init__(
+        self, scheme: HashScheme, extras: PromptExtras = NO_EXTRAS, *, parent: bytes | None = None
+    ) -> None:
+        """``parent``: the whole hash that comes before the first block, where that is not the seed's."""
         self.scheme = scheme
         self.extras = extras
+        self._parent = parent
         self.full: list[bytes] = []
         self.hashes: list[BlockHash] = []
         self._hash = hash_function(scheme.algo)
 
     def fork(self, num_blocks: int) -> HashChain:
         """A new chain that starts with this one's first ``num_blocks`` blocks."""
-        other = HashChain(self.scheme, self.extras)
+        other = HashChain(self.scheme, self.extras, parent=self._parent)
         other.full = self.full[:num_blocks]
         other.hashes = self.hashes[:num_blocks]
         return other
@@ -140,21 +159,34 @@ class HashChain:
         if done >= total:
             return self.hashes
         digest, full, hashes = self._hash, self.full, self.hashes
-        parent = full[-1] if full else digest(self.scheme.seed)
+        parent = full[-1] if full else self._parent or digest(self.scheme.seed)
         plain = self.extras == NO_EXTRAS and not ahead
         for start in range(done * size, total * size, size):
-            extra = None if plain else self._extra(token_ids, start)
+            extra = None if plain else _extra(token_ids, start, self.scheme, self.extras)
             parent = digest((parent, tuple(token_ids[start : start + size]), extra))
             full.append(parent)
             hashes.append(BlockHash(int.from_bytes(parent[-8:], "big")))
         return hashes
 
-    def _extra(self, token_ids: Sequence[int], start: int) -> tuple[Any, ...] | None:
-        size, ahead = self.scheme.hash_block_size, self.scheme.lookahead
-        keys = extra_keys(self.extras, start, start + size + ahead, tagged=self.scheme.tagged) or None
-        if not ahead:
-            return keys
-        return (keys, *token_ids[start + size : start + size + ahead])
+
+def hashed_parts(
+    token_ids: Sequence[int], scheme: HashScheme, extras: PromptExtras
+) -> list[tuple[tuple[int, ...], tuple[Any, ...] | None]]:
+    """What each block's hash covers besides its parent: its tokens and its extra keys."""
+    size, total = scheme.hash_block_size, num_hash_blocks(len(token_ids), scheme)
+    return [
+        (tuple(token_ids[start : start + size]), _extra(token_ids, start, scheme, extras))
+        for start in range(0, total * size, size)
+    ]
+
+
+def _extra(
+    token_ids: Sequence[int], start: int, scheme: HashScheme, extras: PromptExtras
+) -> tuple[Any, ...] | None:
+    """The extra keys of the block at ``start`` as they are hashed, its look-ahead tokens with them."""
+    end, ahead = start + scheme.hash_block_size, scheme.lookahead
+    keys = extra_keys(extras, start, end + ahead, tagged=scheme.tagged) or None
+    return (keys, *token_ids[end : end + ahead]) if ahead else keys
 
 
 def extra_keys(extras: PromptExtras, start: int, end: int, *, tagged: bool = True) -> tuple[Any, ...]:

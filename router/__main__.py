@@ -61,7 +61,10 @@ def _told(error: BaseException) -> int:
         return 1  # nobody reads any more: head, or a pager that was left
     if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) not in _OWN:
         extra = _EXTRA_OF.get(name, "router")
-        _say(f"this command needs the Python module {name!r}: pip install 'kvatlas[{extra}]'")
+        _say(
+            f"this command needs the Python module {name!r}: install kvatlas with its extra {extra!r}, "
+            f"in a checkout: python -m pip install '.[{extra}]'"
+        )
     elif isinstance(error, OSError):
         _say(_of_system(error))
     elif isinstance(error, MemoryError):

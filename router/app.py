@@ -19,7 +19,7 @@ import structlog
 
 from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
-from router.api.app import create_control, create_ops, is_control
+from router.api.app import CONTROL_PREFIX, create_control, create_ops, is_control
 from router.api.metrics import Sources
 from router.api.ops import OpsPort
 from router.api.readiness import Judge, Readiness
@@ -32,15 +32,17 @@ from router.fleet.discovery import FleetSources
 from router.fleet.identity import Engine as Address
 from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
+from router.http.server.cors import Cors
+from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
+from router.observe.requests import RequestBook
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.placement.load import OthersLoad
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
-from router.proxy.stats import ListenStats
 from router.replication.service import SharedIndex
 
 _log = structlog.get_logger()
@@ -84,6 +86,7 @@ class Router:
             clock=clock,
         )
         self.planner, self.proxy = self._assemble()
+        self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._judge = Judge(
             self.fleet,
             unheard=self.fleet_sources.unheard,
@@ -102,6 +105,7 @@ class Router:
             self.shared,
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
+            self.proxy.requests,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -124,13 +128,34 @@ class Router:
             expose_decision=self.config.server.expose_decision,
             shared=None if self.shared is None else self.shared.sight,
         )
-        return planner, ProxyApp(planner, self.config.proxy, clock=self._clock)
+        requests = RequestBook(
+            self._clock,
+            here=lambda engine_id: self.fleet.get(engine_id) is not None,
+            log=self.config.server.log_requests,
+        )
+        return planner, ProxyApp(planner, self.config.proxy, clock=self._clock, requests=requests)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif scope["type"] == "http" and is_control(scope["path"]):
+        elif self._cors is not None and self._for_browsers(scope) and self._cors.concerns(scope):
+            await self._cors(scope, receive, send)
+        else:
+            await self._answer(scope, receive, send)
+
+    def _for_browsers(self, scope: dict[str, Any]) -> bool:
+        """What pages of other origins may ask: nothing of the fleet and of other clients."""
+        path = scope["path"]
+        return (
+            scope["type"] == "http"
+            and path != "/metrics"
+            and not path.startswith(CONTROL_PREFIX)
+            and not (self.admin is not None and self.admin.here(path))
+        )
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and is_control(scope["path"]):
             await self._control(scope, receive, send)
         elif scope["type"] == "http" and self.admin is not None and self.admin.here(scope["path"]):
             await self.admin(scope, receive, send)
@@ -251,6 +276,7 @@ class Router:
                 lambda engine: self._following.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),
                 lambda engine: self._upkeep.forget(engine.engine_id),
+                lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
         )

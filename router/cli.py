@@ -193,7 +193,15 @@ def index_verify(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    engine: EngineFlags = None,
+    engine: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--engine",
+            help="Event addresses of an engine where the index has none or others: "
+            "URL,events=tcp://..[,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more.",
+            negative="",
+        ),
+    ] = None,
     settle: Annotated[
         float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
     ] = 5.0,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -31,17 +30,12 @@ from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import Engine
-from router.fleet.sources.base import SourceStats
+from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
-from router.observe.access_log import AccessLogSettings, AccessLogStats
+from router.observe.access_log import AccessLogSettings
 from router.observe.receipts import Outcome
 from router.placement import policies
-from router.proxy.stats import ListenStats
-from router.replication.gossip.inflight import GossipStats
-from router.replication.leases.lease_manager import LeaseStats
-from router.replication.lookup import SightStats
 from router.replication.settings import IndexSettings
-from router.replication.writer.dirty import MirrorStats
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\
@@ -219,9 +213,8 @@ def _policies() -> str:
 def metrics_page() -> str:
     """Every metric family."""
     sources = _sources()
-    texts = _stats_texts(sources)
     rows = [
-        (code(name), kind, ", ".join(map(code, labels)), texts.get(name, text))
+        (code(name), kind, ", ".join(map(code, labels)), text)
         for name, kind, labels, text in families(sources)
     ]
     values = [
@@ -272,39 +265,10 @@ def _sources() -> Sources:
         router.shared,
         router.fleet_sources,
         AdminStats(),
+        router.proxy.requests,
     )
     router.reader.close()
     return sources
-
-
-def _stats_texts(sources: Sources) -> dict[str, str]:
-    """What is written below the fields of the stats structs, by metric name."""
-    accounts = sources.accounts
-    structs: dict[str, msgspec.Struct] = {
-        "feed": FeedStats(),
-        "proxy": sources.proxy,
-        "listen": ListenStats(),
-        "prompts": sources.prompts,
-        "inflight": accounts.inflight.stats,
-        "affinity": accounts.affinity.stats,
-        "shadow": accounts.shadow_stats,
-        "load": accounts.load_stats,
-        "lease": LeaseStats(),
-        "look": SightStats(),
-        "flight": GossipStats(),
-        "mirror": MirrorStats(),
-        "source": SourceStats(),
-        "admin": AdminStats(),
-        "access_log": AccessLogStats(),
-    }
-    texts: dict[str, str] = {}
-    for part, stats in structs.items():
-        for field in fields(type(stats)):
-            text = re.sub(r"^Gauge(: |\.$)", "", field.text)
-            if text:
-                name = f"kvatlas_{part}_{field.name}"
-                texts[name] = texts[f"{name}_total"] = text[0].upper() + text[1:]
-    return texts
 
 
 PAGES = {"cli.md": cli_page, "configuration.md": configuration_page, "metrics.md": metrics_page}

@@ -13,13 +13,12 @@ from connectors.transfer.base import TransferJob, TransferResult
 
 @dataclass(slots=True)
 class StepJobs:
-    """Scheduler to worker. ``fences``: store jobs that must end before this step writes to blocks."""
+    """Scheduler to worker."""
 
     loads: list[TransferJob] = field(default_factory=list)
     stores: list[TransferJob] = field(default_factory=list)
     load_requests: dict[int, str] = field(default_factory=dict)
     """Load job id -> the request that waits for it; a request waits for one load job at a time."""
-    fences: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

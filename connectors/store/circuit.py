@@ -1,4 +1,4 @@
-"""A store that does not answer costs nothing: after a few failures in a row it is left alone for a while.
+"""Circuit breaker of a store: after a few failures in a row it is not asked for a while.
 
 ``Circuit`` counts failures and says when to ask again: after a pause that doubles with every failed attempt,
 by one caller at a time. ``GuardedStore`` puts one in front of any store. Both are safe among threads.

@@ -69,12 +69,6 @@ class Namespace:
         named = "; ".join(f"{name}={value}" for name, value in sorted(self.fields.items()))
         return f"{self.digest(0).hex()} ({len(self.ranks)} ranks; {named})"
 
-    def differences(self, other: Namespace) -> dict[str, tuple[str, str]]:
-        """Fields in which two namespaces differ: name -> (here, there); absent ones are empty."""
-        names = sorted({*self.fields, *other.fields})
-        pairs = {name: (self.fields.get(name, ""), other.fields.get(name, "")) for name in names}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "") -> Namespace:
     """The namespace of a vLLM engine. ``label``: chosen by the operator, to keep fleets apart."""

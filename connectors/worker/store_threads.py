@@ -1,4 +1,4 @@
-"""Carries values between staging rows and a shared store, on a few threads.
+"""Copies values between staging rows and a shared store, on a few threads.
 
 An errand is a batch of values one way, under one deadline. Putting seals each value and leaves out those the
 store has; getting checks each frame and removes values that are not what they should be. What always holds:

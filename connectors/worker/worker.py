@@ -2,7 +2,7 @@
 
 One object per rank. Methods carry vLLM's names. What always holds: a request is reported as received once,
 when its load job ended here, failed or not, and together with the job's result; loads begin before stores of
-the same step; a step waits only for fences.
+the same step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from connectors.transfer.base import TransferEngine, TransferJob, TransferResult
 
 log = logging.getLogger(__name__)
 
-FENCE_TIMEOUT_S = 60.0
-"""How long a step may wait for stores that still read blocks it is about to overwrite."""
 
 EngineFactory = Callable[[CacheView, str], TransferEngine]
 """Makes the transfer engine for a registered cache; the text is the device type, ``cpu`` or ``cuda``."""
@@ -61,14 +59,6 @@ class OffloadWorker:
     def use_engine(self, engine: TransferEngine) -> None:
         """Move blocks with this engine, for caches that are not registered as tensors."""
         self._engine = engine
-
-    def handle_preemptions(self, step: StepJobs) -> None:
-        """Before the step writes to any block: wait for the stores that still read some of them."""
-        if step.fences and not self.engine.wait(step.fences, FENCE_TIMEOUT_S):
-            raise RuntimeError(
-                f"stores {step.fences} did not end within {FENCE_TIMEOUT_S:.0f} s; going on would overwrite "
-                "blocks that are being read"
-            )
 
     def start_load_kv(self, step: StepJobs) -> None:
         """Begin the step's loads. A job without blocks is one that the scheduler knows cannot be done."""

@@ -25,7 +25,7 @@ from publisher.simulator.protocol import (
     unknown_model,
 )
 from publisher.simulator.scheduler import SimRequest
-from publisher.simulator.settings import EngineSettings
+from publisher.simulator.settings import EngineSettings, resolve_groups
 from publisher.simulator.text import TextSource
 from publisher.simulator.tokenizer import ChatTokenizer, TemplateError
 
@@ -42,6 +42,17 @@ class Prepared(msgspec.Struct, frozen=True):
     extras: PromptExtras
 
 
+def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
+    groups = resolve_groups(settings)
+    return stats.CacheConfig(
+        block_size=min(group.block_size for group in groups),
+        num_gpu_blocks=settings.num_blocks,
+        prefix_caching_hash_algo=settings.hash_algo,
+        prefix_cache_retention_interval=settings.retention_interval,
+        mamba_cache_mode=next((g.mamba_cache_mode for g in groups if g.mamba_cache_mode), "none"),
+    )
+
+
 class EngineModel:
     """Prompt reading and answer writing for one model."""
 
@@ -49,6 +60,7 @@ class EngineModel:
         self.name = settings.model
         self.max_model_len = max_model_len
         self._dp_rank = settings.dp_rank
+        self._cache = _cache_config(settings)
         self._turn = asyncio.Lock()
         self._tokenizer = ChatTokenizer(settings.tokenizer_dir)
         self._source = TextSource(
@@ -111,7 +123,7 @@ class EngineModel:
 
     def metrics(self, counted: stats.EngineStats, gauges: stats.Gauges) -> bytes:
         """Body of GET /metrics."""
-        return stats.render(counted, gauges, model=self.name, dp_rank=self._dp_rank)
+        return stats.render(counted, gauges, self._cache, model=self.name, dp_rank=self._dp_rank)
 
     async def _chat_tokens(self, request: ChatRequest) -> list[int]:
         request.check_template()

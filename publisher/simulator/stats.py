@@ -42,6 +42,20 @@ class EngineStats(msgspec.Struct):
         self.ttft_counts[bisect_left(TTFT_BUCKETS_S, seconds)] += 1
 
 
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The labels of ``vllm:cache_config_info`` that somebody reads; texts as vLLM writes them."""
+
+    block_size: int
+    num_gpu_blocks: int
+    prefix_caching_hash_algo: str
+    prefix_cache_retention_interval: int | None
+    mamba_cache_mode: str = "none"
+    enable_prefix_caching: bool = True
+
+    def labels(self) -> dict[str, str]:
+        return {name: str(getattr(self, name)) for name in self.__struct_fields__}
+
+
 class Gauges(msgspec.Struct, frozen=True):
     """The engine's state at one moment."""
 
@@ -53,11 +67,14 @@ class Gauges(msgspec.Struct, frozen=True):
 class _Snapshot(Collector):
     """One scrape's metric families."""
 
-    def __init__(self, stats: EngineStats, gauges: Gauges, labels: tuple[str, str]) -> None:
-        self._stats, self._gauges, self._labels = stats, gauges, labels
+    def __init__(
+        self, stats: EngineStats, gauges: Gauges, cache: CacheConfig, labels: tuple[str, str]
+    ) -> None:
+        self._stats, self._gauges, self._cache, self._labels = stats, gauges, cache, labels
 
     def collect(self) -> Iterator[Metric]:
         stats, gauges = self._stats, self._gauges
+        yield self._cache_config()
         yield self._gauge("num_requests_running", "Requests in execution batches.", gauges.num_running)
         yield self._gauge("num_requests_waiting", "Requests waiting to be processed.", gauges.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 is full.", gauges.kv_cache_usage)
@@ -74,6 +91,12 @@ class _Snapshot(Collector):
             success.add_metric((*self._labels, reason), count)
         yield success
         yield self._first_token()
+
+    def _cache_config(self) -> Metric:
+        labels = {**self._cache.labels(), "engine": self._labels[1]}
+        family = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
@@ -99,8 +122,8 @@ class _Snapshot(Collector):
         return family
 
 
-def render(stats: EngineStats, gauges: Gauges, *, model: str, dp_rank: int) -> bytes:
+def render(stats: EngineStats, gauges: Gauges, cache: CacheConfig, *, model: str, dp_rank: int) -> bytes:
     """The body of ``GET /metrics``."""
     registry = CollectorRegistry()
-    registry.register(_Snapshot(stats, gauges, (model, str(dp_rank))))
+    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank))))
     return generate_latest(registry)

@@ -2,7 +2,7 @@
 
 Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
 have OpenAI's shape here too. There are two applications: ``create_control`` for everybody, which knows
-nothing of what clients send, and ``create_ops``, which has all of it (``router.ops`` says who gets there).
+nothing of what clients send, and ``create_ops``, which has all of it (``api/ops.py`` says who gets there).
 """
 
 from __future__ import annotations
@@ -273,11 +273,15 @@ def _full(sources: Sources, status: Engine) -> dict[str, Any]:
         "available": status.breaker.allows(now),
         "publishes_events": status.publishes_events,
         "kv_usage": status.kv_usage,
+        "kv_cached": None if engine is None else engine.cached_share(status.pool_blocks),
         "feed": None if feed is None else msgspec.to_builtins(feed),
         "feed_state": status.feed_state,
         "followed_by": None if sources.shared is None else sources.shared.follower(status.engine_id),
-        "mode": "shadow" if status.shadow is not None else None if engine is None else engine.detection,
+        "mode": "shadow" if status.shadow is not None else None if engine is None else engine.mode,
         "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
+        "assumed_scheme": None
+        if engine is None or engine.assumed is None
+        else msgspec.to_builtins(engine.assumed),
         "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
         "shared_stores": [] if engine is None else sorted(engine.stores),
         "rejected_events": {} if engine is None else dict(engine.rejected),

@@ -27,8 +27,12 @@ from router.demo.table import live_table
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
+from router.replication.redis.settings import SettingsError, redacted
+from router.replication.schema.registry import IndexRefused
+from router.replication.service import check_index
 from router.replication.settings import IndexSettings
 from router.serve import ListenError, RouterServer, configure_logging, make_server
+from router.tools.console import output_console
 
 ENGINE = EngineSettings(
     groups="gptoss-like",
@@ -71,7 +75,9 @@ def run_demo(
     configure_logging("error", "console")
     with ExitStack() as stack:
         index = index or IndexSettings()
-        if replicas > 1 and not index.is_shared:
+        if index.is_shared:
+            _check_store(index)
+        elif replicas > 1:
             index = IndexSettings(url=stack.enter_context(store_process()))
         urls = stack.enter_context(engine_process(engines, ENGINE))
         configs = [_config(urls, port if n == 1 else 0, index, f"demo-{n}") for n in range(1, replicas + 1)]
@@ -79,6 +85,16 @@ def run_demo(
     if summary is None:
         return 130
     return 1 if summary["errors"] or not summary["requests"] else 0
+
+
+def _check_store(index: IndexSettings) -> None:
+    """The demo is to show a shared index, so one that cannot be used ends it. Raises ``ConfigError``."""
+    try:
+        problem = asyncio.run(check_index(index))
+    except (IndexRefused, SettingsError) as error:
+        problem = str(error)
+    if problem:
+        raise ConfigError(f"--index {redacted(index.url)}: {problem}")
 
 
 @contextmanager
@@ -198,7 +214,7 @@ async def _show(
     routers: Sequence[Router], servers: Sequence[RouterServer], *, seconds: float, as_json: bool, keep: bool
 ) -> dict[str, Any]:
     """Run the load, show it, and give the summary."""
-    console = Console()
+    console = output_console()
     for router, server in zip(routers, servers, strict=True):
         await _ready(router, server)
     engines = len(routers[0].fleet)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from router.app import Router
 from router.demo.summary import Tally
+from router.fleet.status import EngineStatus
 from router.observe.receipts import EngineReceipts
 from router.placement.engine import Engine
 
@@ -20,23 +22,28 @@ def live_table(
     """The picture now; ``routers`` are replicas of one fleet."""
     router = routers[0]
     count = f"{len(router.fleet)} engines" + (f", {len(routers)} routers" if len(routers) > 1 else "")
-    table = Table(title=f"kvatlas demo: {count}, {elapsed_s:.0f} s", pad_edge=False)
+    table = Table(
+        title=f"kvatlas demo: {count}, {elapsed_s:.0f} s",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+    )
     table.add_column("engine", no_wrap=True)
-    for name in ("reqs", "predicted", "actual", "exact", "KV", "TTFT p50"):
+    for name in ("reqs", "predicted", "actual", "exact", "KV held", "TTFT p50"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", no_wrap=True)
     for status in router.fleet:
         same = [r.fleet.get(status.engine_id) for r in routers]
         sums = [engine.receipts for engine in same if engine is not None]
         tally = per_engine.get(status.engine_id, Tally())
-        usage = "-" if status.kv_usage is None else f"{status.kv_usage:.0%}"
         table.add_row(
             status.engine_id.removeprefix("http://"),
             str(tally.requests),
             f"{sum(s.predicted_tokens for s in sums):,}",
             f"{sum(s.actual_tokens for s in sums):,}",
             _exact(sums),
-            usage,
+            _held(routers, status),
             _ms(tally.ttft_ms(0.5)),
             _feed(routers, status),
         )
@@ -45,11 +52,23 @@ def live_table(
 
 def _compare(ours: Tally, baseline: Tally) -> str:
     rows = [("kvatlas", ours), ("round-robin, same load", baseline)]
-    return "\n".join(
+    lines = [
         f"{name:<24}{tally.requests:>6} reqs  hit {tally.hit_share:>4.0%}  "
         f"TTFT p50 {_ms(tally.ttft_ms(0.5)):>7}  p99 {_ms(tally.ttft_ms(0.99)):>7}"
         for name, tally in rows
-    )
+    ]
+    behind = ours.requests - baseline.requests
+    if behind > 0:  # it is run some seconds behind, when requests are known
+        lines.append(f"round-robin (computed 5 s behind) has yet to answer {behind} of these requests")
+    return "\n".join(lines)
+
+
+def _held(routers: Sequence[Router], status: EngineStatus) -> str:
+    """Share of the KV blocks that hold cached content, as the router that follows the engine knows it."""
+    following = next((r for r in routers if status.engine_id in r.followers.stats), routers[0])
+    engine = following.scopes.engine(status.engine_id)
+    share = None if engine is None else engine.cached_share(status.pool_blocks)
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _feed(routers: Sequence[Router], engine: Engine) -> str:

@@ -1,4 +1,4 @@
-"""What goes on in the background beside feeds and polls: seed searches, and audits of the index."""
+"""Background work: searches for hash seeds, and audits of the index against the engines' pools."""
 
 from __future__ import annotations
 

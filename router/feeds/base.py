@@ -39,37 +39,48 @@ class FeedStats(msgspec.Struct):
     missing_batches: int = 0
     """Gauge: batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
     known_batches: int = 0
-    """Gauge: batches that what is known rests on, see ``router.feeds.trust``."""
+    """Gauge: applied batches that the known residency is based on."""
     waiting_batches: int = 0
     """Gauge: batches that exist but have not been applied yet, nor given up."""
     held_batches: int = 0
     """Gauge: live batches waiting for a gap before them to be repaired."""
     batches: int = 0
+    """Event batches applied."""
     events: int = 0
+    """Events applied."""
     rejected_events: int = 0
+    """Events skipped because they could not be decoded or were inconsistent."""
     last_rejection: str = ""
     duplicate_batches: int = 0
+    """Batches received twice; skipped."""
     late_batches: int = 0
-    """Came after the feed had gone on without them, or had them by replay long before; left out."""
+    """Batches that arrived after the feed had given them up or had applied them from replay; skipped."""
     gaps: int = 0
+    """Times a batch was missing in the live stream, which starts a replay."""
     lost_batches: int = 0
-    """Given up for lost: not to be had from replay, or not decodable."""
+    """Batches given up as lost: not available from replay, or not decodable."""
     replays: int = 0
+    """Replays asked of the engine."""
     replay_failures: int = 0
+    """Replays that brought no answer, or not the batches asked for."""
     restarts: int = 0
+    """Restarts of the engine seen: all that was known of it was forgotten."""
     resyncs: int = 0
-    """Full re-syncs: everything forgotten and replayed from the engine's first batch."""
+    """Full resyncs: everything forgotten and replayed from the engine's first batch."""
     snapshots: int = 0
-    """Full pictures of the engine taken over."""
+    """Snapshots adopted."""
     snapshot_failures: int = 0
-    """Asked for and not had, or not of the process that was followed."""
+    """Snapshots that could not be fetched, or were of another process."""
     phantom_alarms: int = 0
     """Times the index held more copies than the engine has blocks."""
     disconnects: int = 0
+    """Times the connection to the event socket was lost."""
     buffer_overflows: int = 0
+    """Times more batches waited behind a gap than may; what is missing is given up for lost."""
     sink_errors: int = 0
+    """Batches or snapshots that the index refused: a fault of the router, in its log."""
     malformed_frames: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason, see ``router.feeds.wire``; messages of the live and the replay socket alike."""
+    """Messages of the live and replay sockets that could not be parsed, by reason."""
     last_batch_monotonic: float | None = None
     """When the last live batch came, on the feed's clock."""
     lag_s: float | None = None
@@ -112,7 +123,7 @@ class FeedSettings(msgspec.Struct, frozen=True):
     tick_s: float = 0.25
     """Seconds between two checks of a feed's time-outs."""
     slice_s: float = 0.002
-    """Longest time a feed works before other tasks of the event loop get their turn, in seconds; a batch
+    """Longest time a feed works before other tasks of the event loop get their turn, in seconds; an event
     is never split."""
     receive_queue_max: int = 20_000
     """ZMQ receive high-water mark, in messages. ZMQ drops live messages beyond it, which shows as a gap

@@ -1,4 +1,4 @@
-"""Where a feed stands in its engine's stream: what was applied, what is held, what is missing.
+"""A feed's position in its engine's stream: what was applied, what is held back, what is missing.
 
 ``next_seq`` is the seq to be applied next. A batch is applied only when it is at that place, so batches are
 applied in order and never twice; going past a gap is an explicit ``skip_to``, which counts what is missing.

@@ -7,14 +7,15 @@ again. One reader per socket; the socket is closed with the reader.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import zmq
 
 from router.feeds.base import FeedSettings, ResyncError
 
+_Result = TypeVar("_Result")
 _RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -136,3 +137,13 @@ class Slice:
         if self._clock() >= self._until:
             await asyncio.sleep(0)
             self.begin()
+
+    async def all(self, steps: Generator[None, None, _Result]) -> _Result:
+        """What the generator returns; the loop gets its turn between its steps."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: _Result = end.value
+                return result
+            await self.breathe()

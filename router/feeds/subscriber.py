@@ -14,10 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 
+import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from publisher.events import DecodedBatch
 from router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
 from router.feeds.base import (
     Cut,
@@ -34,9 +36,13 @@ from router.feeds.machine import FeedMachine
 from router.feeds.recovery.replay import ReplayResync
 from router.feeds.recovery.snapshot import SnapshotClient
 from router.feeds.sockets import MessageReader, Slice, live_socket
-from router.feeds.wire import WireError, parse_live
+from router.feeds.wire import WireError, live_in_pieces
 
 _log = structlog.get_logger()
+
+
+_EVENTS_AT_ONCE = 64
+"""A larger batch is handed to the sink in pieces: events are applied one by one anyway."""
 
 
 class Feed:
@@ -85,6 +91,7 @@ class Feed:
         )
         self._actions: deque[Action] = deque()
         self._performing = asyncio.Lock()
+        self._parsing = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
@@ -144,12 +151,15 @@ class Feed:
                 continue
             if monitor.pending:  # what happened to the connection before this message came through it
                 await self._read_monitor(monitor)
-            await self._perform(self._take_live(message))
+            async with self._parsing:  # what happens to the connection meanwhile came after this message
+                actions = await self._take_live(message, work)
+            await self._perform(actions)
             await work.breathe()
 
-    def _take_live(self, message: list[bytes]) -> list[Action]:
+    async def _take_live(self, message: list[bytes], work: Slice) -> list[Action]:
         try:
-            frame = parse_live(message, payload_bytes_max=self._settings.payload_bytes_max)
+            steps = live_in_pieces(message, payload_bytes_max=self._settings.payload_bytes_max)
+            frame = await work.all(steps)
         except WireError as error:
             self.stats.malformed(error.reason)
             return []
@@ -163,7 +173,8 @@ class Feed:
 
     async def _watch(self, monitor: MessageReader) -> None:
         while True:
-            await self._read_monitor(monitor)
+            async with self._parsing:
+                await self._read_monitor(monitor)
             await monitor.wait()
 
     async def _read_monitor(self, monitor: MessageReader) -> None:
@@ -243,7 +254,11 @@ class Feed:
             work = Slice(self._clock, self._settings.slice_s)
             work.begin()
             while self._actions and not self._closed.is_set():
-                self._do(self._actions.popleft())
+                action = self._actions.popleft()
+                if isinstance(action, Apply) and len(action.batch.events) > _EVENTS_AT_ONCE:
+                    self._actions.extendleft(reversed(_pieces(action.batch)))
+                    continue
+                self._do(action)
                 await work.breathe()
 
     def _do(self, action: Action) -> None:
@@ -279,3 +294,14 @@ class Feed:
         if self._fetching is not None and self._fetching is not asyncio.current_task():
             self._fetching.cancel()
         self._fetching = self._tasks.create_task(work)
+
+
+def _pieces(batch: DecodedBatch) -> list[Apply]:
+    """The batch in small ones, in order; what is wrong with it goes with the first."""
+    cuts = range(0, len(batch.events), _EVENTS_AT_ONCE)
+    pieces = [batch.events[start : start + _EVENTS_AT_ONCE] for start in cuts]
+    replace = msgspec.structs.replace
+    return [
+        Apply(replace(batch, events=events, rejected=[] if number else batch.rejected))
+        for number, events in enumerate(pieces)
+    ]

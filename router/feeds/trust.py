@@ -1,4 +1,4 @@
-"""How much of a predicted hit to expect while the feed does not know everything: one rule, stated here.
+"""The share of a predicted hit to expect while a feed is incomplete.
 
 READY: all of it. Otherwise what is known is evidence, and the expected share of a hit is
 

@@ -1,4 +1,4 @@
-"""Which engines are wanted: what every source tells and what an administrator decided, put together.
+"""The desired set of engines: what every source names and what an administrator decided, merged.
 
 Pure bookkeeping. Rules, in this order:
 - A server that an administrator removed is out until they add it again, or until no source names it any more

@@ -1,4 +1,4 @@
-"""What an engine's Prometheus page tells the router: its load, and the size of its pool.
+"""Reads an engine's Prometheus page: its load, and the size of its pool.
 
 Pure functions over the page's bytes; what is no sensible number is left out.
 """

@@ -1,4 +1,4 @@
-"""Keeps the fleet's picture true: asks every engine what it serves, where its events are, how loaded it is.
+"""Polls every server: which models it serves, where its events are, how loaded it is.
 
 One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
 is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
@@ -25,6 +25,8 @@ from router.fleet.gauges import read_gauges, read_pool_blocks
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
+from router.http.descriptors import ran_out
+from router.observe.seldom import Seldom
 
 _log = structlog.get_logger()
 
@@ -62,6 +64,8 @@ _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
+_SILENT_EVERY_S = 60.0
+"""So often it is said that an engine does not answer."""
 _T = TypeVar("_T")
 
 
@@ -80,6 +84,7 @@ class FleetPoller(Generic[E]):
         self._settings = settings
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
+        self._seldom = Seldom(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -156,7 +161,11 @@ class FleetPoller(Generic[E]):
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
+            if ran_out(error):
+                return False  # our own trouble: what was known of the engine stays
             problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
+            if base_url.endswith("/v1") and isinstance(error, _BadAnswerError):
+                problem = f"{problem} (the base URL ends in /v1: leave /v1 out)"
             missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
             refused = isinstance(error, aiohttp.ClientConnectorError)
             up = any(status.up for status in self._fleet.ranks(base_url))
@@ -180,6 +189,8 @@ class FleetPoller(Generic[E]):
         elif was_up:
             _log.warning("engine down", engine=status.engine_id, problem=problem)
             self._listener.engine_down(status)
+        elif self._seldom.due(status.engine_id, asyncio.get_running_loop().time()) is not None:
+            _log.warning("engine does not answer", engine=status.engine_id, problem=problem)
 
     async def _discover_events(self, base_url: str) -> list[str]:
         """Ranks and endpoints from the server itself, unless configured; the ids whose addresses changed."""

@@ -1,4 +1,4 @@
-"""Where engines come from, how often they are asked, how long is waited; all defaults live here."""
+"""Settings of the fleet: sources of engines and polling; all defaults live here."""
 
 from __future__ import annotations
 

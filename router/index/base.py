@@ -52,6 +52,15 @@ class Rows(NamedTuple):
         column = self.columns.get((plane, word))
         return np.zeros(self.num_hashes, np.uint64) if column is None else column
 
+    def holds(self, medium: str, slot: Slot) -> bool:
+        """Whether the engine of this slot holds any of the hashes in this medium."""
+        mine = (
+            column
+            for (plane, word), column in self.columns.items()
+            if (plane.medium, word) == (medium, slot.word)
+        )
+        return any(int(np.bitwise_or.reduce(column)) >> slot.bit & 1 for column in mine)
+
 
 class IndexStats(NamedTuple):
     """Sizes and odd events of an index, for metrics and ``check_integrity``."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from publisher.block_hash import HashScheme, block_hashes
+from publisher.block_hash import HashScheme, PromptExtras, block_hashes
 from publisher.events import (
     AllBlocksCleared,
     BlockHash,
@@ -22,7 +22,7 @@ from publisher.events import (
     DecodedBatch,
     to_block_hash,
 )
-from publisher.groups import GroupSpec
+from publisher.groups import Family, GroupSpec, scheduler_block_size
 from router.index.base import Index, Plane
 from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
 from router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
@@ -71,6 +71,7 @@ class EngineResidency:
         self._groups = GroupLearner(self.facts, expected)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
+        self.assumed: HashScheme | None = None
         self._learned: LearnedKeys | None = LearnedKeys()
         self._layout: CacheLayout | None = None
         self._lookahead = 0
@@ -92,6 +93,29 @@ class EngineResidency:
         if self._detector.state is Detection.LEARNED and self._groups.groups:
             return learned_scheme(self._unit(), self._lookahead)
         return None
+
+    @property
+    def mode(self) -> str:
+        """How its hashes are had: the state of detection, or ``assumed`` while a scheme is only assumed."""
+        return str(self.detection) if self.assumed is None else "assumed"
+
+    def offer(self, prompt: Sequence[int], extras: PromptExtras) -> bool:
+        """A prompt to be placed somewhere: blocks that this engine told of may stand in it. True if that (or
+        ``confirm``) changed what is known of its hashes."""
+        if self._groups.groups:
+            self._detector.offer(prompt, extras, self._unit())
+        return self._after_detection()
+
+    def confirm(self, scheme: HashScheme) -> None:
+        """It holds blocks of a prompt hashed by this scheme: that is the proof."""
+        self._detector.confirm(scheme)
+        self._after_detection()
+
+    def doubt(self) -> None:
+        """It reported more cached tokens than the assumed scheme made expect."""
+        if self.assumed is not None:
+            self._detector.doubt()
+            self._after_detection()
 
     @property
     def learned(self) -> LearnedKeys | None:
@@ -138,6 +162,7 @@ class EngineResidency:
         """
         if self._detector.state is not Detection.NATIVE and old._detector.state is not Detection.WAITING:
             self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
+            self.assumed = old.assumed
             self._relayout()
         if self._layout is None:
             self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
@@ -159,7 +184,7 @@ class EngineResidency:
         self.index.clear(self.engine_id, GPU)
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
         self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
     def apply(self, batch: DecodedBatch) -> None:
@@ -267,6 +292,10 @@ class EngineResidency:
         for plane, block in blocks:
             self.index.set_copies(self.engine_id, plane, block, 0)
 
+    def cached_share(self, pool_blocks: int | None) -> float | None:
+        """Share of its GPU pool that holds cached blocks, whether requests use them or not."""
+        return min(1.0, self.index.physical(self.engine_id, GPU) / pool_blocks) if pool_blocks else None
+
     def audit(self, pool_blocks: int) -> bool:
         """Hold the copies counted against the engine's own number of blocks; False if there are too many."""
         if self.index.physical(self.engine_id, GPU) <= pool_blocks:
@@ -298,7 +327,7 @@ class EngineResidency:
 
     def _relayout(self) -> None:
         self.revision += 1
-        scheme = self._detector.scheme
+        scheme = self._detector.scheme or self.assumed
         unit = scheme.hash_block_size if scheme is not None else None
         if self._groups.groups:
             layout = make_layout(self._groups.groups, self.facts, unit, self._lookahead)
@@ -307,23 +336,33 @@ class EngineResidency:
     def _unit(self) -> int:
         return math.gcd(*(group.block_size for group in self._groups.groups))
 
+    def _usual_unit(self) -> int:
+        """The hash block of an engine whose operator chose none: with Mamba states at every block it is that
+        of the scheduler."""
+        groups = self._groups.groups
+        dense = any(g.family is Family.MAMBA and g.mamba_cache_mode == "all" for g in groups)
+        return scheduler_block_size(groups) if dense else self._unit()
+
     def _detect(self, event: BlockStored) -> None:
         if event.parent_block_hash is not None:
-            self._detector.observe_child(event)
+            self._detector.observe_child(event, self.facts.lora_paths)
         elif self._groups.groups:
-            self._detector.observe(root_event(event, self.facts.lora_paths), self._unit())
+            self._detector.observe(root_event(event, self.facts.lora_paths), event, self._unit())
         self._after_detection()
 
-    def _after_detection(self) -> None:
+    def _after_detection(self) -> bool:
+        """Take over what the detector found; whether anything changed."""
         now = self._detector.state, self._detector.scheme
-        if now == self._detected:
-            return
-        self._detected = now
+        assumed = self._detector.assumed(self._usual_unit(), self._lookahead) if self._groups.groups else None
+        if now == self._detected and assumed == self.assumed:
+            return False
+        self._detected, self.assumed = now, assumed
         self._relayout()
         if self._detector.state is Detection.NATIVE:
             self._learned = None
         elif self._learned is None:
             self._learned = LearnedKeys()
+        return True
 
     def _is_re_report(self, event: BlockStored) -> bool:
         """A full store from token 0 of blocks that were already a hit: the engine reports, nothing is new.

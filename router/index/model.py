@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from publisher.block_hash import HashScheme
+from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash, DecodedBatch
 from router.index.base import Index, IndexStats, Rows, Slot
 from router.index.engine import EngineResidency
@@ -25,7 +25,7 @@ from router.index.rules.hits import WordHits, evaluate
 from router.index.rules.offload import Reach, loaded, reach, usable
 from router.index.store.memory import MemoryIndex
 
-Mode = Literal["native", "learned", "shadow", "unknown"]
+Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 _T = TypeVar("_T")
 
 
@@ -34,6 +34,12 @@ class HashedPrompt(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def extras(self) -> PromptExtras: ...
 
     def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]: ...
 
@@ -199,7 +205,7 @@ class FleetResidency:
         return [e.writer for e in self._engines.values() if e.writer.detection is Detection.SEARCHING]
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago."""
+        """Expire shared-store blocks older than the TTL."""
         for engine in self._engines.values():
             engine.writer.age(now_s)
 
@@ -220,11 +226,15 @@ class FleetResidency:
         for engine_id in engine_ids:
             engine = self._engines.get(engine_id)
             seat = _NO_EVENTS if engine is None else engine.seat()
+            if engine is not None and (isinstance(seat, EngineHit) or not seat.proven):
+                writer = engine.writer
+                if writer.detection is Detection.WAITING and writer.offer(prompt.token_ids, prompt.extras):
+                    seat = engine.seat()
             if isinstance(seat, EngineHit):
                 answers[engine_id] = seat
             elif seat.learned is not None:
                 rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
-                answers |= seat_hits(rows, prompt.num_tokens, [seat], "learned", detail=detail)
+                answers |= seat_hits(rows, prompt.num_tokens, [seat], detail=detail)
             elif seat.scheme in native:
                 native[seat.scheme].append(seat)
             else:
@@ -234,23 +244,37 @@ class FleetResidency:
             told = None if elsewhere is None else elsewhere.get(scheme)
             if told is not None and told.num_hashes == rows.num_hashes:
                 rows = Rows(rows.num_hashes, rows.columns | told.columns)
-            answers |= seat_hits(rows, prompt.num_tokens, seats, "native", detail=detail)
+            self._confirm(rows, seats)
+            answers |= seat_hits(rows, prompt.num_tokens, seats, detail=detail)
         return answers
+
+    def _confirm(self, rows: Rows, seats: list[Seat]) -> None:
+        """What an engine holds of a prompt proves the scheme it was hashed by."""
+        for seat in seats:
+            if not seat.proven and rows.holds(GPU, seat.slot):
+                self._engines[seat.engine_id].writer.confirm(seat.scheme)
 
     def find_seat(self, engine: EngineResidency) -> Seat | EngineHit:
         """See ``Residency.seat``."""
         scheme, layout = engine.scheme, engine.layout
+        mode: Mode = "native" if engine.learned is None else "learned"
         if self._remembered is not None and engine.detection is Detection.WAITING:
             scheme, layout = _assumed(*self._remembered, layout)
         elif layout is None and self.facts.shared_stores:
             scheme, layout = self._alike()
+        if scheme is None and engine.assumed is not None:
+            scheme, layout, mode = engine.assumed, engine.layout, "assumed"
         if scheme is None or layout is None:
             return EngineHit("unknown", why_unknown=_why_unknown(engine))
         if layout.missing_facts:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit("unknown", why_unknown=why)
         slot = self.index.slot(engine.engine_id)
-        return Seat(engine.engine_id, scheme, layout, slot or NOWHERE, engine.learned, engine.stores)
+        proven = engine.detection is not Detection.WAITING
+        place = slot or NOWHERE
+        return Seat(
+            engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
+        )
 
     def _alike(self) -> tuple[HashScheme | None, CacheLayout | None]:
         """What another engine of the model has: a new one that loads from the same store is expected to be
@@ -290,6 +314,9 @@ class Seat(NamedTuple):
     learned: LearnedKeys | None = None
     stores: frozenset[str] = frozenset()
     """Shared stores it loads from."""
+    mode: Mode = "native"
+    proven: bool = True
+    """Whether its scheme is known from its own events."""
 
 
 NOWHERE = Slot(-1, 0)
@@ -297,17 +324,15 @@ NOWHERE = Slot(-1, 0)
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
 
 
-def seat_hits(
-    rows: Rows, num_tokens: int, seats: list[Seat], mode: Mode, *, detail: bool
-) -> dict[str, EngineHit]:
+def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
     offload = False
     for plane, _ in rows.columns:
         offload = offload or plane.medium != GPU
     words: dict[tuple[int, int], tuple[WordHits, tuple[Reach, ...]]] = {}
     answers: dict[str, EngineHit] = {}
-    equal: dict[tuple[int, int, int], EngineHit] = {}  # engines that hold as much share the answer
-    for engine_id, _, layout, (word, bit), _, stores in seats:
+    equal: dict[tuple[int, int, int, Mode], EngineHit] = {}  # engines that hold as much share the answer
+    for engine_id, _, layout, (word, bit), _, stores, mode, _ in seats:
         known = words.get((id(layout), word))  # engines laid out alike share the object
         if known is None:
             gpu = evaluate(rows, layout, num_tokens, word=word, detail=detail)
@@ -316,10 +341,10 @@ def seat_hits(
         gpu, reaches = known
         hit, trunk = gpu.hit[bit], gpu.trunk[bit]
         if not offload and not detail:
-            same = equal.get((hit, trunk, layout.alignment))
+            same = equal.get((hit, trunk, layout.alignment, mode))
             if same is None:
                 same = EngineHit(mode, hit, 0, 0, trunk, layout.alignment)
-                equal[hit, trunk, layout.alignment] = same
+                equal[hit, trunk, layout.alignment, mode] = same
             answers[engine_id] = same
             continue
         cpu = storage = 0

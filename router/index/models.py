@@ -79,7 +79,7 @@ class Scopes:
             self.scope(self._model_of[engine_id]).unstage(engine_id)
 
     def age(self, now_s: float) -> None:
-        """Let go what was told of shared stores too long ago; to be called now and then, clock monotonic."""
+        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
         for scope in self._by_model.values():
             scope.age(now_s)
 

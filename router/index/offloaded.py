@@ -78,7 +78,7 @@ class Outside:
                     self._index.set_copies(self.engine_id, plane, block, left)
 
     def age(self, now_s: float, ttl_s: float) -> None:
-        """Let go what was told of shared stores more than ``ttl_s`` ago; call it often in a ``ttl_s``."""
+        """Expire shared-store blocks older than ``ttl_s``; call it several times per ``ttl_s``."""
         if not self.stores:
             self._turned_s = None
             return

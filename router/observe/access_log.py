@@ -57,11 +57,13 @@ class AccessLogStats(msgspec.Struct):
     """Counters for metrics."""
 
     written: int = 0
+    """Lines written."""
     dropped: dict[str, int] = msgspec.field(
         default_factory=lambda: {"queue_full": 0, "tokens_unknown": 0, "not_writable": 0}
     )
     """Requests without a line: too many waited; the router did not see their tokens; the disk refused."""
     rotations: int = 0
+    """Times the file reached its size and a new one was begun."""
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):

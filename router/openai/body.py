@@ -1,8 +1,9 @@
 """A first look at a request body: what the proxy needs of it, without decoding the messages.
 
-``peek`` reads ``model`` and ``stream`` only; everything else of the JSON is skipped by the parser. It is
-as lenient as the engine: fields of the wrong type are left for the engine to reject, and what only
-Python's own JSON parser accepts (NaN, UTF-16) passes. A body that is no JSON object at all is refused.
+``peek`` reads ``model`` and ``stream`` only, and whether there is anything to be kept from engines;
+everything else of the JSON is skipped by the parser. It is as lenient as the engine: fields of the wrong
+type are left for the engine to reject, and what only Python's own JSON parser accepts (NaN, UTF-16) passes.
+A body that is no JSON object at all is refused.
 
 Always true: the event loop is held for some 3 ms per megabyte at most and 15 ms in all: larger bodies are
 looked at by ``outline.py`` in a thread.
@@ -22,6 +23,10 @@ from router.openai.outline import OutlineError, top_level
 _REASON_LENGTH_MAX = 200
 _LENIENT_BYTES_MAX = 1 << 20
 """Above this size a body is only read by the fast parser: the slow one would hold the event loop."""
+_GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs"})
+_HINTS: Final = (b"kv_transfer_params", b"vllm_xargs", b"\\u")
+_HINT_BYTES_MAX: Final = 32
+_WINDOW_BYTES: Final = 1 << 20
 _INLINE_BYTES_MAX: Final = 4 << 20
 """Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists."""
 
@@ -31,16 +36,20 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
 
     model: str | None = None
     stream: bool = False
+    guarded: bool = False
+    """It has a field that ``router.proxy.screen`` looks into; of a large body: it may have."""
 
 
 _ABSENT = msgspec.Raw(b"null")
 
 
 class _Peek(msgspec.Struct, gc=False):
-    """Both stay raw: whatever else a client puts there is not worth decoding."""
+    """All stay raw: whatever else a client puts there is not worth decoding."""
 
     model: msgspec.Raw = _ABSENT
     stream: msgspec.Raw = _ABSENT
+    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _PEEK = msgspec.json.Decoder(_Peek)
@@ -55,7 +64,17 @@ async def peek_any_size(body: bytes) -> Peek:
         found = await asyncio.to_thread(top_level, body, ("model", "stream"))
     except OutlineError as error:
         raise invalid_json(error) from None
-    return _read(found.get("model", b""), found.get("stream", b""))
+    guarded = await asyncio.to_thread(_may_be_guarded, body)
+    return _read(found.get("model", b""), found.get("stream", b""), guarded=guarded)
+
+
+def _may_be_guarded(body: bytes) -> bool:
+    """Whether such a key is somewhere in the text, or could be, written with escapes."""
+    for start in range(0, len(body), _WINDOW_BYTES):
+        window = body[start : start + _WINDOW_BYTES + _HINT_BYTES_MAX]
+        if any(hint in window for hint in _HINTS):
+            return True
+    return False
 
 
 def peek(body: bytes) -> Peek:
@@ -67,16 +86,17 @@ def peek(body: bytes) -> Peek:
         model = found.get("model")
         # Half a surrogate pair is a string in Python and text nowhere else.
         name = model.encode(errors="replace").decode() if isinstance(model, str) else None
-        return Peek(name, found.get("stream") is True)
-    return _read(bytes(seen.model), bytes(seen.stream))
+        return Peek(name, found.get("stream") is True, not _GUARDED.isdisjoint(found))
+    guarded = seen.kv_transfer_params is not msgspec.UNSET or seen.vllm_xargs is not msgspec.UNSET
+    return _read(bytes(seen.model), bytes(seen.stream), guarded=guarded)
 
 
-def _read(model: bytes, stream: bytes) -> Peek:
+def _read(model: bytes, stream: bytes, *, guarded: bool) -> Peek:
     try:
         name = _TEXT.decode(model) if model.startswith(b'"') else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid_json(error) from None
-    return Peek(name, stream == b"true")
+    return Peek(name, stream == b"true", guarded)
 
 
 def decode_leniently(body: bytes, first_error: Exception) -> dict[str, Any]:

@@ -73,6 +73,28 @@ def body_too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, "body_too_large", message, headers=_NO_RETRY)
 
 
+def body_too_complex(values_max: int) -> ApiError:
+    """413: so many values that looking for a field among them would take too long."""
+    message = f"This request body has more than {values_max} strings, lists and objects to be checked."
+    return ApiError(413, "body_too_complex", message, headers=_NO_RETRY)
+
+
+def method_not_allowed(method: str, path: str, allow: str) -> ApiError:
+    """405: there is something at this path, for other methods."""
+    message = f"{path} does not take {echoed(method)}."
+    return ApiError(405, "method_not_allowed", message, headers=((b"allow", allow.encode()), *_NO_RETRY))
+
+
+def encoding_not_supported(encoding: str) -> ApiError:
+    """415: the request body is compressed, which no engine undoes."""
+    return ApiError(
+        415,
+        "unsupported_content_encoding",
+        f"The request body is encoded as {echoed(encoding)}; send it without a content encoding.",
+        headers=_NO_RETRY,
+    )
+
+
 def no_ready_engine(message: str, *, retry_after_s: int = 1) -> ApiError:
     """503: every engine is down, excluded or draining."""
     return ApiError(

@@ -1,4 +1,4 @@
-"""Where similar texts went lately: what stands in for hits when a prompt has no token ids.
+"""Which engine similar texts went to: used instead of hits when a prompt has no token ids.
 
 A text is known by the chained hashes of its chunks (each key covers the whole text up to its chunk's end),
 so the deepest known key is the longest prefix seen before. The map keeps, per key, the engines that got it
@@ -31,8 +31,11 @@ class AffinityStats(msgspec.Struct):
     """Counters for metrics."""
 
     lookups: int = 0
+    """Requests placed by the text of their prompt because its tokens were not known."""
     matched: int = 0
+    """Those of them whose text began like an earlier one."""
     evicted: int = 0
+    """Texts forgotten because there were too many."""
 
 
 class AffinityMap:

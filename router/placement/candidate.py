@@ -14,7 +14,7 @@ import msgspec
 from publisher.events import MEDIA
 from router.index.model import EngineHit
 
-Confidence = Literal["exact", "degraded", "learned", "shadow", "none"]
+Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
 """Where a hit comes from; any discount for the feed's state is already applied by the caller."""
 
 Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "policy"]

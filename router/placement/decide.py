@@ -83,7 +83,7 @@ class Planner:
         engines = self._askable(request.model, exclude)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
-        if request.path in COMPLETION_PATHS:
+        if request.method == "POST" and request.path in COMPLETION_PATHS:
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):

@@ -37,7 +37,12 @@ from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStat
 from router.proxy.breaker import Breaker
 
 _log = structlog.get_logger()
-_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "shadow": "shadow"}
+_CONFIDENCE: dict[str, Confidence] = {
+    "native": "exact",
+    "learned": "learned",
+    "assumed": "assumed",
+    "shadow": "shadow",
+}
 _NO_SCHEME = HashScheme()
 _NO_ACCESS_LOG = AccessLogSettings()
 

@@ -1,4 +1,4 @@
-"""How much of a prompt is the same as a prompt in flight, engine by engine: control of herds.
+"""The prefix a prompt shares with prompts in flight, per engine: keeps prompts that begin alike together.
 
 Siblings of one prompt arrive within seconds, before the first of them has made the engine publish anything.
 Whoever looks at published blocks alone sees them all cold and sprays them. So the prompts sent to each engine
@@ -43,8 +43,11 @@ class InflightStats(msgspec.Struct):
     """Counters for metrics; ``prompts`` and ``blocks`` are current."""
 
     prompts: int = 0
+    """Gauge: prompts in flight, whose blocks their engine will soon hold."""
     blocks: int = 0
+    """Gauge: distinct blocks of these prompts."""
     evicted: int = 0
+    """Prompts forgotten before their end because there were too many."""
 
 
 class InflightPrompt(msgspec.Struct, eq=False):

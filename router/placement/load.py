@@ -42,9 +42,13 @@ class LoadStats(msgspec.Struct):
     """Counters for metrics."""
 
     admitted: int = 0
+    """Requests placed on an engine, retries included."""
     first_tokens: int = 0
+    """Streams that delivered a first token."""
     finished: int = 0
+    """Placed requests that ended with an answer, or whose client left."""
     failed: int = 0
+    """Placed requests that the engine refused or broke off."""
     overdue: int = 0
     """Streamed prompts whose first token came later than ``LoadSettings`` waits for."""
     overflow: int = 0

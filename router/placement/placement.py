@@ -154,6 +154,8 @@ class Placement(Attempt):
             receipt = self._receipt(usage)
             engine.receipts.add(receipt)
             accounts.receipts.add(receipt)
+            if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
+                engine.residency.writer.doubt()
         if accounts.access is not None and self.request.path in COMPLETION_PATHS:
             self._log_access(accounts.access, usage, now)
 

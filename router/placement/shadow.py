@@ -49,6 +49,7 @@ class ShadowStats(msgspec.Struct):
     """Counters for metrics."""
 
     prompts: int = 0
+    """Prompts entered into the assumed caches of engines without events."""
     too_large: int = 0
     """Prompts that do not fit the shadow as a whole: its size is set too small."""
 

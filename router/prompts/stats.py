@@ -36,42 +36,66 @@ class PromptStats(msgspec.Struct):
     """Counts since start; ``*_bytes`` are gauges."""
 
     local: int = 0
+    """Prompts tokenized by the router itself."""
     engine: int = 0
+    """Prompts tokenized by asking an engine."""
     refused: int = 0
+    """Requests refused while their prompt was read: no engine would take them either."""
     not_local: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Prompts that the router could not tokenize itself, by reason."""
     affinity: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Requests placed by their text because their tokens are not known, by reason."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 
     rendered: int = 0
+    """Chat templates rendered."""
     rendered_jinja2: int = 0
     """Renderings by jinja2, the slower engine, because minijinja is not in use for that template."""
     template_checks: int = 0
+    """Renderings done by both template engines for comparison."""
     template_mismatches: int = 0
     """Renderings where minijinja and jinja2 disagreed; that template stays with jinja2 from then on."""
 
     prefix_hits: int = 0
+    """Prompts that began like one in the prefix cache, whose tokens and hashes were used again."""
     prefix_misses: int = 0
+    """Prompts that began like none in the prefix cache."""
     prefix_evictions: int = 0
+    """Entries that left the prefix cache for want of room."""
     prefix_bytes: int = 0
+    """Gauge: size of the prefix cache."""
     segment_hits: int = 0
+    """Messages found tokenized in the segment cache."""
     segment_misses: int = 0
+    """Messages that had to be tokenized."""
     segment_evictions: int = 0
+    """Entries that left the segment cache for want of room."""
     segment_bytes: int = 0
+    """Gauge: size of the segment cache."""
     context_bytes: int = 0
+    """Gauge: size of the cache of tool lists and other template input."""
     context_evictions: int = 0
+    """Entries that left that cache for want of room."""
     not_kept: int = 0
     """Prompts, texts and tool lists too large for their cache: used once."""
     tokens_reused: int = 0
+    """Prompt tokens taken from the prefix cache."""
     tokens_new: int = 0
+    """Prompt tokens made by the tokenizer."""
     blocks_reused: int = 0
+    """Block hashes taken from the prefix cache."""
     blocks_hashed: int = 0
+    """Block hashes computed."""
 
     worker_jobs: int = 0
+    """Prompts tokenized in a worker thread because they are long."""
     worker_full: int = 0
     """Prompts that went to affinity because the worker queue was full."""
 
     engine_calls: int = 0
+    """Calls to engines for the tokens of a prompt."""
     engine_failures: int = 0
+    """Such calls without an answer that can be used."""
     engine_skipped: int = 0
     """Engine calls not made: endpoint known to be absent or failing, or too many calls at once."""

@@ -10,20 +10,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import cast
 
-from router.http.client import UpstreamClient
-from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.http.client.pool import UpstreamClient
+from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.observe.requests import RequestBook, RequestRecord
 from router.openai.body import Peek, peek_any_size
-from router.openai.errors import ApiError, bad_request, body_too_large
+from router.openai.errors import (
+    ApiError,
+    bad_request,
+    body_too_complex,
+    body_too_large,
+    encoding_not_supported,
+    method_not_allowed,
+)
+from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.proxy.forward import Forwarder, Outbound, Planner
 from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import COMPLETION_PATHS, Verdict, judge
-from router.proxy.report_mode import screen
+from router.proxy.paths import COMPLETION_PATHS, POST_PATHS, Verdict, judge
+from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
 _NO_PEEK = Peek()
+_UNREAD = Peek(guarded=True)
+_LARGE_BYTES = 4 * 1024 * 1024
+_POST = frozenset({"POST", "OPTIONS"})
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 
 
@@ -40,10 +53,16 @@ class ProxyApp:
         settings: ProxySettings | None = None,
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        requests: RequestBook | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
+        self.requests = requests or RequestBook(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
+        self._rules = Rules(
+            not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
+        )
         self._forwarder = Forwarder(
             planner, self.client, settings=self.settings, stats=self.stats, clock=clock
         )
@@ -61,65 +80,89 @@ class ProxyApp:
         self.stats.requests_active += 1
         watch = DisconnectWatch()
         request_id: bytes | None = None
+        record = self.requests.begin(scope["method"], scope["path"])
         try:
             client = scope.get("client")
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
-            self._check_path(scope["path"])
-            out = await self._outbound(scope, head, await self._read_body(head, receive))
+            record.request_id = request_id.decode("latin-1")
+            self._check(scope["path"], scope["method"], head)
+            out = await self._outbound(scope, head, await self._read_body(head, receive), record)
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
-            await self._answer_error(error, request_id, send)
+            await self._answer_error(error, request_id, record, send)
         except _ClientGoneError:
             self.stats.clients_gone += 1
+            record.gone = True
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not watch.gone or task is None:
                 raise
             task.uncancel()
             self.stats.clients_gone += 1
+            record.gone = True
         finally:
             watch.stop()
             self.stats.requests_active -= 1
+            self.requests.end(record)
 
-    def _check_path(self, path: str) -> None:
+    def _check(self, path: str, method: str, head: RequestHead) -> None:
+        """What is refused before the body is read."""
         verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
-        if verdict is Verdict.FORWARD:
-            return
         if verdict is Verdict.UNKNOWN:
             raise ApiError(404, "path_not_found", "Unknown path.", kind="not_found_error")
-        self.stats.paths_refused += 1
-        message = "This path affects every client of an engine and is not forwarded."
-        raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+        if verdict is Verdict.REFUSE:
+            self.stats.paths_refused += 1
+            message = "This path affects every client of an engine and is not forwarded."
+            raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+        if path in POST_PATHS and method not in _POST:
+            raise method_not_allowed(method, path, "POST")
+        if head.encoding:
+            raise encoding_not_supported(head.encoding.decode("latin-1"))
 
-    async def _outbound(self, scope: Scope, head: RequestHead, body: bytes) -> Outbound:
+    async def _outbound(
+        self, scope: Scope, head: RequestHead, body: bytes, record: RequestRecord
+    ) -> Outbound:
+        record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        if self.settings.kv_cache_report_mode != "pass" and (head.json or path in COMPLETION_PATHS):
-            body = screen(body, self.settings.kv_cache_report_mode)
-        look = await self._peek(path, method, head, body)
+        look = await self._peek(path, method, body)
+        if look.guarded:
+            body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
             method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
         )
-        return Outbound(request, head, target)
+        record.model = look.model or ""
+        return Outbound(request, head, target, record)
+
+    async def _screen(self, body: bytes) -> bytes:
+        try:
+            found = await at_leisure(screen(body, self._rules))
+        except TooManyStepsError:
+            raise body_too_complex(STEPS_MAX) from None
+        self.stats.kv_transfer_params_removed += found.transfer > 0
+        return found.body
 
     async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
         limit = self.settings.body_bytes_max
         if head.content_length is not None and head.content_length > limit:
             raise self._too_large()
         message = await receive()
-        pieces: list[bytes] = []
-        size = 0
+        body: bytes | bytearray = b""
         while message["type"] == "http.request":
             piece = message.get("body", b"")
-            size += len(piece)
-            if size > limit:
+            if len(body) + len(piece) > limit:
                 raise self._too_large()
+            if not body:
+                body = piece
+            elif piece:
+                body = body if isinstance(body, bytearray) else bytearray(body)
+                body += piece
             if not message.get("more_body", False):
-                return b"".join((*pieces, piece)) if pieces else piece
-            pieces.append(piece)
+                # A large one stays what it was received in: copying it would hold the loop.
+                return bytes(body) if len(body) < _LARGE_BYTES else cast(bytes, body)
             message = await receive()
         raise _ClientGoneError
 
@@ -130,21 +173,34 @@ class ProxyApp:
         return error
 
     @staticmethod
-    async def _peek(path: str, method: str, head: RequestHead, body: bytes) -> Peek:
-        if method == "POST" and path in COMPLETION_PATHS:
-            if not body:
-                raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
-            return await peek_any_size(body)
-        if not head.json or not body:
+    async def _peek(path: str, method: str, body: bytes) -> Peek:
+        completion = method == "POST" and path in COMPLETION_PATHS
+        if completion and not body:
+            raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
+        if not completion and not may_be_object(body):
             return _NO_PEEK
         try:
             return await peek_any_size(body)
         except ApiError:
-            return _NO_PEEK  # the engine knows what its other endpoints take
+            if completion:
+                raise
+            return _UNREAD  # the engine knows what its other endpoints take
 
-    async def _answer_error(self, error: ApiError, request_id: bytes | None, send: Send) -> None:
-        self.stats.count_error(error.code)
+    async def _answer_error(
+        self, error: ApiError, request_id: bytes | None, record: RequestRecord, send: Send
+    ) -> None:
+        self.stats.count_error(error.status, error.code)
+        if error.status >= 500 and not record.explained:
+            self.requests.tell(
+                "request not served",
+                record,
+                error.code,
+                status=error.status,
+                code=error.code,
+                path=record.path,
+            )
         body = error.body()
+        record.status, record.bytes_out = error.status, len(body)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

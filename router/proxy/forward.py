@@ -16,9 +16,10 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from router.http.client import REPEATABLE, UpstreamClient
-from router.http.client_connection import UpstreamConnection, UpstreamError
-from router.http.disconnect import Send
+from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.http.client.pool import REPEATABLE, UpstreamClient
+from router.http.server.disconnect import Send
+from router.observe.requests import RequestRecord
 from router.openai.errors import (
     ApiError,
     engine_timeout,
@@ -52,6 +53,7 @@ class Outbound(msgspec.Struct, gc=False):
     head: RequestHead
     target: bytes
     """Path and query exactly as the client spelled them."""
+    record: RequestRecord
 
 
 class Refusal(msgspec.Struct, gc=False):
@@ -110,6 +112,8 @@ class Forwarder:
                 break
             if attempt:
                 self._stats.retries += 1
+                self._tell_retry(out.record, outcome, placement.engine_id)
+            out.record.placed(placement.engine_id, completion=out.request.path in COMPLETION_PATHS)
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
@@ -119,10 +123,25 @@ class Forwarder:
                 break
             if _broke(outcome):
                 breaks += 1
+                out.record.explained = True
                 self._tell_break(out.request, placement.engine_id, outcome, last=breaks == _BREAKS_MAX)
                 if breaks == _BREAKS_MAX:
                     break
-        await self._give_up(outcome, send)
+        await self._give_up(outcome, out.record, send)
+
+    def _tell_retry(
+        self, record: RequestRecord, outcome: Refusal | UpstreamError | None, engine_id: str
+    ) -> None:
+        """Before ``record`` is told of the next engine."""
+        if outcome is not None and not _broke(outcome):  # that is said elsewhere
+            record.book.tell(
+                "request retried",
+                record,
+                record.engine,
+                engine=record.engine,
+                next=engine_id,
+                problem=_why(outcome),
+            )
 
     def _tell_break(
         self, request: InboundRequest, engine_id: str, outcome: Refusal | UpstreamError, *, last: bool
@@ -142,11 +161,14 @@ class Forwarder:
             engine=engine_id,
             path=request.path,
             model=request.model,
-            problem=outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}",
+            problem=_why(outcome),
         )
 
-    async def _give_up(self, outcome: Refusal | UpstreamError | None, send: Send) -> None:
+    async def _give_up(
+        self, outcome: Refusal | UpstreamError | None, record: RequestRecord, send: Send
+    ) -> None:
         if isinstance(outcome, Refusal):
+            record.status, record.bytes_out = outcome.status, len(outcome.body)
             await send({"type": "http.response.start", "status": outcome.status, "headers": outcome.fields})
             await send({"type": "http.response.body", "body": outcome.body})
             return
@@ -174,9 +196,9 @@ class Forwarder:
             if first is None:
                 first = await connection.read()
             if head.sse:
-                await self._relay_events(connection, placement, head, first, send)
+                await self._relay_events(connection, placement, out.record, head, first, send)
             else:
-                await self._relay(connection, placement, head, first, send, path=out.request.path)
+                await self._relay(connection, placement, out.record, head, first, send)
         except UpstreamError as error:
             self._failed(placement, error)
             return error
@@ -223,17 +245,17 @@ class Forwarder:
         self,
         connection: UpstreamConnection,
         placement: Attempt,
+        record: RequestRecord,
         head: AnswerHead,
         data: bytes,
         send: Send,
-        *,
-        path: str,
     ) -> None:
+        record.status = connection.status
         success = 200 <= connection.status < 300
         if data or connection.finished:
             placement.first_byte(connection.status if data else 0)
         await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
-        wants_usage = success and not head.encoded and path in COMPLETION_PATHS
+        wants_usage = success and not head.encoded and placement.request.path in COMPLETION_PATHS
         seen: list[bytes] = []
         seen_bytes = 0
         while True:
@@ -242,16 +264,17 @@ class Forwarder:
                 seen_bytes += len(data)
                 wants_usage = seen_bytes <= self._settings.usage_bytes_max
             more = not connection.finished
+            record.bytes_out += len(data)
             await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 break
             try:
                 data = await connection.read()
             except UpstreamError as error:
-                self._stats.streams_broken += 1
-                self._failed(placement, error)
+                self._broke_off(placement, record, error)
                 return
-        placement.finished(self._usage_of(seen) if wants_usage else None)
+        record.usage = self._usage_of(seen) if wants_usage else None
+        placement.finished(record.usage)
 
     def _usage_of(self, seen: list[bytes]) -> Usage | None:
         try:
@@ -261,9 +284,17 @@ class Forwarder:
             return None
 
     async def _relay_events(
-        self, connection: UpstreamConnection, placement: Attempt, head: AnswerHead, data: bytes, send: Send
+        self,
+        connection: UpstreamConnection,
+        placement: Attempt,
+        record: RequestRecord,
+        head: AnswerHead,
+        data: bytes,
+        send: Send,
     ) -> None:
         relay = SseRelay()
+        record.status = connection.status
+        success = 200 <= connection.status < 300
         begun = False
         started = False
         while True:
@@ -274,6 +305,9 @@ class Forwarder:
             if not begun and relay.begun:
                 begun = True
                 placement.first_byte(connection.status)  # an error's events are no tokens
+            if success and begun:
+                record.piece()
+            record.bytes_out += len(out)
             if not started and (out or not more):
                 started = True
                 await send(
@@ -289,21 +323,33 @@ class Forwarder:
                 if not started:
                     raise
                 if not relay.done:
-                    await self._break_stream(relay, placement, error, send)
+                    await self._break_stream(relay, placement, record, error, send)
                     return
                 await send({"type": "http.response.body", "body": relay.end(), "more_body": False})
                 break
         self._stats.usage_unread += relay.unread_usages
+        record.usage = relay.usage
         placement.finished(relay.usage)
 
-    async def _break_stream(
-        self, relay: SseRelay, placement: Attempt, error: UpstreamError, send: Send
-    ) -> None:
+    def _broke_off(self, placement: Attempt, record: RequestRecord, error: UpstreamError) -> None:
+        """The answer ended before its end, and the client has had a part of it."""
         self._stats.streams_broken += 1
         self._failed(placement, error)
+        engine_id = placement.engine_id
+        record.broken = True
+        record.book.tell("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
+
+    async def _break_stream(
+        self, relay: SseRelay, placement: Attempt, record: RequestRecord, error: UpstreamError, send: Send
+    ) -> None:
+        self._broke_off(placement, record, error)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         event = stream_broken(f"The engine {said} before its answer was complete.").body()
         await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})
+
+
+def _why(outcome: Refusal | UpstreamError) -> str:
+    return outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}"
 
 
 def _broke(outcome: Refusal | UpstreamError) -> bool:

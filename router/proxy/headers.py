@@ -39,7 +39,8 @@ class RequestHead(msgspec.Struct, gc=False):
     request_id: bytes
     content_length: int | None
     """As declared; None without one."""
-    json: bool
+    encoding: bytes
+    """The body's content encoding; empty where it has none."""
 
 
 def read_request_headers(headers: list[Header], client_host: str | None) -> RequestHead:
@@ -49,14 +50,14 @@ def read_request_headers(headers: list[Header], client_host: str | None) -> Requ
     forwarded_for = b""
     named: set[bytes] = set()
     content_length = None
-    json = False
+    encoding = b""
     for name, value in headers:
         if name not in _NOT_FORWARDED:
             kept.append((name, value))
             if name == b"x-request-id":
                 request_id = value
-            elif name == b"content-type":
-                json = b"json" in value.lower()
+            elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                encoding = value
         elif name == b"content-length":
             content_length = int(value)
         elif name == b"x-forwarded-for":
@@ -74,7 +75,7 @@ def read_request_headers(headers: list[Header], client_host: str | None) -> Requ
         forwarded_for = forwarded_for + b", " + host if forwarded_for else host
     if forwarded_for:
         kept.append((b"x-forwarded-for", forwarded_for))
-    return RequestHead(kept, request_id, content_length, json)
+    return RequestHead(kept, request_id, content_length, encoding)
 
 
 def request_head(

@@ -1,4 +1,4 @@
-"""Which paths are passed on to an engine, which are refused, and which are nobody's.
+"""Which paths are forwarded to engines, which are refused, and which are unknown.
 
 Engines compare the decoded path; so does this, after folding what an engine or a proxy on the way might
 fold (doubled, trailing and dotted segments), so that no spelling slips past the refusal.
@@ -12,6 +12,23 @@ from enum import Enum
 _PASSED = frozenset({"/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify"})
 _PASSED_PREFIXES = ("/v1/", "/v2/")
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+POST_PATHS = (
+    COMPLETION_PATHS
+    | _PASSED
+    | frozenset(
+        {
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+            "/v1/embeddings",
+            "/v1/messages",
+            "/v1/rerank",
+            "/v1/responses",
+            "/v1/score",
+            "/v2/rerank",
+        }
+    )
+)
+"""Where engines take nothing but POST."""
 
 
 class Verdict(Enum):

@@ -1,4 +1,4 @@
-"""Looks at the shared index for a planner: one round trip per prompt, and an answer whatever happens.
+"""Look-ups in the shared index: one round trip per prompt, and a fallback for every failure.
 
 Engines that this replica follows are predicted from its own memory, which is ahead of the index by the time
 a write takes; all others from the index. Always true: a look raises nothing and waits no longer than the
@@ -213,7 +213,7 @@ class IndexLookup:
                 seats.setdefault(seat.scheme, []).append(seat)
         for scheme, alike in seats.items():
             rows = _span(found.rows, *spans[scheme])
-            hits |= seat_hits(rows, prompt.num_tokens, alike, "native", detail=detail)
+            hits |= seat_hits(rows, prompt.num_tokens, alike, detail=detail)
         for engine_id in [seat.engine_id for alike in seats.values() for seat in alike]:
             if not _trusted(found.engines[engine_id]):
                 self.stats.stale_engines += 1

@@ -1,4 +1,4 @@
-"""The reader's side: one round trip per look-up, and only what is certainly so.
+"""Reads residency from the shared index: one round trip per look-up; only entries that are certainly current.
 
 A look-up asks for the blocks, then for the version of the books, on every server it needs, all at once. The
 books are kept from look-up to look-up and fetched again when the version differs, before anything is decoded;

@@ -1,4 +1,4 @@
-"""This replica's part in an index that several share: leases, mirrors, looks and told load, all together.
+"""This replica's part in a shared index: leases, mirrored feeds, look-ups and load reports.
 
 One per router. It owns the connections (one for writing, one for looking, so that no look waits behind a
 batch) and a ``MirroredIndex`` per model, which the feeds write to. Always true: a feed runs only while its
@@ -317,6 +317,9 @@ def engine_facts(
 ) -> EngineFacts:
     """What the other replicas need to predict this engine, or why they cannot."""
     state = str(feed_state)
+    if isinstance(seat, Seat) and seat.mode == "assumed":
+        why = "hash scheme not proven yet, only assumed"
+        return EngineFacts(engine.layout, None, "unknown", why, state, missing)
     if isinstance(seat, Seat):
         if seat.learned is not None:
             return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)

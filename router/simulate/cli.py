@@ -17,37 +17,44 @@ def simulate(
         ),
     ],
     *,
-    engines: Annotated[int, Parameter(help="How many engines.")] = 8,
+    engines: Annotated[int, Parameter(help="Number of simulated engines.")] = 8,
     model: Annotated[
         str, Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups.")
     ] = "gpt-oss-like",
     block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64,
     pool: Annotated[
-        str, Parameter(help="KV cache: blocks per engine, or the fleet's share of what the workload fills.")
+        str,
+        Parameter(
+            help="KV cache: blocks per engine, or the share of what these requests fill that the fleet holds."
+        ),
     ] = "25%",
     policy: Annotated[
         str,
         Parameter(
-            help="Arms, with commas: kvatlas, exact, full-attention, full-attention-in-flight, rules, "
-            "approx-tree, approx-tree-capped, session-hash, hash, power-of-two, least-load, round-robin; "
-            "kvatlas:beta=0.5 sets the knob."
+            help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
+            "full-attention-in-flight, rules, approx-tree, approx-tree-capped, session-hash, hash, "
+            "power-of-two, least-load, round-robin; kvatlas:beta=0.5 sets a parameter."
         ),
     ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
     load: Annotated[
-        float, Parameter(help="Arrivals so fast that round robin is busy with prompts for this share.")
+        float,
+        Parameter(
+            help="Speed arrivals up until prompts take this share of the engines' time under round robin."
+        ),
     ] = 0.85,
     speed: Annotated[
-        float | None, Parameter(help="Instead of --load: arrivals so many times as fast as recorded.")
+        float | None, Parameter(help="Instead of --load: arrival speed, as a multiple of the recorded one.")
     ] = None,
     retention: Annotated[
-        str, Parameter(help="prefix_cache_retention_interval: tokens or dense; several with commas.")
+        str, Parameter(help="prefix_cache_retention_interval: tokens or dense; several separated by commas.")
     ] = "0",
-    seeds: Annotated[int, Parameter(help="Runs per arm; with several, 95 % intervals are shown.")] = 1,
+    seeds: Annotated[int, Parameter(help="Runs per policy; several give 95 % confidence intervals.")] = 1,
     requests: Annotated[
-        int | None, Parameter(help="Only the first so many; of a generator that many (4000).")
+        int | None, Parameter(help="Use the first N requests (default: all of a file, 4000 of a generator).")
     ] = None,
     seconds: Annotated[
-        float | None, Parameter(help="Over how long a generator's sessions begin (0.3 per request).")
+        float | None,
+        Parameter(help="Time over which a generator starts its sessions (default: 0.3 per request)."),
     ] = None,
     served_model: Annotated[
         str | None, Parameter(help="Only requests of this model, where an access log has several.")
@@ -65,13 +72,14 @@ def simulate(
     chunk_tokens: Annotated[int | None, Parameter(help="The engines' max_num_batched_tokens (8192).")] = None,
     seqs_max: Annotated[int | None, Parameter(help="The engines' max_num_seqs (64).")] = None,
     sensitivity: Annotated[
-        bool, Parameter(help="Also at 0.8 and 1.25 times the prefill rate.", negative="")
+        bool, Parameter(help="Run at 0.8 and 1.25 times the prefill rate too.", negative="")
     ] = False,
-    processes: Annotated[int | None, Parameter(help="Default: one per core.")] = None,
+    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None,
     plot: Annotated[
-        Path | None, Parameter(help="Draw into a .png, .svg or .html file (needs kvatlas[plot]).")
+        Path | None,
+        Parameter(help="Draw into a .png, .svg or .html file (needs matplotlib: the extra plot)."),
     ] = None,
-    json: Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")] = False,
+    json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
     """What policies, memory and engine flags would do with a workload: engines on a virtual clock, no GPU."""
     from router.simulate.command import SimulateOptions, run_simulate  # noqa: PLC0415  # loaded when run

@@ -21,7 +21,7 @@ from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of
 from router.simulate.outcome import NothingServedError
 from router.simulate.plan import Plan, check_layout, run_plan
 from router.simulate.plot import PlotError, check_plot, draw
-from router.simulate.report import WIDTH_PIPED, facts_of, report_json, show
+from router.simulate.report import facts_of, report_json, show
 from router.simulate.run.arms import Arm, arms_of
 from router.simulate.run.fleet import FleetSetup
 from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
@@ -29,6 +29,7 @@ from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
+from router.tools.console import output_console
 
 ENGINES_MAX = 1024
 SEEDS_MAX = 100
@@ -96,12 +97,13 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
         progress_bar(total, quiet=as_json) as placed,
     ):
         study = run_plan(plan, workloads, processes=processes, placed=placed)
-    facts = facts_of(plan, study, workloads, workload=options.workload, model=options.model)
+    facts = facts_of(
+        plan, study, workloads, workload=options.workload, model=options.model, pool=options.pool
+    )
     if as_json:
         sys.stdout.write(msgspec.json.encode(report_json(plan, study, facts, fit)).decode() + "\n")
     else:
-        console = Console()
-        show(plan, study, facts, fit, console if console.is_terminal else Console(width=WIDTH_PIPED))
+        show(plan, study, facts, fit, output_console())
     if options.plot is not None:
         with refused("--plot", PlotError):
             draw(study, facts, options.plot)
@@ -145,7 +147,7 @@ def read_pool(text: str, groups: tuple[GroupSpec, ...], engines: int, workloads:
     if text.endswith("%"):
         return pool_blocks(workloads[0], groups, engines, value / 100)
     if value < POOL_BLOCKS_MIN:
-        raise ConfigError(f"--pool {text}: at least {POOL_BLOCKS_MIN} blocks are wanted")
+        raise ConfigError(f"--pool {text}: expected at least {POOL_BLOCKS_MIN} blocks")
     return int(value)
 
 

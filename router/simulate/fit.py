@@ -59,7 +59,7 @@ def fit_capture(captured: Sequence[Captured], timing: Timing) -> Fit:
     if len(points) < SAMPLES_MIN:
         raise FitError(
             f"{len(points)} requests tell both the time to their first token and their cached tokens, "
-            f"{SAMPLES_MIN} are wanted: requests must be streamed with stream_options.include_usage, and "
+            f"{SAMPLES_MIN} are needed: requests must be streamed with stream_options.include_usage, and "
             "engines started with --enable-prompt-tokens-details"
         )
     notes = []
@@ -147,8 +147,8 @@ def fit_metrics(text: str, timing: Timing) -> Fit:
     tokens = _computed_tokens(histograms, counters)
     if tokens <= 0 or prefill.sum <= 0 or prefill.count < SAMPLES_MIN:
         raise FitError(
-            f"the engine has told of {prefill.count:.0f} prompts and {tokens:.0f} computed tokens; "
-            f"{SAMPLES_MIN} prompts are wanted"
+            f"the engine has reported {prefill.count:.0f} prompts and {tokens:.0f} computed tokens; "
+            f"{SAMPLES_MIN} prompts are needed"
         )
     mean_tokens = tokens / prefill.count
     spread = "quartiles of requests"

@@ -56,9 +56,7 @@ def groups_of(model: str, block_tokens: int = BLOCK_TOKENS) -> tuple[GroupSpec, 
     groups = _of_file(Path(model)) if make is None else make(block_tokens)
     for group in groups:
         if group.block_size < 1:
-            raise ModelError(
-                f"group {group.group_idx}: block_size = {group.block_size}: at least 1 is wanted"
-            )
+            raise ModelError(f"group {group.group_idx}: block_size = {group.block_size}: expected at least 1")
         if UNIT_TOKENS % group.block_size and group.block_size % UNIT_TOKENS:
             raise ModelError(
                 f"group {group.group_idx}: block_size = {group.block_size}; a workload tells tokens apart in "
@@ -75,5 +73,5 @@ def _of_file(path: Path) -> tuple[GroupSpec, ...]:
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from None
     if not found:
-        raise ModelError(f"{path}: groups: at least one is wanted")
+        raise ModelError(f"{path}: groups: expected at least one")
     return tuple(found)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+_LINES = ("-", "--", ":", "-.")
 ENDINGS = (".png", ".svg", ".html")
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -65,7 +66,7 @@ def check_plot(path: Path) -> None:
 
 def draw(study: Study, facts: Facts, path: Path) -> None:
     """Write the picture or page. Raises ``PlotError``."""
-    figure = _figure(study)
+    figure = _figure(study, facts)
     try:
         if path.suffix == ".html":
             path.write_text(_page(study, facts, figure), encoding="utf-8")
@@ -90,35 +91,50 @@ def _library() -> Any:
         import matplotlib as mpl  # noqa: PLC0415  # an extra, and slow to load
         from matplotlib import figure  # noqa: PLC0415
     except ImportError:
-        raise PlotError("--plot needs matplotlib: pip install 'kvatlas[plot]'") from None
+        raise PlotError("--plot needs matplotlib: python -m pip install matplotlib") from None
     mpl.rcParams["svg.hashsalt"] = "kvatlas"  # else ids in an SVG differ from run to run
     return figure
 
 
-def _figure(study: Study) -> Figure:
-    figure: Figure = _library().Figure(figsize=(15, 5), layout="constrained")
+def _figure(study: Study, facts: Facts) -> Figure:
+    """One colour per policy, one kind of line per cell; the legend stands beside the curves."""
+    figure: Figure = _library().Figure(figsize=(17, 5.5), layout="constrained")
+    figure.suptitle(_title(facts))
+    arms = list(dict.fromkeys(report.arm for report in study.reports))
+    cells = list(dict.fromkeys((report.retention, report.rate_factor) for report in study.reports))
     waits, hits, loads = figure.subplots(1, 3)
     for report in study.reports:
-        _draw_arm(report, label(report, study), waits, hits, loads)
+        cell = cells.index((report.retention, report.rate_factor))
+        look = {"color": f"C{arms.index(report.arm) % 10}", "linestyle": _LINES[cell % len(_LINES)]}
+        _draw_arm(report, label(report, study), look, waits, hits, loads)
     waits.set(xscale="log", xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1))
     hits.set(xlabel="share of the run", ylabel="hit share of prompt tokens", xlim=(0, 1))
     hits.set_ylim(bottom=0)
     loads.set(xlabel="engine, busiest first", ylabel="share of time busy with prompts")
-    loads.set_ylim(bottom=0)
-    for axes in (waits, hits, loads):
+    loads.set_ylim(0, 1.02)
+    loads.xaxis.get_major_locator().set_params(integer=True)
+    names = ("Time to first token", "Cache hits over the run", "Load of the engines")
+    for axes, name in zip((waits, hits, loads), names, strict=True):
+        axes.set_title(name)
         axes.grid(visible=True, alpha=0.3)
-    waits.legend(fontsize="small", loc="upper left")
+    figure.legend(*waits.get_legend_handles_labels(), fontsize="small", loc="outside right center")
     return figure
 
 
-def _draw_arm(report: ArmReport, name: str, waits: Axes, hits: Axes, loads: Axes) -> None:
+def _title(facts: Facts) -> str:
+    return f"{facts.workload} on {facts.engines} engines of {facts.model}"
+
+
+def _draw_arm(
+    report: ArmReport, name: str, look: dict[str, Any], waits: Axes, hits: Axes, loads: Axes
+) -> None:
     result = report.results[0]
     times = np.sort(result.ttft_s[result.ttft_s >= 0])
-    waits.plot(np.maximum(times, 1e-4), np.arange(1, len(times) + 1) / len(times), label=name)
+    waits.plot(np.maximum(times, 1e-4), np.arange(1, len(times) + 1) / len(times), label=name, **look)
     shares = result.curves.hit_shares
-    hits.plot((np.arange(len(shares)) + 0.5) / len(shares), shares)
+    hits.plot((np.arange(len(shares)) + 0.5) / len(shares), shares, **look)
     busy = sorted(result.curves.busy_shares, reverse=True)
-    loads.plot(range(1, len(busy) + 1), busy, marker="o", markersize=3)
+    loads.plot(range(1, len(busy) + 1), busy, marker="o", markersize=3, **look)
 
 
 def _undated(suffix: str) -> dict[str, str | None]:
@@ -136,7 +152,7 @@ def _page(study: Study, facts: Facts, figure: Figure) -> str:
             cells.append(f"{scale * over_seeds(report.outcomes, name).mean:.{digits}f}")
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return _PAGE.format(
-        title=html.escape(f"{facts.workload} on {facts.engines} engines of {facts.model}"),
+        title=html.escape(_title(facts)),
         text=html.escape(
             f"{facts.requests} requests, {facts.mean_prompt_tokens:.0f} prompt tokens on average; "
             f"{facts.blocks_per_engine} blocks per engine; numbers are means over {facts.seeds} seed(s), "

@@ -15,8 +15,8 @@ from router.simulate.outcome import Outcome
 from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
 from router.simulate.study import Workloads, mean_prompt_tokens
 
-WIDTH_PIPED = 132
 _COLUMNS = ("hit %", "mean s", "p50 s", "p90 s", "p99 s", "imbal.", "error", "exact %", "regret s")
+_WITH_INTERVAL = ("hit %", "mean s")
 _LEGEND = (
     "Seconds to the first token. imbal.: busiest engine over the mean; error: tokens between predicted and "
     "true hit; regret: later than at the best policy, request by request."
@@ -37,13 +37,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int
     engines: int
     blocks_per_engine: int
+    pool: str
+    """As it was asked for: a share of what the requests of the run fill, or blocks."""
     tokens_per_engine: int
     """What the pool would hold of full attention, if it held nothing else."""
     load: float | None
     speeds: list[float]
 
 
-def facts_of(plan: Plan, study: Study, workloads: Workloads, *, workload: str, model: str) -> Facts:
+def facts_of(
+    plan: Plan, study: Study, workloads: Workloads, *, workload: str, model: str, pool: str
+) -> Facts:
     """From the first seed's requests."""
     requests = next(iter(workloads.values()))
     setup = plan.setup
@@ -57,6 +61,7 @@ def facts_of(plan: Plan, study: Study, workloads: Workloads, *, workload: str, m
         seeds=len(workloads),
         engines=setup.engines,
         blocks_per_engine=setup.num_blocks,
+        pool=pool,
         tokens_per_engine=setup.num_blocks * min(group.block_size for group in setup.groups),
         load=plan.load,
         speeds=study.speeds,
@@ -94,6 +99,7 @@ def _arm(report: ArmReport) -> dict[str, Any]:
 def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Console) -> None:
     """Head, table and what to know about them."""
     console.print(_head(plan, facts), highlight=False)
+    console.print(_load(study, facts), highlight=False)
     if fit is not None:
         _show_fit(fit, console)
     for table in _tables(plan, study):
@@ -109,15 +115,35 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
 
 def _head(plan: Plan, facts: Facts) -> str:
     timing = plan.setup.timing
-    load = "as recorded" if facts.load is None else f"round robin {100 * facts.load:.0f} % busy with prompts"
-    speed = f"{sum(facts.speeds) / len(facts.speeds):.2f} x the workload's times"
+    pool = f"{facts.tokens_per_engine} tokens"
+    if facts.pool.endswith("%"):
+        pool += f"; the fleet {facts.pool} of what these {facts.requests} requests fill"
     return (
         f"[bold]{facts.workload}[/]: {facts.requests} requests of {facts.sessions} sessions, on average "
         f"{facts.mean_prompt_tokens:.0f} prompt and {facts.mean_output_tokens:.0f} generated tokens\n"
-        f"[bold]{facts.model}[/]: {facts.engines} engines of {facts.blocks_per_engine} blocks "
-        f"({facts.tokens_per_engine} tokens), prefill {1 / timing.prefill_s_per_token:.0f} tokens/s, "
-        f"{1 / timing.decode_s:.0f} tokens/s per answer\n"
-        f"Load: {load}, {speed}; {facts.seeds} seed{'s' if facts.seeds > 1 else ''}"
+        f"[bold]{facts.model}[/]: {facts.engines} engines of {facts.blocks_per_engine} blocks ({pool}), "
+        f"prefill {1 / timing.prefill_s_per_token:.0f} tokens/s, "
+        f"{1 / timing.decode_s:.0f} tokens/s per answer"
+    )
+
+
+def _load(study: Study, facts: Facts) -> str:
+    """What was asked for, and how busy with prompts the engines were in the first cell of the study."""
+    speed = f"{sum(facts.speeds) / len(facts.speeds):.2f} x the workload's speed"
+    asked = (
+        ""
+        if facts.load is None
+        else f", so that round robin needs {100 * facts.load:.0f} % of their time for prompts"
+    )
+    first = study.reports[0]
+    busy = ", ".join(
+        f"{report.arm} {100 * over_seeds(report.outcomes, 'busy_share').mean:.0f} %"
+        for report in study.reports
+        if (report.retention, report.rate_factor) == (first.retention, first.rate_factor)
+    )
+    return (
+        f"Load: arrivals at {speed}{asked}; {facts.seeds} seed{'s' if facts.seeds > 1 else ''}\n"
+        f"Share of time that engines were busy with prompts: {busy}"
     )
 
 
@@ -138,11 +164,18 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
         for factor in plan.rate_factors:
             cell = [r for r in study.reports if (r.retention, r.rate_factor) == (retention, factor)]
             best_s = min(over_seeds(report.outcomes, "ttft_mean_s").mean for report in cell)
-            table = Table(box=box.SIMPLE_HEAD, header_style="bold", title=_title(plan, retention, factor))
+            table = Table(
+                box=box.SIMPLE_HEAD,
+                header_style="bold",
+                title=_title(plan, retention, factor),
+                pad_edge=False,
+                show_edge=False,
+                padding=0,
+            )
             table.title_justify, table.title_style = "left", "bold"
-            table.add_column("policy", no_wrap=True)
+            table.add_column("policy", overflow="fold")
             for name in _COLUMNS:
-                table.add_column(name, justify="right", no_wrap=True)
+                table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
                 table.add_row(report.arm, *_numbers(report), style="bold" if mean_s <= best_s else None)

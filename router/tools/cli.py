@@ -102,7 +102,9 @@ def replay(
 def explain(
     *paths: Pieces,
     request: Annotated[Path, Parameter(help="JSON: a chat or completion body, or an object with token_ids.")],
-    router: Annotated[str | None, Parameter(help="Ask this running router instead of a capture.")] = None,
+    router: Annotated[
+        str | None, Parameter(help="Ask the running router with this ops port (URL) instead of a capture.")
+    ] = None,
     at: Annotated[int | None, Parameter(help="Explain the state after this sequence number.")] = None,
     tokenizer: Annotated[Path | None, Parameter(help="Directory with tokenizer.json.")] = None,
     config: ConfigFile = None,

@@ -18,7 +18,7 @@ from router.app import Router
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
-from router.proxy.settings import ListenSettings
+from router.http.server.settings import ListenSettings
 from router.serve import RouterServer, make_server
 
 T = TypeVar("T")

@@ -28,7 +28,14 @@ _TEXT: Schema = {"type": "string", "minLength": 1}
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _DURATION: Schema = {"type": "string", "pattern": "^(0|([0-9]+(ms|[smhdwy]))+)$"}
 _LABELS = _object(matchLabels=_TEXTS)
-_ENDPOINT = _object(port=_TEXT, path=_TEXT, interval=_DURATION, scrapeTimeout=_DURATION)
+_SECRET_KEY = _object(("key",), name=_TEXT, key=_TEXT)
+_ENDPOINT = _object(
+    port=_TEXT,
+    path=_TEXT,
+    interval=_DURATION,
+    scrapeTimeout=_DURATION,
+    authorization=_object(type=_TEXT, credentials=_SECRET_KEY),
+)
 _RULE = _object(
     ("alert", "expr"), alert=_TEXT, expr=_TEXT, **{"for": _DURATION}, labels=_TEXTS, annotations=_TEXTS
 )

@@ -25,7 +25,11 @@ def _mounted(rendered: Rendered, root: Path) -> str:
     for mount in rendered.container["volumeMounts"]:
         path = mount["mountPath"]
         text = text.replace(f'"{path}/', f'"{root}{path}/').replace(f'"{path}"', f'"{root}{path}"')
-    for name, secret in (("engine-key/key", "sk-engine"), ("admin/token", "operator:" + "t" * 32)):
+    for name, secret in (
+        ("engine-key/key", "sk-engine"),
+        ("admin/token", "operator:" + "t" * 32),
+        ("ops/token", "t" * 32),
+    ):
         file = root / "etc/kvatlas" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(secret)
@@ -78,6 +82,21 @@ def test_all_namespaces_and_a_service_that_says_who_is_ready(tmp_path: Path) -> 
     assert found.selector == "app=vllm,tier=gpu"
     assert found.namespaces == ("*",)
     assert found.service_selector == "kubernetes.io/service-name=vllm"
+
+
+def test_metrics_leave_the_pod_only_with_a_token_or_where_it_is_said(tmp_path: Path) -> None:
+    by_token = {**MINIMAL, "ops": {"existingSecret": "ops"}, "serviceMonitor": {"enabled": True}}
+    for values, served in ((MINIMAL, False), ({**MINIMAL, "ops": {"open": True}}, True), (by_token, True)):
+        rendered = Rendered(values)
+        config = _load(rendered, tmp_path)
+        assert config.server.ops_port == 9001
+        assert config.server.ops_host == ("0.0.0.0" if served else "127.0.0.1")
+        assert ("ops" in [port["name"] for port in rendered.container["ports"]]) is served
+        assert bool(config.ops_tokens) is (values is by_token)
+    ports = rendered.one("Service", suffix="-ops")["spec"]["ports"]
+    (endpoint,) = rendered.one("ServiceMonitor")["spec"]["endpoints"]
+    assert [port["name"] for port in ports] == [endpoint["port"]]
+    assert endpoint["authorization"] == {"credentials": {"name": "ops", "key": "token"}}
 
 
 def test_the_admin_api_may_share_the_port(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_the_releases_own_test_gets_through(values: dict[str, Any]) -> None:
 def test_where_clients_are_named_others_are_kept_out() -> None:
     policy = Rendered(load(ROOT / "examples" / "production.yaml")).one("NetworkPolicy")
     assert not admits(policy, {"app": "stranger"}, "http")
+    assert not admits(policy, {"app": "stranger"}, "ops")
+
+
+def test_clients_do_not_reach_the_ops_port() -> None:
+    """Who may send requests and who may read metrics are different lists."""
+    rendered = Rendered(load(ROOT / "examples" / "production.yaml"))
+    rules = rendered.one("NetworkPolicy")["spec"]["ingress"]
+    ports = [[port["port"] for port in rule["ports"]] for rule in rules]
+    assert ports == [["http"], ["ops"]]
 
 
 def command(container: Document) -> list[str]:

@@ -34,6 +34,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "valkey": {"enabled": True},
     "admin": {"enabled": True, "existingSecret": "admin"},
+    "ops": {"existingSecret": "ops"},
     "ingress": {
         "enabled": True,
         "className": "nginx",
@@ -230,6 +231,11 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
         {**MINIMAL, "serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}},
         "podMonitor.enabled",
     ),
+    "scraped behind a closed port": ({**MINIMAL, "serviceMonitor": {"enabled": True}}, "ops.existingSecret"),
+    "two listeners on one port": (
+        {**MINIMAL, "admin": {"enabled": True, "existingSecret": "admin"}, "ops": {"port": 8081}},
+        "ops.port",
+    ),
     "fewest above most": (
         {**MINIMAL, "valkey": {"enabled": True}, "autoscaling": {"enabled": True, "minReplicas": 9}},
         "autoscaling.minReplicas",
@@ -263,7 +269,10 @@ def test_examples_are_all_there() -> None:
 
 
 def test_metrics_named_by_rules_and_dashboard_exist() -> None:
-    known = set(re.findall(r"^\| `(kvatlas_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    kinds = dict(re.findall(r"^\| `(kvatlas_\w+)` \| (\w+)", page, re.MULTILINE))
+    histograms = [name for name, kind in kinds.items() if kind == "histogram"]
+    known = {*kinds, *(f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count"))}
     rendered = Rendered({**EVERYTHING, "serviceMonitor": {"enabled": False}})
     rules = str(rendered.one("PrometheusRule"))
     dashboard = Path(ROOT / "charts/kvatlas/files/dashboard.json").read_text()

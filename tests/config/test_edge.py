@@ -133,7 +133,10 @@ def test_a_wheel_without_extras_is_told_what_to_install(
     status, said = told(capsys, "demo", "--seconds", "-1")
     assert (status, said) == (
         1,
-        f"kvatlas: this command needs the Python module {module!r}: pip install 'kvatlas[router]'\n",
+        (
+            f"kvatlas: this command needs the Python module {module!r}: install kvatlas with its extra "
+            "'router', in a checkout: python -m pip install '.[router]'\n"
+        ),
     )
 
 

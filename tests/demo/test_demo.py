@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from router.__main__ import run
 from router.demo.summary import Tally
 
 ROOT = Path(__file__).parents[2]
@@ -166,3 +167,10 @@ def test_a_tally_of_nothing_and_of_something() -> None:
     assert tally.hit_share == 0.25
     assert (tally.ttft_ms(0.5), tally.ttft_ms(0.99), tally.ttft_ms(1.0)) == (50.0, 99.0, 100.0)
     assert tally.as_json()["requests"] == 101
+
+
+def test_an_index_that_cannot_be_reached_ends_the_demo_before_it_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["demo", "--seconds", "1", "--index", "redis://127.0.0.1:9/0"]) == 2
+    assert "kvatlas: --index redis://127.0.0.1:9/0: " in capsys.readouterr().err

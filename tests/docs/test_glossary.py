@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import inspect
+from collections.abc import Callable, Iterable
 from typing import get_args
 
 import msgspec
 import pytest
 
+from router.api import app
 from router.feeds.base import FeedState
 from router.feeds.recovery.repair import RepairKind
 from router.feeds.trust import DOUBTS
@@ -19,6 +22,7 @@ from router.index.model import Mode
 from router.observe.access_log import AccessLogStats
 from router.observe.receipts import Outcome
 from router.openai.request import FAILURES
+from router.placement import explain
 from router.placement.candidate import Cost, Reason
 from router.placement.load import EngineLoad
 from router.prompts.stats import REASONS as NOT_LOCAL
@@ -55,3 +59,32 @@ def test_every_part_of_a_cost_and_a_load_is_explained() -> None:
     text = PAGE.read_text(encoding="utf-8")
     names = [field.name for struct in (Cost, EngineLoad) for field in msgspec.structs.fields(struct)]
     assert [name for name in names if name != "engine_id" and name not in text] == []
+
+
+@pytest.mark.parametrize("shown", [app._full, explain._engine, explain._prompt])
+def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) -> None:
+    tree = ast.parse(inspect.getsource(shown))
+    keys = [
+        key.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if isinstance(key, ast.Constant)
+    ]
+    text = PAGE.read_text(encoding="utf-8")
+    assert keys
+    assert [key for key in keys if f"{key}`" not in text] == []
+
+
+def test_every_error_code_is_explained() -> None:
+    """Codes are written as literals: the second argument of ``ApiError``, the first of ``bad_request``."""
+    known, found = set(inline_code(PAGE)), set()
+    for path in (ROOT / "router").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                place = {"ApiError": 1, "bad_request": 0}.get(node.func.id)
+                code = node.args[place] if place is not None and len(node.args) > place else None
+                if isinstance(code, ast.Constant):
+                    found.add(code.value)
+    assert len(found) > 20
+    assert found - known == set()

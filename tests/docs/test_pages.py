@@ -75,6 +75,14 @@ def test_metrics_exist(page: Path) -> None:
         assert name in listed, f"{page_id(page)}: {name}"
 
 
+@pytest.mark.parametrize("page", [p for p in pages() if "decisions" not in p.parts], ids=page_id)
+def test_files_exist(page: Path) -> None:
+    pattern = re.compile(r"(router|publisher|connectors|tests|scripts|charts)/[\w./-]+")
+    for text in inline_code(page):
+        if pattern.fullmatch(text):
+            assert (ROOT / text).exists(), f"{page_id(page)}: {text}"
+
+
 def test_the_readme_starts_with_two_commands() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "```sh\nmake demo\nmake test\n```" in text

@@ -125,6 +125,14 @@ def test_retention_and_its_effect() -> None:
     found.expect("cache.retention", Severity.INFO, "0 spans whole, 1 in part, 1 without a block", "4096")
 
 
+def test_large_windows_are_left_at_the_default_as_the_readme_says() -> None:
+    def masked(publisher: ZmqPublisher) -> None:
+        large = {**WINDOW, "kv_cache_spec_sliding_window": 1024}
+        publisher.publish([stored(tokens=64, hashes=[9], **large), stored(tokens=32, hashes=[], **large)])
+
+    run(heard(masked)).expect("cache.retention", Severity.OK, "0 spans whole, 1 in part")
+
+
 def test_an_engine_that_keeps_everything_though_the_configuration_says_not() -> None:
     def dense(publisher: ZmqPublisher) -> None:
         publisher.publish([stored(**WINDOW) for _ in range(30)])

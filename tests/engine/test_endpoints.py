@@ -14,9 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.engine import EngineSettings, SimulatedEngine
+from router.fleet.gauges import read_pool_blocks
 from tests.engine.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request, until
 
 ROOT = Path(__file__).resolve().parents[2]
+
 USER = {"role": "user", "content": "Hello there"}
 
 
@@ -45,6 +47,9 @@ def test_metrics_have_vllms_names_and_count_what_happened() -> None:
         assert values["vllm:time_to_first_token_seconds_count"] == 2
         assert values["vllm:time_to_first_token_seconds_bucket"] == 2
         assert 'model_name="kvatlas-demo"' in text
+        assert read_pool_blocks(text.encode(), 0) == running.settings.num_blocks
+        for label in ('block_size="16"', 'prefix_caching_hash_algo="sha256"', 'retention_interval="0"'):
+            assert label in text
         assert 'engine="0"' in text
 
     asyncio.run(check())

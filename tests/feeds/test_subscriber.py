@@ -342,3 +342,24 @@ def test_cancelling_run_ends_it_without_leaks() -> None:
         publisher.close()
 
     run(scenario)
+
+
+def test_a_large_batch_is_handed_on_in_pieces_in_order() -> None:
+    async def scenario(context: zmq.Context, sink: RecordingSink) -> None:
+        publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+        publisher.start()
+        async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+            await until(lambda: feed.stats.batches > 0, lambda: publish(publisher, 1))
+            large = publisher.next_seq
+            removed = [BlockRemoved([number], "GPU", 0) for number in range(1000)]
+            publisher.publish_payload(encode_batch(float(large), [*removed], 0))
+            publish(publisher, 1)
+            await until(lambda: sink.stamps[-1:] == [large + 1.0])
+            pieces = [one for one in sink.batches if one.ts == large]
+            assert [event for piece in pieces for event in piece.events] == removed
+            assert max(len(piece.events) for piece in pieces) <= 100
+            assert feed.stats.batches == large + 2
+            assert sink.stamps == sorted(sink.stamps)
+        publisher.close()
+
+    run(scenario)

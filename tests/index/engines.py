@@ -113,11 +113,11 @@ class Prompt:
     """A prompt that ``predict`` takes."""
 
     def __init__(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> None:
-        self._token_ids, self._extras = token_ids, extras
+        self.token_ids, self.extras = token_ids, extras
 
     @property
     def num_tokens(self) -> int:
-        return len(self._token_ids)
+        return len(self.token_ids)
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:
-        return HashChain(scheme, self._extras).extend(self._token_ids)
+        return HashChain(scheme, self.extras).extend(self.token_ids)

@@ -385,3 +385,130 @@ def test_random_bytes_are_never_taken_for_a_scheme() -> None:
     fleet = fleet_of()
     engine = feed(fleet, Writer(DEFAULT, chain=random_chain(1, 16)).stored(tokens(100)))
     assert engine.detection is Detection.LEARNED
+
+
+# Engines whose beginnings of prompts are hidden: chunked local attention and windows alone.
+
+
+def chunk_engine(scheme: HashScheme, **options: Any) -> Writer:
+    return Writer(scheme, kind="chunked_local_attention", size=16, **options)
+
+
+def turns(writer: Writer, count: int, *, first: int = 0) -> list[BlockStored]:
+    """Prompts of 100 tokens each, of which the engine tells the blocks after the first chunk of 64."""
+    return [writer.stored(tokens(100, seed=first + n), start=4) for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    "scheme", [DEFAULT, HashScheme(algo="sha256_cbor"), HashScheme(algo="xxhash", seed="42")]
+)
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_a_placed_prompt_proves_the_scheme_of_blocks_told_of(scheme: HashScheme, as_bytes: bool) -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    engine = feed(fleet, *turns(chunk_engine(scheme, as_bytes=as_bytes), 10))
+    assert engine.detection is Detection.WAITING
+    for n in range(10):
+        fleet.predict(Prompt(tokens(120, seed=n)), ["a"])
+        engine.finish_detection()
+    assert engine.scheme == scheme
+    assert predicted(fleet, tokens(100, seed=0)) == 96
+
+
+def test_a_prompt_with_the_same_block_after_another_beginning_proves_nothing() -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    engine = feed(fleet, *turns(chunk_engine(SECRET), 1))
+    other = tokens(64, seed=7) + tokens(100, seed=0)[64:]
+    fleet.predict(Prompt(other), ["a"])
+    assert engine.detection is Detection.WAITING
+
+
+def test_the_parents_hash_proves_the_algorithm_where_it_is_whole() -> None:
+    """And with it the default seed is assumed at once."""
+    for as_bytes, assumed in ((True, HashScheme(algo="sha256_cbor")), (False, None)):
+        engine = feed(
+            fleet_of(), *turns(chunk_engine(HashScheme(algo="sha256_cbor", seed="77"), as_bytes=as_bytes), 1)
+        )
+        assert engine.assumed == assumed
+        assert engine.scheme is None
+
+
+def test_what_is_assumed_is_said_and_never_too_high() -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    writer = chunk_engine(SECRET)
+    engine = feed(fleet, *turns(writer, 7))
+    assert answered(fleet, 0) == ("unknown", 0)
+    feed(fleet, *turns(writer, 1, first=7))
+    assert engine.mode == "assumed"
+    assert answered(fleet, 50) == ("assumed", 64), "the start of a chunk needs no block"
+    assert answered(fleet, 3) == ("assumed", 64), "the engine has 96"
+
+
+def test_an_assumption_that_matches_is_proven() -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    engine = feed(fleet, *turns(chunk_engine(DEFAULT), 400))
+    assert engine.mode == "assumed"
+    assert answered(fleet, 0)[1] == 96, "told too long ago to be remembered, but still held"
+    assert engine.detection is Detection.NATIVE
+
+
+def test_receipts_that_report_more_take_an_assumption_back() -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    engine = feed(fleet, *turns(chunk_engine(SECRET), 8))
+    engine.doubt()
+    engine.doubt()
+    assert engine.mode == "assumed"
+    engine.doubt()
+    assert engine.mode == "waiting"
+    assert answered(fleet, 50) == ("unknown", 0)
+
+
+def test_the_schemes_of_the_fleet_are_assumed_first() -> None:
+    fleet, scheme = fleet_of(attention_chunk_size=64), HashScheme(algo="sha256_cbor", seed="5")
+    feed(fleet, Writer(scheme).stored(tokens(100)))
+    fleet.apply("b", batch(*turns(chunk_engine(scheme), 8)))
+    assert fleet.engine("b").assumed == scheme
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        PromptExtras(cache_salt="tenant"),
+        PromptExtras("sql", "/adapters/sql"),
+        PromptExtras(multimodal=(MultimodalItem("image-1", 3, 40),)),
+        PromptExtras(multimodal=(MultimodalItem("image-1", 16, 40),)),
+    ],
+    ids=["salt", "lora", "image", "image in the look-ahead"],
+)
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_numeric_seed_where_every_prompt_has_extra_keys(extras: PromptExtras, lookahead: int) -> None:
+    scheme = HashScheme(seed="42", lookahead=lookahead)
+    fleet = fleet_of(lora_paths={"sql": "/adapters/sql"})
+    engine = feed(fleet, *[Writer(scheme).stored(tokens(100, seed=n), extras) for n in range(8)])
+    assert engine.scheme == scheme
+    assert predicted(fleet, tokens(100, seed=0), extras) == 96
+
+
+def test_a_search_on_weak_evidence_gives_up_nothing() -> None:
+    """An adapter moved: its events fit no seed. A plain event still settles the scheme."""
+    fleet = fleet_of(lora_paths={"sql": "/elsewhere"})
+    engine = feed(
+        fleet, *[Writer(HashScheme(seed="42")).stored(tokens(100, seed=n), LORA) for n in range(30)]
+    )
+    assert engine.detection is Detection.WAITING
+    feed(fleet, Writer(HashScheme(seed="42")).stored(tokens(100)))
+    assert engine.scheme == HashScheme(seed="42")
+
+
+def test_a_numeric_seed_of_root_spans_without_hashes() -> None:
+    scheme, fleet = HashScheme(algo="xxhash", seed="42"), fleet_of()
+    window = Writer(scheme, kind=WINDOW, window=64)
+    events = []
+    for n in range(8):
+        prompt = tokens(160, seed=n)
+        events += [window.stored(prompt, stop=6, keep=[]), window.stored(prompt, start=6, keep=[9])]
+    assert feed(fleet, *events).scheme == scheme
+
+
+def answered(fleet: FleetResidency, seed: int) -> tuple[str, int]:
+    found = fleet.predict(Prompt(tokens(100, seed=seed)), ["a"])["a"]
+    return found.mode, found.hit_tokens

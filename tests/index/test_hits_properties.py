@@ -172,6 +172,7 @@ class Prompt:
 
     def __init__(self, request: PoolRequest) -> None:
         self.num_tokens = request.num_tokens
+        self.token_ids, self.extras = request.token_ids, request.extras
         self._hashes = [BlockHash(int(block)) for block in request.known_hashes()]  # type: ignore[arg-type]
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:

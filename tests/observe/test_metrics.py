@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
 from router.api.admin.stats import AdminStats
-from router.api.metrics import _GAUGES, Sources, render_metrics
+from router.api.metrics import _GAUGES, Sources, exported, render_metrics
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
@@ -19,6 +20,7 @@ from router.fleet.identity import Engine as Address
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import Fleet
+from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
@@ -28,7 +30,7 @@ from router.placement.inflight import InflightStats
 from router.placement.load import LoadStats
 from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
-from router.proxy.stats import ListenStats, ProxyStats
+from router.proxy.stats import ProxyStats
 from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
 from router.replication.lookup import SightStats
@@ -120,13 +122,28 @@ def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
 def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
     found = families(sources)
     missing = [
-        f"kvatlas_{part}_{name}"
+        exported(part, name)
         for part, struct in PARTS.items()
         for name in struct.__struct_fields__
-        if f"kvatlas_{part}_{name}" not in found
+        if exported(part, name) not in found
         and not isinstance(getattr(struct(), name), str)  # words are for /kvatlas/engines
     ]
     assert missing == []
+
+
+def test_every_metric_says_what_it_is(sources: Sources) -> None:
+    words = {
+        family.name: family.documentation  # type: ignore[attr-defined]
+        for family in families(sources).values()
+    }
+    made_up = [name for name, text in words.items() if re.fullmatch(r"[a-z_]+: [a-z_ ]+", text)]
+    assert made_up == []  # the name once more, for want of a text below the field
+    assert min(len(text) for text in words.values()) > 9
+
+
+def test_units_are_spelled_out(sources: Sources) -> None:
+    short = [name for name in families(sources) if re.search(r"_(s|ms|kb|mb|monotonic)$", name)]
+    assert short == []
 
 
 def test_gauges_are_numbers_that_exist() -> None:

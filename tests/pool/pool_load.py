@@ -22,6 +22,7 @@ from publisher.events import Event, encode_batch
 from publisher.groups import GroupSpec
 
 VOCAB_TOKENS = 2000
+ADAPTERS = ("adapter", "sql", "poet")
 ARRIVAL_CHANCE = 0.3
 PROBE_CHANCE = 0.5
 ABORT_CHANCE = 0.01
@@ -54,7 +55,7 @@ class PoolScheduler:
             retention_interval=layout.retention_interval,
             int_hashes=layout.int_hashes,
             chunk_tokens_max=layout.max_num_batched_tokens,
-            lora_ids={"adapter": 1},
+            lora_ids=dict.fromkeys(ADAPTERS, 1),
         )
         self.waiting: deque[PoolRequest] = deque()
         self.running: list[PoolRequest] = []

@@ -64,7 +64,9 @@ def test_large_and_small_bodies_are_looked_at_alike(monkeypatch: pytest.MonkeyPa
     ]
     small = [peek(body) for body in bodies]
     monkeypatch.setattr(body_module, "_INLINE_BYTES_MAX", 0)
-    assert [asyncio.run(peek_any_size(body)) for body in bodies] == small
+    large = [asyncio.run(peek_any_size(body)) for body in bodies]
+    assert [(look.model, look.stream) for look in large] == [(look.model, look.stream) for look in small]
+    assert [look.guarded for look in large] == [True, False, False, False]  # of escapes it cannot be told
     assert small[0] == Peek("m\u00e9", True)
     with pytest.raises(ApiError) as caught:
         asyncio.run(peek_any_size(b"[1, 2]"))

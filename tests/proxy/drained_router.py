@@ -6,10 +6,10 @@ import sys
 
 import structlog
 
-from router.http.server import ProxyServer, listen_config
+from router.http.server.server import ProxyServer, listen_config
+from router.http.server.settings import ListenSettings
 from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
-from router.proxy.settings import ListenSettings
 
 
 class Placed:

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from router.http.server import ProxyServer, listen_config
+from router.http.server.server import ProxyServer, listen_config
+from router.http.server.settings import ListenSettings
 from router.openai.errors import no_ready_engine
 from router.openai.request import InboundRequest, Usage
 from router.proxy.app import ProxyApp
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
-from router.proxy.settings import ListenSettings, ProxySettings
+from router.proxy.settings import ProxySettings
 
 T = TypeVar("T")
 WAIT_S = 10.0

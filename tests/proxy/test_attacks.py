@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from router.proxy.settings import ListenSettings, ProxySettings
+from router.http.server.settings import ListenSettings
+from router.proxy.settings import ProxySettings
 
 from .rig import (
     CHAT,

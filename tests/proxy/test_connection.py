@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.http.client_connection import UpstreamConnection, UpstreamError
+from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 

@@ -12,6 +12,7 @@ from router.proxy.settings import ProxySettings
 
 from .rig import CHAT, Engine, ask, chunk, read_answer, request, routing, run, says, until
 
+USUAL = ProxySettings(body_bytes_max=8 * 1024 * 1024)
 SMALL = ProxySettings(body_bytes_max=1000)
 
 
@@ -64,7 +65,7 @@ def test_client_that_is_still_sending_sees_the_answer() -> None:
     """Closing at once would reset the connection under it."""
 
     async def main() -> None:
-        async with routing() as rig:
+        async with routing(settings=USUAL) as rig:
             reader, writer = await rig.connect()
             writer.write(request(b"x" * 20_000_000))
             got = await read_answer(reader)
@@ -78,7 +79,7 @@ def test_client_that_is_still_sending_sees_the_answer() -> None:
 
 def test_openai_client_sees_it_and_does_not_repeat() -> None:
     async def main() -> None:
-        async with routing() as rig:
+        async with routing(settings=USUAL) as rig:
             async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k") as client:
                 with pytest.raises(openai.APIStatusError) as caught:
                     await client.chat.completions.create(
@@ -94,7 +95,7 @@ def test_openai_client_sees_it_and_does_not_repeat() -> None:
 @pytest.mark.parametrize(("size", "status"), [(2_000_000, "200"), (20_000_000, "413")])
 def test_curl_with_expect_continue(size: int, status: str, tmp_path: object) -> None:
     async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
             path = f"{tmp_path}/body"
             with open(path, "wb") as file:
                 file.write(_padded(size))
@@ -114,7 +115,7 @@ def test_curl_with_expect_continue(size: int, status: str, tmp_path: object) -> 
 
 def test_expect_continue_is_answered_when_the_body_is_wanted() -> None:
     async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
             reader, writer = await rig.connect()
             head, _, body = request(CHAT, "Expect: 100-Continue").partition(b"\r\n\r\n")
             writer.write(head + b"\r\n\r\n")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from router.http.server.settings import ListenSettings
 from router.proxy.app import ProxyApp
-from router.proxy.settings import ListenSettings
 
 from .rig import (
     CHAT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from router.proxy.settings import ListenSettings
+from router.http.server.settings import ListenSettings
 
 from .rig import (
     SSE_HEAD,

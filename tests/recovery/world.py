@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from publisher.block_hash import HashScheme, block_hashes
+from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool
 from publisher.events import (
     AllBlocksCleared,
@@ -406,6 +406,7 @@ class TokenPrompt:
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
+        self.extras = NO_EXTRAS
 
     @property
     def num_tokens(self) -> int:

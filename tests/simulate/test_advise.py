@@ -14,10 +14,19 @@ from app.rig import TEXT, configure, routing, run, running
 from router.cli import app
 from router.config.errors import ConfigError
 from router.simulate.advise.command import see
-from router.simulate.advise.trials import Advice, TrialResult, judge, reusable_share, trials
+from router.simulate.advise.trials import (
+    REQUESTS_MIN,
+    Advice,
+    TrialResult,
+    doubt,
+    judge,
+    reusable_share,
+    trials,
+)
 from router.simulate.run.fleet import FleetSetup
-from tests.simulate.support import FULL, HYBRID, request
+from tests.simulate.support import FULL, HYBRID, line, request, write_lines
 
+CAPTURE = Path(__file__).parents[1] / "data" / "captures" / "simulated.jsonl.gz"
 SETUP = FleetSetup(groups=HYBRID, num_blocks=1000, engines=4)
 BASE = TrialResult(
     topic="now", value="as it is", hit_share=0.4, mean_s=1.0, p90_s=2.0, p99_s=4.0, busy_share=0.5, refused=0,
@@ -48,7 +57,9 @@ def of(advice: list[Advice], topic: str) -> Advice:
 
 
 def judged(setup: FleetSetup = SETUP, target_s: float | None = None, **means: float) -> list[Advice]:
-    return judge(setup, told_with(setup, **means), reusable=0.5, ttft_target_s=target_s)
+    return judge(
+        setup, told_with(setup, **means), reusable=0.5, num_requests=REQUESTS_MIN, ttft_target_s=target_s
+    )
 
 
 def test_a_retention_that_helps_is_advised_with_those_that_do_as_well() -> None:
@@ -62,7 +73,7 @@ def test_a_retention_that_helps_too_little_or_not_for_every_seed_is_not() -> Non
     assert of(judged(retention_1024=0.98), "retention").value is None
     told = told_with(retention_4096=0.7)
     luck = [msgspec.structs.replace(one, every_seed=False) for one in told]
-    found = of(judge(SETUP, luck, reusable=0.5), "retention")
+    found = of(judge(SETUP, luck, reusable=0.5, num_requests=REQUESTS_MIN), "retention")
     assert found.value is None
     assert found.text.startswith("Leave prefix_cache_retention_interval at 0")
 
@@ -107,6 +118,27 @@ def test_what_an_endless_cache_would_hit() -> None:
     other = request(2, 1024, 10, 100)
     assert reusable_share([first, other]) == 0
     assert reusable_share([first, again]) == pytest.approx(1024 / 2049)
+
+
+def test_an_endless_cache_is_held_against_the_same_requests_as_the_fleet() -> None:
+    """The first fifth fills the caches of both; else a fleet could hit more than a cache without end."""
+    filling = [request(at, 1024, 1, 0) for at in range(2)]
+    asking = [request(at, 1024, 1, 0) for at in range(2, 10)]
+    assert reusable_share(filling + asking) == pytest.approx(1023 / 1024)
+
+
+def test_few_requests_give_hints_and_no_advice() -> None:
+    told = told_with(retention_1024=0.5, memory_200=0.5)
+    few = judge(SETUP, told, reusable=0.5, num_requests=REQUESTS_MIN - 1)
+    assert {(one.value, one.firm) for one in few} == {(None, False)}
+    enough = judge(SETUP, told, reusable=0.5, num_requests=REQUESTS_MIN)
+    assert (of(enough, "retention").value, of(enough, "retention").firm) == ("1024", True)
+
+
+def test_where_requests_do_not_fit_the_pool_is_named_and_nothing_is_advised() -> None:
+    told = [msgspec.structs.replace(one, refused=7) for one in told_with(retention_1024=0.5)]
+    assert doubt(told, 1000) == "7 requests fit into no engine's cache and are left out: --pool is too small"
+    assert not any(one.firm for one in judge(SETUP, told, reusable=0.5, num_requests=1000))
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -178,12 +210,24 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--requests", "3"], "--requests 3"),
         (["chat", "--ttft-target", "0"], "--ttft-target 0"),
         (["chat", "--retention", "0,1024"], "one value"),
+        ([str(CAPTURE)], "a capture of KV events .*, which holds no requests; name the router's access log"),
         (["chat", "--router", "http://127.0.0.1:9"], "--router http://127.0.0.1:9"),
     ],
 )
 def test_what_cannot_be_advised_on_is_refused(words: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         app(["advise", *words], result_action="return_value", exit_on_error=False)
+
+
+def test_a_pool_too_small_for_every_prompt_is_named(tmp_path: Path) -> None:
+    lines = [line(timestamp=900 * i, input_length=90_000, hash_ids=list(range(176))) for i in range(60)]
+    path = write_lines(tmp_path / "w.jsonl", *lines)
+    with pytest.raises(ConfigError, match="--pool 100: no request fits into the engines' caches"):
+        app(
+            ["advise", str(path), "--pool", "100", "--processes", "1"],
+            result_action="return_value",
+            exit_on_error=False,
+        )
 
 
 def test_the_fleet_of_a_running_router() -> None:
@@ -196,7 +240,7 @@ def test_the_fleet_of_a_running_router() -> None:
                 await rig.chat(f"{number} {TEXT * 6}", max_tokens=2)
             await rig.caught_up(*engines)
             seen = await asyncio.to_thread(see, rig.ops_url)
-            assert (seen.engines, seen.blocks) == (2, None)  # these metrics do not tell the blocks
+            assert (seen.engines, seen.blocks) == (2, 300)
             assert seen.groups is not None
             assert {group.sliding_window for group in seen.groups} == {None, 128}
 

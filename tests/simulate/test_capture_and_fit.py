@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.stats import EngineStats, Gauges, render
+from publisher.simulator.stats import CacheConfig, EngineStats, Gauges, render
 from router.simulate.fit import FitError, fit_capture, fit_metrics
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import asked_in, is_capture, read_capture
@@ -175,5 +175,11 @@ def test_rates_come_out_of_a_simulated_engines_page() -> None:
     stats = EngineStats(prompt_tokens=9000, prompt_tokens_cached=1000)
     for _ in range(40):
         stats.observe_first_token(0.02)
-    page = render(stats, Gauges(0, 0, 0.0), model="m", dp_rank=0).decode()
+    cache = CacheConfig(
+        block_size=16,
+        num_gpu_blocks=64,
+        prefix_caching_hash_algo="sha256",
+        prefix_cache_retention_interval=0,
+    )
+    page = render(stats, Gauges(0, 0, 0.0), cache, model="m", dp_rank=0).decode()
     assert fit_metrics(page, Timing()).timing.prefill_s_per_token == pytest.approx(0.8 / 8000)

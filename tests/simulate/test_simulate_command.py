@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.cli import app
 from router.config.errors import ConfigError
 from router.simulate import plot
+from router.simulate.outcome import Curves, Outcome, Result
+from router.simulate.plan import ArmReport, Study
+from router.simulate.report import Facts
 from tests.simulate.support import line, write_lines
 from tests.simulate.test_capture_and_fit import COMPUTED, PACE, PREFILL, captured, drawn
 
@@ -46,6 +50,57 @@ def test_a_table_with_every_policy_and_number(capsys: pytest.CaptureFixture[str]
         "±",
     ):
         assert words in out
+
+
+def test_the_pool_and_the_load_are_said_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "chat",
+        "--requests",
+        "60",
+        "--engines",
+        "2",
+        "--processes",
+        "1",
+        "--policy",
+        "kvatlas,round-robin",
+    ]
+    assert call(*words, "--pool", "50%") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the fleet 50% of what these 60 requests fill" in out
+    report = told(capsys, *words, "--pool", "50%")
+    busy = {
+        arm["policy"]: f"{arm['policy']} {100 * arm['mean']['busy_share']:.0f} %" for arm in report["arms"]
+    }
+    assert f"busy with prompts: {busy['kvatlas']}, {busy['round-robin']}" in out
+
+
+def test_pictures_have_a_title_one_colour_per_policy_and_a_legend_beside_the_curves() -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
+    outcome = Outcome(**dict.fromkeys(Outcome.__struct_fields__, 0.5))
+    curves = Curves(hit_shares=[0.1, 0.2], busy_s=[1.0, 2.0], lasted_s=4.0)
+    result = Result(outcome=outcome, ttft_s=np.array([0.1, 0.2]), curves=curves)
+    reports = [
+        ArmReport(arm=arm, retention=kept, rate_factor=1.0, outcomes=[outcome], results=[result])
+        for kept in (0, 4096)
+        for arm in ("kvatlas", "hash")
+    ]
+    facts = Facts(
+        workload="chat", model="full", requests=2, sessions=1, mean_prompt_tokens=1, mean_output_tokens=1,
+        seeds=1, engines=2, blocks_per_engine=64, pool="25%", tokens_per_engine=64, load=None, speeds=[1.0],
+    )  # fmt: skip
+    figure = plot._figure(Study(speeds=[1.0], reports=reports), facts)
+    assert figure.get_suptitle() == "chat on 2 engines of full"
+    for axes in figure.axes:
+        looks = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
+        assert looks[0][0] == looks[2][0] != looks[1][0] == looks[3][0]
+        assert looks[0][1] == looks[1][1] != looks[2][1]
+        assert axes.get_title()
+        assert axes.get_legend() is None
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == [
+        "kvatlas, retention 0",
+        "hash, retention 0",
+    ]
 
 
 def test_json_holds_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +187,7 @@ def test_pictures(tmp_path: Path, ending: str) -> None:
 
 def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"--plot needs matplotlib: pip install 'kvatlas\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"--plot needs matplotlib: python -m pip install matplotlib"):
         call(*SMALL, "--plot", str(tmp_path / "a.png"))
 
 
@@ -146,7 +201,7 @@ def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ([*SMALL, "--model", "full", "--retention", "4096"], "--retention 4096: .* no effect"),
         ([*SMALL, "--model", "gpt5"], "--model: gpt5: neither a file nor one of full"),
         ([*SMALL, "--policy", "kvatlas,best"], "--policy: no policy is called 'best'; there are kvatlas"),
-        (["chat", "--requests", "9", "--pool", "10"], "--pool 10: at least 64 blocks"),
+        (["chat", "--requests", "9", "--pool", "10"], "--pool 10: expected at least 64 blocks"),
         (["chat", "--requests", "9", "--pool", "much"], "--pool 'much': expected blocks per engine"),
         (["chat", "--requests", "9", "--pool", "nan%"], "--pool 'nan%': expected blocks per engine"),
         (["chat", "--requests", "9", "--engines", "0"], "--engines 0: expected 1 to 1024"),

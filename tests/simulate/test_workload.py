@@ -30,17 +30,17 @@ def asked(at_s: float, tokens: int, output: int, *ids: int, session: int | None 
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
-        ({"input_length": 0}, "input_length: 0"),
-        ({"input_length": "600"}, "input_length: '600'"),
-        ({"input_length": True}, "input_length: True"),
-        ({"output_length": -1}, "output_length: -1"),
-        ({"output_length": 10**12}, "output_length: 1000000000000"),
-        ({"output_length": None}, "output_length: None"),
-        ({"timestamp": -1}, "timestamp: -1"),
-        ({"timestamp": "now"}, "timestamp: 'now'"),
-        ({"hash_ids": "12"}, "hash_ids: a list of whole numbers"),
-        ({"hash_ids": [1, 2.5]}, "hash_ids: a list of whole numbers"),
-        ({"hash_ids": [1]}, "hash_ids: 1 ids for input_length = 600; one per 512 tokens, so 2"),
+        ({"input_length": 0}, "input_length = 0"),
+        ({"input_length": "600"}, "input_length = '600'"),
+        ({"input_length": True}, "input_length = True"),
+        ({"output_length": -1}, "output_length = -1"),
+        ({"output_length": 10**12}, "output_length = 1000000000000"),
+        ({"output_length": None}, "output_length = None"),
+        ({"timestamp": -1}, "timestamp = -1"),
+        ({"timestamp": "now"}, "timestamp = 'now'"),
+        ({"hash_ids": "12"}, "hash_ids: expected a list of whole numbers"),
+        ({"hash_ids": [1, 2.5]}, "hash_ids: expected a list of whole numbers"),
+        ({"hash_ids": [1]}, "hash_ids: 1 ids for input_length = 600; expected one per 512 tokens, so 2"),
     ],
 )
 def test_a_bad_line_is_named_with_its_field(tmp_path: Path, bad: dict[str, Any], field: str) -> None:
@@ -51,7 +51,7 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, bad: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", ":1: not JSON"), ("[1]", ":1: a JSON object"), ("", "no requests")]
+    ("text", "said"), [("{", ":1: not JSON"), ("[1]", ":1: expected a JSON object"), ("", "no requests")]
 )
 def test_what_is_no_workload_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "w.jsonl"

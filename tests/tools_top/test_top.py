@@ -96,6 +96,7 @@ def test_states_that_matter_are_shown() -> None:
             "feed_state": "degraded",
             "feed": {"reason": "gap", "lag_s": 0.25},
             "kv_usage": 0.5,
+            "kv_cached": 0.87,
             "load": {"queue_s": 1.5, "running": 3, "waiting": 4},
         },
     ]
@@ -105,10 +106,49 @@ def test_states_that_matter_are_shown() -> None:
         "breaker open, drifting",
         "degraded (gap) 250 ms",
         "50%",
+        "87%",
         "1.50 s",
         "2 up",
     ):
         assert words in text
+
+
+def test_a_table_with_a_dead_engine_fits_80_columns() -> None:
+    problem = "cannot connect: Connect call failed ('127.0.0.1', 9) " * 3
+    dead = {"engine": "http://127.0.0.1:33043", "up": False, "problem": problem, "feed_state": "down"}
+    live = {
+        "engine": "http://127.0.0.1:33044",
+        "up": True,
+        "receipts": {"exact": 12_345},
+        "load": {"queue_s": 12.34, "running": 64, "waiting": 128},
+        "kv_usage": 1.0,
+        "kv_cached": 1.0,
+        "feed_state": "ready",
+        "mode": "native",
+    }
+    picture = make_picture("http://127.0.0.1:8000", [dead, live], [], "")
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(picture))
+    lines = console.export_text().splitlines()
+    rows = [line for line in lines if line.startswith("127.0.0.1:3304")]
+    assert "…" not in "".join(lines)
+    assert [len(row.split()) for row in rows[:2]] == [12, 13], "one line per engine, every figure whole"
+    assert rows[1].split()[1:] == [
+        "12,345",
+        "-",
+        "-",
+        "100%",
+        "12.34",
+        "s",
+        "64",
+        "128",
+        "100%",
+        "100%",
+        "ready",
+        "native",
+    ]
+    assert any("down: cannot connect" in line for line in lines)
 
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(

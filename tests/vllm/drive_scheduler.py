@@ -51,6 +51,7 @@ class Pair(Alone):
         for manager in self.real.manager.coordinator.single_type_managers:
             if isinstance(manager, MambaManager):
                 manager.drop_eagle_checkpoint_block = self.real.scheduler.use_eagle_block_drop
+        self.payloads: list[bytes] = []
         self._theirs: dict[int, Request] = {}
         self._plan: dict[str, int] = {}
         self._schedule = self.real.scheduler.schedule
@@ -68,7 +69,7 @@ class Pair(Alone):
 
     def step(self) -> tuple[list[tuple[int, int]], list[Event], list[int]]:
         before = dict(self.live)
-        payloads = self.real.step()
+        payloads = self.payloads = self.real.step()
         names = {request.request_id: name for name, request in self._theirs.items()}
         scheduled, events, free = super().step()
         self._same("schedule", [(names[key], chunk) for key, chunk in self._plan.items()], scheduled)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_engine import VllmEngine
 
-from publisher.block_hash import HashScheme, block_hashes
+from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from publisher.events import BlockHash
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
@@ -38,6 +38,7 @@ ENGINE_ARGUMENTS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-
 class TokenPrompt:
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
+        self.extras = NO_EXTRAS
 
     @property
     def num_tokens(self) -> int:

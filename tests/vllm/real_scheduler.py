@@ -78,6 +78,8 @@ class Setup:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 8
     max_model_len: int = 4096
+    lookahead_tokens: int = 0
+    """Tokens after a block that its hash covers, as with an EAGLE or MTP drafter (vLLM 0.33)."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,26 @@ class RealEngine:
         self.scheduler.kv_event_publisher = self._recorder  # type: ignore[assignment]
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=_ENCODER_TOKENS)
-        self.scheduler.use_eagle_block_drop = any(group.get("is_eagle") for group in setup.groups)
         self.manager = self.scheduler.kv_cache_manager
-        self._hasher = get_request_block_hasher(self.hash_block_size, self._hash)
+        self._drop_after_eagle()
+        ahead = (setup.lookahead_tokens,) if setup.lookahead_tokens else ()
+        self._hasher = get_request_block_hasher(self.hash_block_size, self._hash, *ahead)
         self._count = 0
         self._idle_steps = 0
+
+    def _drop_after_eagle(self) -> None:
+        """What a drafter in the configuration would switch on: groups marked for it drop their last block,
+        unless hashes look ahead."""
+        setup, coordinator = self.setup, self.manager.coordinator
+        drops = not setup.lookahead_tokens and any(group.get("is_eagle") for group in setup.groups)
+        self.scheduler.use_eagle_block_drop = drops
+        if not drops or not hasattr(coordinator, "drop_eagle_group_ids"):
+            return
+        coordinator.drop_eagle_group_ids = coordinator.eagle_group_ids
+        if len(setup.groups) > 1:
+            coordinator.verify_and_split_kv_cache_groups()
+        else:
+            coordinator.single_type_managers[0].use_eagle = True
 
     @property
     def busy(self) -> bool:
@@ -207,6 +224,10 @@ class RealEngine:
         """Payloads published since the last call."""
         taken, self._recorder.payloads = self._recorder.payloads, []
         return taken
+
+    def hit(self, prompt: Prompt) -> int:
+        """Tokens of ``prompt`` the manager would take from its cache now."""
+        return int(self.manager.get_computed_blocks(self._request(prompt, 1))[1])
 
     def probe(self, prompt: Prompt) -> tuple[int, list[int]]:
         """Tokens of ``prompt`` the manager would take from its cache now: reconciled, and per group."""
@@ -275,6 +296,8 @@ def _vllm_config(setup: Setup, model: str) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
+    if hasattr(VllmConfig, "num_hash_lookahead_tokens"):  # a property of the drafter's configuration
+        VllmConfig.num_hash_lookahead_tokens = setup.lookahead_tokens
     modes = {group["mamba_cache_mode"] for group in setup.groups if group.get("mamba_cache_mode")}
     cache.num_gpu_blocks = setup.num_blocks
     cache.block_size = max(group["block_size"] for group in setup.groups)

@@ -24,7 +24,7 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- define "kvatlas.sections" -}}
 {{- $v := .Values }}
 {{- $sections := dict
-  "server" (dict "host" "0.0.0.0" "port" 8000 "expose_decision" $v.exposeDecision "log_level" $v.logLevel "log_format" $v.logFormat)
+  "server" (dict "host" "0.0.0.0" "port" 8000 "ops_port" $v.ops.port "expose_decision" $v.exposeDecision "log_level" $v.logLevel "log_format" $v.logFormat)
   "policy" (dict "policy" $v.policy)
   "fleet" (dict "warm_up_s_max" $v.warmUpSeconds)
   "listen" (dict "drain_s_max" $v.drainSeconds "drain_delay_s" $v.drainDelaySeconds)
@@ -32,6 +32,14 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 }}
 {{- if and $v.redis.url (not $v.redis.existingSecret) }}
 {{- $_ := set $sections.index "url" $v.redis.url }}
+{{- end }}
+{{- if include "kvatlas.servesOps" . }}
+{{- $_ := set $sections.server "ops_host" "0.0.0.0" }}
+{{- if $v.ops.existingSecret }}
+{{- $_ := set $sections.server "ops_token_file" "/etc/kvatlas/ops/token" }}
+{{- else }}
+{{- $_ := set $sections.server "ops_open" true }}
+{{- end }}
 {{- end }}
 {{- if $v.engines.apiKey.existingSecret }}
 {{- $_ := set $sections.fleet "api_key_file" "/etc/kvatlas/engine-key/key" }}

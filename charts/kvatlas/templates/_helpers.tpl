@@ -99,6 +99,11 @@ annotations:
 {{- if or .Values.redis.url .Values.redis.existingSecret .Values.valkey.enabled }}true{{ end }}
 {{- end }}
 
+{{/* "true" where others than the pod itself reach the ops port. */}}
+{{- define "kvatlas.servesOps" -}}
+{{- if or .Values.ops.existingSecret .Values.ops.open }}true{{ end }}
+{{- end }}
+
 {{/* Models by served name: `model` and `models` in one, as JSON. */}}
 {{- define "kvatlas.models" -}}
 {{- $models := deepCopy .Values.models }}

@@ -34,6 +34,14 @@
 {{- if and $v.serviceMonitor.enabled $v.podMonitor.enabled }}
 {{- fail "podMonitor.enabled: serviceMonitor.enabled is on too and everything would be scraped twice; use one of them" }}
 {{- end }}
+{{- range $name, $enabled := dict "serviceMonitor" $v.serviceMonitor.enabled "podMonitor" $v.podMonitor.enabled }}
+{{- if and $enabled (not (include "kvatlas.servesOps" $)) }}
+{{- fail (printf "%s.enabled: metrics are on the ops port, which only the pod itself reaches; name a token's secret in ops.existingSecret, or set ops.open with a networkPolicy" $name) }}
+{{- end }}
+{{- end }}
+{{- if has (int $v.ops.port) (list 8000 (ternary (int $v.admin.port) 0 $v.admin.enabled)) }}
+{{- fail (printf "ops.port: %d is another port of the router; take one of its own" (int $v.ops.port)) }}
+{{- end }}
 {{- if and $v.engines.clusterWide $v.engines.namespaces }}
 {{- fail "engines.namespaces: not used while engines.clusterWide is on; use one of them" }}
 {{- end }}

@@ -9,7 +9,7 @@ class AdminStats(msgspec.Struct):
     """What became of requests to the admin API."""
 
     requests: int = 0
-    """Requests let in."""
+    """Authorized requests."""
     changes: dict[str, int] = {}
     """Changes carried out, by action."""
     refused: dict[str, int] = {}

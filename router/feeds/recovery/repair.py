@@ -126,7 +126,7 @@ class SnapshotTrust:
         self.worked()
 
     def worked(self) -> None:
-        """One was had."""
+        """A snapshot was fetched; reset the back-off."""
         self._not_before = float("-inf")
         self._backoff_s = self._settings.resync_backoff_s
 

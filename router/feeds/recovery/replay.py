@@ -11,7 +11,7 @@ import zmq
 
 from router.feeds.base import FeedSettings, FeedStats, ResyncError
 from router.feeds.sockets import MessageReader, Slice, receive
-from router.feeds.wire import Frame, WireError, parse_replay
+from router.feeds.wire import Frame, WireError, replay_in_pieces
 
 
 class ReplayResync:
@@ -46,7 +46,8 @@ class ReplayResync:
             while True:
                 message = await receive(reader, self._endpoint, self._settings.replay_timeout_s)
                 try:
-                    frame = parse_replay(message, payload_bytes_max=self._settings.payload_bytes_max)
+                    steps = replay_in_pieces(message, payload_bytes_max=self._settings.payload_bytes_max)
+                    frame = await work.all(steps)
                 except WireError as error:
                     self._stats.malformed(error.reason)
                     await work.breathe()

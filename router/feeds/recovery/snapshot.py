@@ -14,12 +14,12 @@ Addresses are asked in the order given (the engine's snapshot socket, then its r
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 
 import msgspec
 import zmq
 
-from publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError, decode_batch
+from publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError, decode_in_pieces
 from publisher.snapshot import REQUEST
 from router.feeds.base import Cut, FeedSettings, ResyncError, SnapshotUnsupportedError
 from router.feeds.sockets import MessageReader, Slice, receive
@@ -63,11 +63,12 @@ class SnapshotClient:
                 pieces = _whole(first, self._settings) if _is_one_message(first) else None
                 if pieces is not None:
                     for piece in pieces:
-                        yield piece
+                        if piece is not None:
+                            yield piece
                         await work.breathe()
                     return
-                async for piece in self._stream(endpoint, reader, first):
-                    yield piece
+                async for part in self._stream(endpoint, reader, first, work):
+                    yield part
                     await work.breathe()
                 return
         raise failure or SnapshotUnsupportedError("no snapshots here")
@@ -91,7 +92,7 @@ class SnapshotClient:
         return message[1:] if message and message[0] == b"" else message
 
     async def _stream(
-        self, endpoint: str, reader: MessageReader, first: list[bytes]
+        self, endpoint: str, reader: MessageReader, first: list[bytes], work: Slice
     ) -> AsyncGenerator[DecodedBatch | Cut, None]:
         """vLLM #50134: numbered messages that all carry the seq to go on from."""
         resume, offload, size = first[1] if len(first) == 3 else b"", False, 0
@@ -104,7 +105,7 @@ class SnapshotClient:
             if message[1] != resume:
                 raise ResyncError(f"{endpoint}: the snapshot changed under way")
             size += len(message[2])
-            batch = _decode(message[2])
+            batch = await work.all(_decode(message[2]))
             if message is first and not (batch.events and isinstance(batch.events[0], AllBlocksCleared)):
                 raise ResyncError(f"{endpoint}: a replay, where a snapshot was asked for")
             if size > self._settings.snapshot_bytes_max:
@@ -121,8 +122,8 @@ def _is_one_message(frames: list[bytes]) -> bool:
     return len(frames) >= 2 and len(frames[0]) == 8 and len(frames[1]) == 16
 
 
-def _whole(frames: list[bytes], settings: FeedSettings) -> Iterator[DecodedBatch | Cut]:
-    """The pieces of an answer in one message."""
+def _whole(frames: list[bytes], settings: FeedSettings) -> Iterator[DecodedBatch | Cut | None]:
+    """The pieces of an answer in one message; None where the loop may have its turn."""
     seq = int.from_bytes(frames[0], "big", signed=True)
     if seq < -1:
         raise ResyncError(f"the publisher has no snapshot now ({seq})")
@@ -130,15 +131,15 @@ def _whole(frames: list[bytes], settings: FeedSettings) -> Iterator[DecodedBatch
         raise ResyncError(f"snapshot over {settings.snapshot_bytes_max} bytes")
     offload = False
     for chunk in frames[2:]:
-        batch = _decode(chunk)
+        batch = yield from _decode(chunk)
         offload = offload or _shows_offload(batch)
         yield from _split(batch)
     yield Cut(seq, frames[1], offload)
 
 
-def _decode(payload: bytes) -> DecodedBatch:
+def _decode(payload: bytes) -> Generator[None, None, DecodedBatch]:
     try:
-        batch = decode_batch(payload)
+        batch = yield from decode_in_pieces(payload)
     except EventDecodeError as error:
         raise ResyncError(f"snapshot: {error}") from None
     if batch.rejected:

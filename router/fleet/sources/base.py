@@ -1,4 +1,4 @@
-"""What a source of engines is: something that tells, again and again, the complete set it knows of.
+"""The Protocol of a source of engines: it reports the complete set it knows, whenever that changes.
 
 The registry works out what changed. Always true of a source: while it fails it tells nothing, so what it told
 last stays; every failure is counted by its reason and the last one can be read; what it tells is bounded.
@@ -30,17 +30,17 @@ class SourceStats(msgspec.Struct):
     """What metrics, ``/kvatlas/sources`` and the doctor show of a source."""
 
     synced: bool = False
-    """Gauge: 1 once its whole set was heard."""
+    """Gauge: 1 once its complete list was read."""
     engines: int = 0
-    """Gauge: engines it tells of now."""
+    """Gauge: engines it names now."""
     updates: int = 0
     """How often its set changed."""
     failing: bool = False
-    """Gauge: 1 while what it tells may be out of date."""
+    """Gauge: 1 while its list may be out of date."""
     errors: dict[str, int] = {}
     """Failures, by reason."""
     refused: int = 0
-    """Entries that were left out because they made no sense."""
+    """Entries ignored because they were invalid."""
     last_error: str = ""
 
     def failed(self, reason: str, text: str) -> bool:

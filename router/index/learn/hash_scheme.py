@@ -1,16 +1,23 @@
-"""Which hash scheme an engine uses, found from its own events; never guessed.
+"""Which hash scheme an engine uses, found from its own events; what is not proven is said to be assumed.
 
 An event that starts at token 0 shows both the tokens and the hashes the engine computed for them. Every
 known scheme is tried on it: algorithm, seed, hash block size (the divisors of the event's block size),
-with or without tagged extra keys; a match on 64 bits settles it. Seeds are tried in three rounds: those the
-operator named or the fleet already uses, vLLM's fixed default, then the small integers people give to
-PYTHONHASHSEED. The last round is long, so ``advance`` does it a slice at a time. Where all fail (xxhash
-with a random seed, a custom hash), the scheme is *unknown* and the engine is read in learned mode.
+with or without tagged extra keys; a match on 64 bits settles it. Where no such event comes (chunked local
+attention and windows alone hide the beginnings of prompts) or none lists a hash, other evidence is tried:
+a root span with the parents its children name, and the blocks told of that stand in prompts the router was
+asked to place (``told.py``). Seeds are tried in three rounds: those the operator named or the fleet already
+uses, vLLM's fixed default, then the small integers people give to PYTHONHASHSEED. The last round is long, so
+``advance`` does it a slice at a time. Where all fail (xxhash with a random seed, a custom hash), the scheme
+is *unknown* and the engine is read in learned mode.
 
 Only a *plain* root event (every block listed, no extra keys) shows all that its hashes cover, so only such an
-event can prove anything: that the search is worth starting, or that a settled scheme no longer holds. Engines
-that show none (all blocks masked, every prompt with an adapter of unknown path) are searched, or given up,
-after ``_PATIENCE`` root events.
+event can disprove anything: that a search could still succeed, or that a settled scheme holds. Engines that
+show none are searched with the best of their other evidence after ``_WEAK_PATIENCE`` pieces of it, or given
+up after ``_PATIENCE`` root events.
+
+Until a scheme is proven the likeliest one is *assumed* once ``_ASSUME_AFTER`` events told nothing of it, or
+the algorithm is proven. Hashes of a wrong scheme match nothing, so what rests on the assumption is never too
+high; where something does match, that is the proof. Receipts that report more take the assumption back.
 
 A settled scheme is checked again on a sample of later root events, and repeated mismatches start over; so is
 a given-up one, which a plain event after all may settle.
@@ -18,28 +25,44 @@ a given-up one, which a plain event after all may settle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
 
-from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, NO_EXTRAS, HashScheme
+from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, NO_EXTRAS, HashScheme, PromptExtras
 from publisher.events import BlockStored
-from router.index.learn.root_events import PendingRoots, RootEvent, matches
+from router.index.learn.root_events import PendingRoots, RootEvent, matches, num_lookahead
+from router.index.learn.seed_search import search
+from router.index.learn.told import ToldBlocks, proven_algorithm
 
 SEEDS_MAX = 1 << 16
 """PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``."""
 
-_HASHES_PER_SLICE = 1024
-"""One slice of the search costs about 3 ms of the event loop."""
-
 _SEARCH_TOKENS_MAX = 4096
-"""A masked root span is searched with only if it is this short: every seed hashes it whole."""
+"""A span is searched with only if it is this short: every seed hashes it whole."""
+
+_CHEAP_TOKENS = 512
+"""One longer than this has to wait until ``_PATIENCE`` pieces of evidence proved nothing."""
 
 _PATIENCE = 64
+_WEAK_PATIENCE = 8
+_WEAK_SEARCHES_MAX = 2
+_OFFERS_MAX = 64
+"""Pairings of prompts and told blocks that are tried before no more are."""
+
+_ASSUME_AFTER = 8
+_DOUBTS_MAX = 3
 
 _CHECK_EVERY = 64
 _MISMATCHES_MAX = 3
+
+_SMALL_UNITS_MAX_TOKENS = 2048
+"""Spans up to here are tried with hash blocks of fewer than 16 tokens too."""
+
+
+_FINE_UNITS = (32, 16, 8, 4)
+_EXHAUSTED = object()
 
 
 class Detection(StrEnum):
@@ -58,10 +81,17 @@ class SchemeDetector:
         self._seeds = list(dict.fromkeys((*seeds, DEFAULT_SEED)))
         self._known = list(known)
         self._pending = PendingRoots()
+        self._told = ToldBlocks()
         self._search: Iterator[HashScheme | None] | None = None
-        self._exhausted = False
+        self._given_up_after = Detection.LEARNED
         self._unmatched = 0
-        self._shortest: RootEvent | None = None
+        self._weak: RootEvent | None = None
+        self._weak_seen = 0
+        self._weak_searches = 0
+        self._offers = 0
+        self._events_seen = 0
+        self._algorithm: HashScheme | None = None
+        self._doubts = 0
         self._since_check = 0
         self._mismatches_in_row = 0
         self.state = Detection.WAITING
@@ -77,10 +107,24 @@ class SchemeDetector:
         self._since_check += 1
         return self._since_check >= _CHECK_EVERY
 
-    def observe(self, root: RootEvent | None, unit: int) -> None:
-        """Look at one root event (None: one that hides what its hashes need); ``unit`` is the gcd of the
-        block sizes known so far."""
+    def assumed(self, unit: int, lookahead: int) -> HashScheme | None:
+        """What to predict with while nothing is proven: a scheme of the fleet, else the default seed; None
+        where it is too early, or receipts spoke against it."""
+        early = self._algorithm is None and self._events_seen < _ASSUME_AFTER
+        if self.state is not Detection.WAITING or early or self._doubts >= _DOUBTS_MAX:
+            return None
+        first = HashScheme(ALGORITHMS[0], self._seeds[0], unit, lookahead)
+        if self._algorithm is not None:
+            first = msgspec.structs.replace(self._algorithm, seed=self._seeds[0])
+        alike = (k for k in self._known if k.hash_block_size == unit and k.lookahead == lookahead)
+        return next((k for k in alike if self._algorithm is None or k.algo == first.algo), first)
+
+    def observe(self, root: RootEvent | None, event: BlockStored, unit: int) -> None:
+        """Look at one root event, read as ``root`` (None: it hides what its hashes need); ``unit`` is the
+        gcd of the block sizes known so far."""
         if self.state is Detection.WAITING:
+            self._events_seen += 1
+            self._told.add(event)
             self._settle(root, unit)
         elif root is not None and self.state is Detection.NATIVE:
             self._recheck(root)
@@ -88,23 +132,53 @@ class SchemeDetector:
             self._since_check = 0
             self._try_known(root)
 
-    def observe_child(self, event: BlockStored) -> None:
-        """Look at an event that goes on from a parent: it may continue a root span that listed no hash."""
+    def observe_child(self, event: BlockStored, lora_paths: dict[str, str]) -> None:
+        """Look at an event that goes on from a parent: it may continue a root span that listed no hash, or
+        prove the algorithm."""
         if self.state is not Detection.WAITING:
             return
+        self._events_seen += 1
+        self._told.add(event)
         scheme = self._pending.continued_by(event)
         if scheme is not None:
             self._found(scheme)
+        elif self._algorithm is None:
+            sizes = _hash_block_sizes(event.block_size, event.block_size) if event.block_size else []
+            self._algorithm = proven_algorithm(
+                event, self._of_seed("", sizes, num_lookahead(event), keyed=True), lora_paths
+            )
+
+    def offer(self, prompt: Sequence[int], extras: PromptExtras, unit: int) -> None:
+        """Look at a prompt that is to be placed: blocks the engine told of may stand in it."""
+        if self.state is not Detection.WAITING or self._offers >= _OFFERS_MAX:
+            return
+        for root in self._told.evidence(prompt, extras):
+            self._offers += 1
+            if self._try_known(root):
+                return
+            self._keep(root)
+            if self._offers >= _OFFERS_MAX:
+                break
+        self._search_weak(unit)
+
+    def confirm(self, scheme: HashScheme) -> None:
+        """Hashes under this scheme are held by the engine: it is the engine's."""
+        if self.state is Detection.WAITING:
+            self._found(scheme)
+
+    def doubt(self) -> None:
+        """A receipt reported more than the assumption made expect."""
+        self._doubts += self.state is Detection.WAITING
 
     def advance(self) -> None:
         """Try one slice of numeric seeds if a search is on."""
         if self._search is None:
             return
-        found = next(self._search, None)
-        if found is not None:
+        found = next(self._search, _EXHAUSTED)
+        if isinstance(found, HashScheme):
             self._found(found)
-        elif self._exhausted:
-            self._search, self.state = None, Detection.LEARNED
+        elif found is _EXHAUSTED:
+            self._search, self.state = None, self._given_up_after
 
     def finish(self) -> None:
         """Run a search to its end (tools that replay recorded streams have no event loop to spare)."""
@@ -115,26 +189,42 @@ class SchemeDetector:
         if root is not None:
             if root.hashes and self._try_known(root):
                 return
-            if root.plain:
-                self._start_search(root, unit)
+            if root.full and root.first_block.plain:
+                self._start_search(root.first_block, unit, Detection.LEARNED)
                 return
             self._keep(root)
         self._unmatched += 1
-        if self._unmatched < _PATIENCE:
+        if self._search_weak(unit) or self._unmatched < _PATIENCE:
             return
-        if self._shortest is not None:
-            self._start_search(self._shortest, unit)
-        else:
-            self.state = Detection.LEARNED
+        self.state = Detection.LEARNED
 
     def _keep(self, root: RootEvent) -> None:
         """Remember a span that a child may complete, or the cheapest to search with if no plain one comes."""
         if not root.hashes:
             self._pending.add(root, self._candidates(root))
-        elif root.extras != NO_EXTRAS or len(root.tokens) > _SEARCH_TOKENS_MAX:
             return
-        elif self._shortest is None or len(root.tokens) < len(self._shortest.tokens):
-            self._shortest = root
+        if root.full:
+            root = root.first_block
+        if root.cost > _SEARCH_TOKENS_MAX:
+            return
+        self._weak_seen += 1
+        if self._weak is None or root.cost < self._weak.cost:
+            self._weak = root
+
+    def _search_weak(self, unit: int) -> bool:
+        """Search with the cheapest evidence that is no proof if it fails; False where it is too early."""
+        if self._weak_searches >= _WEAK_SEARCHES_MAX:
+            return False
+        seen = max(self._weak_seen, self._unmatched)
+        if seen < _WEAK_PATIENCE:
+            return False
+        evidence = self._weak or self._pending.evidence()
+        if evidence is None or evidence.cost > (_CHEAP_TOKENS if seen < _PATIENCE else _SEARCH_TOKENS_MAX):
+            return False
+        self._weak, self._weak_seen = None, 0
+        self._weak_searches += 1
+        self._start_search(evidence, unit, Detection.WAITING)
+        return True
 
     def _try_known(self, root: RootEvent) -> bool:
         """Settle on the first candidate that gives the event's hashes; False where none does.
@@ -150,35 +240,34 @@ class SchemeDetector:
             self._found(scheme)
         return scheme is not None
 
-    def _start_search(self, root: RootEvent, unit: int) -> None:
-        self._exhausted = False
+    def _start_search(self, root: RootEvent, unit: int, given_up_after: Detection) -> None:
         self._search = self._numeric(root, unit)
+        self._given_up_after = given_up_after
         self.state = Detection.SEARCHING
+
+    def _numeric(self, root: RootEvent, unit: int) -> Iterator[HashScheme | None]:
+        """First with the hash blocks that models have unless told otherwise, then with finer ones."""
+        algos = ALGORITHMS if self._algorithm is None else (self._algorithm.algo,)
+        usual = sorted({root.block_size, unit}, reverse=True)
+        finer = [size for size in _FINE_UNITS if unit % size == 0 and size < unit]
+        yield from search(root, usual, algos, SEEDS_MAX)
+        yield from search(root, finer, algos, SEEDS_MAX)
 
     def _candidates(self, root: RootEvent) -> Iterator[HashScheme]:
         yield from self._known
+        sizes = _hash_block_sizes(root.block_size, root.cost)
+        keyed = root.extras != NO_EXTRAS
         for seed in self._seeds:
-            for algo in ALGORITHMS:
-                for size in _hash_block_sizes(root):
-                    yield HashScheme(algo, seed, size, root.lookahead)
-                    if root.extras != NO_EXTRAS:
-                        yield HashScheme(algo, seed, size, root.lookahead, tagged=False)
+            yield from self._of_seed(seed, sizes, root.lookahead, keyed=keyed)
 
-    def _numeric(self, root: RootEvent, unit: int) -> Iterator[HashScheme | None]:
-        sizes = sorted({root.block_size, unit}, reverse=True)
-        hashed_tokens = root.block_size if root.full else len(root.tokens)
-        hashes_per_seed = len(ALGORITHMS) * sum(1 + hashed_tokens // size for size in sizes)
-        per_slice = max(1, _HASHES_PER_SLICE // hashes_per_seed)
-        for start in range(0, SEEDS_MAX, per_slice):
-            found = None
-            for number in range(start, min(start + per_slice, SEEDS_MAX)):
-                for algo in ALGORITHMS:
-                    for size in sizes:
-                        scheme = HashScheme(algo, str(number), size, root.lookahead)
-                        if matches(root, scheme):
-                            found = scheme
-            yield found
-        self._exhausted = True
+    def _of_seed(
+        self, seed: str, sizes: Iterable[int], lookahead: int, *, keyed: bool
+    ) -> Iterator[HashScheme]:
+        for algo in ALGORITHMS if self._algorithm is None else (self._algorithm.algo,):
+            for size in sizes:
+                yield HashScheme(algo, seed, size, lookahead)
+                if keyed:
+                    yield HashScheme(algo, seed, size, lookahead, tagged=False)
 
     def _recheck(self, root: RootEvent) -> None:
         if not root.hashes:
@@ -202,13 +291,16 @@ class SchemeDetector:
 
     def _found(self, scheme: HashScheme) -> None:
         self._search, self.scheme, self.state = None, scheme, Detection.NATIVE
-        self._unmatched, self._shortest, self._since_check = 0, None, 0
+        self._unmatched, self._weak, self._since_check = 0, None, 0
 
 
-def _hash_block_sizes(root: RootEvent) -> list[int]:
-    """Sizes to try. A masked span is hashed whole for each, so only those that models have."""
-    divisors = [root.block_size // n for n in range(1, root.block_size + 1) if root.block_size % n == 0]
-    return divisors if root.full else [size for size in divisors if size >= min(16, root.block_size)]
+def _hash_block_sizes(block_size: int, cost_tokens: int) -> list[int]:
+    """Sizes to try on evidence of so many tokens: the longer it is, the fewer of those few models have."""
+    divisors = [block_size // n for n in range(1, block_size + 1) if block_size % n == 0]
+    if cost_tokens <= block_size:
+        return divisors
+    least = 4 if cost_tokens <= _SMALL_UNITS_MAX_TOKENS else 16
+    return [size for size in divisors if size >= min(least, block_size)]
 
 
 def learned_scheme(unit: int, lookahead: int = 0) -> HashScheme:

@@ -16,6 +16,7 @@ from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptEx
 from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
 
 _PENDING_MAX = 8
+_PARENTS_MAX = 64
 
 _SPAN_TOKENS_MAX = 1 << 15
 """Longer spans are not hashed whole: 10 ms of the event loop and more."""
@@ -33,35 +34,69 @@ class RootEvent(msgspec.Struct, frozen=True):
     """Whether every block of the span is listed, so that hash i covers block i."""
     keyed: int = 0
     """The first listed block with extra keys; 0 where none has any."""
+    any_hash: bool = False
+    """Whether one of ``hashes`` is enough: they are hashes that the span may end with."""
 
     @property
     def plain(self) -> bool:
         """Whether the event shows all that its hashes cover."""
         return self.full and self.extras == NO_EXTRAS
 
+    @property
+    def first_block(self) -> RootEvent:
+        """What a full event shows of its first block alone; without extra keys there it is plain."""
+        extras = NO_EXTRAS if self.keyed else self.extras
+        return msgspec.structs.replace(self, hashes=self.hashes[:1], extras=extras, keyed=0)
+
+    @property
+    def cost(self) -> int:
+        """Tokens to be hashed to try a scheme on it."""
+        return self.block_size if self.full else len(self.tokens)
+
 
 class PendingRoots:
     """The latest root spans without a listed hash, each as the hash of its end under every candidate."""
 
     def __init__(self) -> None:
-        self._spans: deque[dict[BlockHash, HashScheme]] = deque(maxlen=_PENDING_MAX)
+        self._spans: deque[tuple[RootEvent, dict[BlockHash, HashScheme]]] = deque(maxlen=_PENDING_MAX)
+        self._parents: deque[BlockHash] = deque(maxlen=_PARENTS_MAX)
 
     def add(self, root: RootEvent, candidates: Iterable[HashScheme]) -> None:
         """Wait for a child of this span."""
         ends = {end_hash(root, scheme): scheme for scheme in candidates}
-        self._spans.append({end: scheme for end, scheme in ends.items() if end is not None})
+        self._spans.append((root, {end: scheme for end, scheme in ends.items() if end is not None}))
 
     def continued_by(self, event: BlockStored) -> HashScheme | None:
         """The candidate under which the event's parent is the end of a waiting span."""
         if event.parent_block_hash is None:
             return None
         parent = to_block_hash(event.parent_block_hash)
-        return next((span[parent] for span in self._spans if parent in span), None)
+        self._parents.append(parent)
+        return next((ends[parent] for _, ends in self._spans if parent in ends), None)
+
+    def evidence(self) -> RootEvent | None:
+        """The shortest span with all the parents that it may end with; None before there are both."""
+        spans = [root for root, _ in self._spans]
+        if not spans or not self._parents:
+            return None
+        shortest = min(spans, key=lambda root: root.cost)
+        return msgspec.structs.replace(shortest, hashes=list(self._parents), any_hash=True)
 
 
 def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
     """The comparable form of ``event``; None if it starts elsewhere, is too long or hides what it hashes."""
-    if event.parent_block_hash is not None or event.block_size == 0:
+    return None if event.parent_block_hash is not None else shown(event, lora_paths)
+
+
+def num_lookahead(event: BlockStored) -> int:
+    """How many tokens after each block its hash covers."""
+    ahead = event.lookahead_token_ids
+    return len(ahead[0]) if ahead else 0
+
+
+def shown(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
+    """``event`` read as if it started at token 0; None if it is too long or hides what it hashes."""
+    if event.block_size == 0:
         return None
     extras = event_extras(event, lora_paths)
     if extras is None:
@@ -98,6 +133,7 @@ def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras
             return None
     salt: str | None = None
     reach: dict[tuple[str, int], int] = {}
+    ahead = num_lookahead(event)
     for number, keys in enumerate(event.extra_keys or ()):
         if keys is not None and not isinstance(keys, list):
             return None
@@ -108,7 +144,7 @@ def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras
                         salt = key
                 case [str() as name, int() as offset]:
                     start = number * event.block_size + offset
-                    reach[name, start] = (number + 1) * event.block_size - start
+                    reach[name, start] = (number + 1) * event.block_size + ahead - start
                 case _:
                     return None
     items = tuple(MultimodalItem(name, start, length) for (name, start), length in reach.items())
@@ -125,7 +161,8 @@ def matches(root: RootEvent, scheme: HashScheme) -> bool:
         ends = (root.keyed + 1) * root.block_size
         computed = block_hashes(root.tokens[: ends + root.lookahead], scheme, root.extras)
         return computed[-1:] == root.hashes[root.keyed : root.keyed + 1]
-    return set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block]) >= set(root.hashes)
+    found = set(block_hashes(root.tokens, scheme, root.extras)[per_block - 1 :: per_block])
+    return not found.isdisjoint(root.hashes) if root.any_hash else found.issuperset(root.hashes)
 
 
 def end_hash(root: RootEvent, scheme: HashScheme) -> BlockHash | None:

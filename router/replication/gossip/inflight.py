@@ -1,4 +1,4 @@
-"""Prompts in flight told between replicas, so that all see the herds and what an engine will soon hold.
+"""Exchanges prompts in flight between replicas, so that all know what an engine will soon hold.
 
 A stream in the index: every replica appends what happens to its own prompts (sent, first token seen, ended,
 failed), and reads what is new with each look-up. What others sent is kept in the same book as one's own
@@ -56,13 +56,17 @@ class GossipStats(msgspec.Struct):
     """Counters for metrics; ``others`` is current."""
 
     told: int = 0
+    """Prompts in flight reported to other routers."""
     untold: int = 0
-    """Not told because the index could not take it."""
+    """Prompts in flight not reported because the index was unavailable."""
     heard: int = 0
+    """Prompts in flight reported by other routers."""
     others: int = 0
+    """Gauge: other routers' prompts under way."""
     expired: int = 0
-    """Prompts of others that nobody ended in time."""
+    """Other routers' prompts whose end was not reported in time."""
     malformed: int = 0
+    """Messages of other routers that could not be decoded."""
 
 
 class _Flight(NamedTuple):

@@ -1,4 +1,4 @@
-"""In-flight load told between replicas, so that two of them do not both pick the one idle engine.
+"""Exchanges in-flight load between replicas, so that two of them do not both pick the one idle engine.
 
 One hash in the index, one field per replica, read with every look-up. A replica writes when its load has
 changed, at once but at most every ``interval_s``, and repeats what is not nothing so that others see it live.

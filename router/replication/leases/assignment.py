@@ -1,4 +1,4 @@
-"""Who follows what: each replica's own decision, from what all of them can see.
+"""Which engines a replica follows: its own decision, from state that all replicas share.
 
 No replica is told by another. Engines that nobody follows are dealt out, one after the other, to the live
 replica that wants it and has fewest; every replica deals from the same picture and takes what falls to

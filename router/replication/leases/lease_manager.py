@@ -30,14 +30,21 @@ class LeaseStats(msgspec.Struct):
     """Counters for metrics; ``held``, ``wanted`` and ``replicas`` are current."""
 
     held: int = 0
+    """Gauge: engines whose events this router writes to the shared index."""
     wanted: int = 0
+    """Gauge: engines with events that this router knows, whoever of the routers follows them."""
     replicas: int = 0
+    """Gauge: routers that share the index, this one included."""
     taken: int = 0
+    """Leases taken."""
     given: int = 0
+    """Leases released to another router."""
     lost: int = 0
     """Leases that another replica took, or whose writes the server refused."""
     won_back: int = 0
+    """Leases lost and regained."""
     failed_ticks: int = 0
+    """Rounds of renewing leases that ended in a fault of the router, which is in its log."""
 
 
 class Held(NamedTuple):

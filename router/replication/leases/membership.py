@@ -1,4 +1,4 @@
-"""The roll of live replicas: each one signs it every tick, with the engines it would follow.
+"""The live replicas: each writes a heartbeat every tick, with the engines it can follow.
 
 One hash in the scope of each model, one field per replica. Always true: a replica that stopped signing is off
 the roll after the lease time, and its field is deleted by whoever notices ten times later; the whole hash

@@ -1,4 +1,4 @@
-"""The first words with a server: log in, learn who answers, and in a Cluster who serves what."""
+"""The handshake with a server: log in, identify it, and in a Cluster read the slot map."""
 
 from __future__ import annotations
 

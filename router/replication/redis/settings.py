@@ -1,4 +1,4 @@
-"""Where the shared index lies and how patient its users are.
+"""Settings of the shared index: URL, leases, time-outs.
 
 A URL names the server: ``redis://`` or ``rediss://`` (TLS) for one server or any node of a Cluster (the
 server tells which), ``redis+cluster://a:1,b:2`` for several nodes to start from, ``redis+sentinel://a:1,b:2/

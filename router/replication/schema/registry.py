@@ -1,4 +1,4 @@
-"""The books of one scope: epoch, engine slots and generations, patterns, and what is known of each engine.
+"""The registry of one scope: epoch, engine slots and generations, patterns, and what is known of each engine.
 
 All books of a scope are one hash: if the server loses them, it loses them together, and whoever opens the
 scope again begins another epoch, in which nothing written before is found. Each change draws a new

@@ -1,4 +1,4 @@
-"""A reader's copy of one scope's books, and what follows from them at a moment.
+"""A reader's copy of one scope's registry, and what follows from them at a moment.
 
 Always true: an engine is not stale only while the lease last seen has not run out by the server's clock,
 and only on the servers the books were written to.

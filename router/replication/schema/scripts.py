@@ -1,4 +1,4 @@
-"""What the server does in one step with a scope's books and leases. Writes: ``write_scripts.py``.
+"""Lua scripts on a scope's registry and leases. Writes: ``write_scripts.py``.
 
 Scripts touch keys of one hash tag only. Each refuses what a writer may not do (any more) by a word the caller
 acts on: ``EPOCH`` the books are others than the caller knows, ``LEASE`` the engine's lease is another's.

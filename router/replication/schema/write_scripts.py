@@ -1,4 +1,4 @@
-"""What the server does in one step with blocks, and the fence that every writer of blocks must pass.
+"""Lua scripts that write blocks, with the fencing check that every writer must pass.
 
 The fence of a partition keeps, per engine, the token of the writer that may write and the number of its last
 batch. Refusals: ``FENCED`` another writer has taken over, ``NOFENCE`` the fence was lost, ``LATE`` a later

@@ -17,21 +17,29 @@ class MirrorStats(msgspec.Struct):
     """Counters since start."""
 
     flushes: int = 0
+    """Times waiting changes were written to the shared index."""
     blocks_written: int = 0
+    """Blocks written."""
     blocks_refused: int = 0
-    """The server had no room; they are tried again."""
+    """Blocks refused because the server is full; they are retried."""
     late_batches: int = 0
+    """Writes refused because a newer one had come before; done again."""
     fenced: int = 0
     """Engines dropped because another writer holds them."""
     lost_fences: int = 0
+    """Writes refused because the engine's registry entry on the server was gone."""
     lost_seats: int = 0
+    """Engines whose slot in the shared index was lost or changed; written again."""
     claims: int = 0
+    """Times the writing of an engine was claimed."""
     remirrors: int = 0
     """Times all blocks of an engine were written again."""
     overflows: int = 0
     """Times an engine had more than ``touched_max`` blocks waiting."""
     scope_changes: int = 0
+    """Times the shared index of the model was another one than before."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
+    """Writes that failed, by reason."""
 
     def error(self, reason: str) -> None:
         self.errors[reason] = self.errors.get(reason, 0) + 1

@@ -1,4 +1,4 @@
-"""Clearing away what nobody writes any more: engines that left while no replica could retire them.
+"""Garbage collection in the shared index: engines that left while no replica could retire them.
 
 Any writer may sweep; what goes is decided by the server. Always true: an engine whose lease is held, or ended
 less than ``idle_s`` ago, is left alone.

@@ -19,11 +19,13 @@ def advise(
     router: Annotated[
         str | None,
         Parameter(
-            help="URL of a running router: takes the number of engines, groups and blocks from it, and where "
-            "no workload is named its access log."
+            help="URL of a running router's ops port: takes the number of engines, groups and blocks from "
+            "it, and where no workload is named its access log."
         ),
     ] = None,
-    engines: Annotated[int | None, Parameter(help="How many engines there are (8).")] = None,
+    engines: Annotated[
+        int | None, Parameter(help="Number of engines (default: the router's, else 8).")
+    ] = None,
     model: Annotated[
         str | None,
         Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups."),
@@ -31,30 +33,41 @@ def advise(
     block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64,
     pool: Annotated[
         str | None,
-        Parameter(help="KV cache as it is: blocks per engine, or the fleet's share of the workload."),
+        Parameter(
+            help="Current KV cache: blocks per engine (vLLM's num_gpu_blocks), or the share of what these "
+            "requests fill that the fleet holds (default: the router's, else 25%)."
+        ),
     ] = None,
     retention: Annotated[
-        str, Parameter(help="The engines' prefix_cache_retention_interval as it is: tokens or dense.")
+        str, Parameter(help="The engines' current prefix_cache_retention_interval: tokens or dense.")
     ] = "0",
     load: Annotated[
         float | None,
-        Parameter(help="Arrivals so fast that round robin is busy with prompts for this share (0.85)."),
+        Parameter(
+            help="Speed arrivals up until prompts take this share of the engines' time under round robin "
+            "(default 0.85; access logs keep their times)."
+        ),
     ] = None,
     speed: Annotated[
-        float | None, Parameter(help="Instead: so many times as fast as recorded (access logs: 1).")
+        float | None,
+        Parameter(
+            help="Instead of --load: arrival speed, as a multiple of the recorded one (access logs: 1)."
+        ),
     ] = None,
     ttft_target: Annotated[
-        float | None, Parameter(help="Seconds to the first token that nine of ten requests shall keep.")
+        float | None, Parameter(help="Target for the p90 time to first token, in seconds.")
     ] = None,
-    requests: Annotated[int, Parameter(help="Only the first so many: bounds the run time.")] = 2000,
-    seeds: Annotated[int, Parameter(help="Draws of the arrivals; a change must help in each.")] = 2,
+    requests: Annotated[int, Parameter(help="Use the first N requests; bounds the run time.")] = 2000,
+    seeds: Annotated[
+        int, Parameter(help="Runs with different arrivals; a change is advised only if it helps in each.")
+    ] = 2,
     served_model: Annotated[
         str | None, Parameter(help="Only requests of this model, where an access log has several.")
     ] = None,
-    processes: Annotated[int | None, Parameter(help="Default: one per core.")] = None,
-    json: Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")] = False,
+    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None,
+    json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
-    """What to set, by your own traffic: retention, memory, engines, knobs; if prefix routing pays at all."""
+    """Advise from your traffic: retention, memory, engines, policy parameters, and if prefix routing pays."""
     from router.simulate.advise.command import AdviseOptions, run_advise  # noqa: PLC0415  # loaded when run
 
     options = AdviseOptions(

@@ -16,18 +16,19 @@ from rich.table import Table
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
-from router.simulate.advise.trials import Advice, TrialResult, judge, reusable_share, told_of, trials
+from router.simulate.advise.trials import Advice, TrialResult, doubt, judge, reusable_share, told_of, trials
 from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, refused
 from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.outcome import NothingServedError
-from router.simulate.report import WIDTH_PIPED, retention_text
+from router.simulate.report import retention_text
 from router.simulate.run.fleet import FleetSetup
 from router.simulate.study import Workloads, pool_blocks, round_robin, run_all, speed_for
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
+from router.tools.console import output_console
 
 LOAD = 0.85
 POOL = "25%"
@@ -95,7 +96,10 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
     setup, more = _setup(options, seen, workloads, timing)
     notes += more
     processes = options.processes or len(os.sched_getaffinity(0))
-    with refused("workload", WorkloadError, NothingServedError):
+    with (
+        refused("workload", WorkloadError),
+        refused(f"--pool {options.pool or ''}".rstrip(), NothingServedError),
+    ):
         setup = _at_speed(options, workload, setup, workloads, notes)
         tried = trials(setup, ttft_target_s=options.ttft_target)
         jobs = [trial.job(seed) for trial in tried for seed in seeds]
@@ -104,14 +108,16 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
             results = run_all(jobs, workloads, processes=processes, placed=placed)
     told = told_of(tried, {job: result.outcome for job, result in results.items()}, seeds)
     reusable = reusable_share(workloads[0])
-    advice = judge(setup, told, reusable=reusable, ttft_target_s=options.ttft_target)
+    advice = judge(
+        setup, told, reusable=reusable, num_requests=len(workloads[0]), ttft_target_s=options.ttft_target
+    )
+    unsure = doubt(told, len(workloads[0]))
     facts = _facts(options, setup, workloads, reusable, notes)
     if as_json:
-        report = {"facts": facts, "runs": told, "advice": advice}
+        report = {"facts": facts, "runs": told, "advice": advice, "doubt": unsure}
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return 0
-    console = Console()
-    _show(facts, told, advice, console if console.is_terminal else Console(width=WIDTH_PIPED))
+    _show(facts, told, advice, unsure, output_console())
     return 0
 
 
@@ -173,7 +179,10 @@ def _setup(
         notes.append("blocks: the smallest engine's, from its metrics")
     elif options.pool is None:
         blocks = pool_blocks(workloads[0], groups, engines, 0.25)
-        notes.append(f"blocks: {POOL} of what the workload fills, as neither --pool nor --router tells")
+        notes.append(
+            f"blocks: {POOL} of what these {len(workloads[0])} requests fill, as nobody tells how many the "
+            "engines have: give --pool (vLLM's num_gpu_blocks)"
+        )
     else:
         blocks = read_pool(options.pool, groups, engines, workloads)
     retentions = read_retentions(options.retention, groups)
@@ -193,12 +202,14 @@ def _at_speed(
     recorded = path.is_file() and is_capture(path)
     if options.speed is not None or (recorded and options.load is None):
         speed = options.speed or 1.0
-        notes.append(f"arrivals: {speed:g} x the recorded times")
+        notes.append(f"arrivals: {speed:g} x the recorded speed")
         return msgspec.structs.replace(setup, speed=speed)
     load = options.load or LOAD
     job = round_robin(setup)
     even = run_all([job], workloads, processes=1)[job]
-    notes.append(f"arrivals: so fast that round robin is busy with prompts {load:.0%} of the time")
+    notes.append(
+        f"arrivals: so fast that round robin needs {load:.0%} of their time for prompts; busy %: what it was"
+    )
     return msgspec.structs.replace(setup, speed=speed_for(load, workloads[0], even))
 
 
@@ -219,7 +230,9 @@ def _facts(
     }
 
 
-def _show(facts: dict[str, Any], told: list[TrialResult], advice: list[Advice], console: Console) -> None:
+def _show(
+    facts: dict[str, Any], told: list[TrialResult], advice: list[Advice], unsure: str, console: Console
+) -> None:
     console.print(
         f"[bold]{facts['workload']}[/]: {facts['requests']} requests, {facts['seeds']} seeds; "
         f"{facts['engines']} engines of {facts['blocks_per_engine']} blocks, retention {facts['retention']}",
@@ -227,9 +240,9 @@ def _show(facts: dict[str, Any], told: list[TrialResult], advice: list[Advice], 
     )
     for note in facts["notes"]:
         console.print(note, style="dim", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    for name in ("what is changed", "to"):
-        table.add_column(name, no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=0, show_edge=False)
+    table.add_column("what is changed")
+    table.add_column("to")
     for name in ("hit %", "mean s", "p90 s", "p99 s", "busy %", "mean"):
         table.add_column(name, justify="right", no_wrap=True)
     topic = ""
@@ -246,8 +259,11 @@ def _show(facts: dict[str, Any], told: list[TrialResult], advice: list[Advice], 
             "" if one.topic == "now" else f"{one.change:+.1%}",
         )
     console.print(table)
+    if unsure:
+        console.print(f"[yellow]Only hints: {unsure}.[/]", highlight=False)
     for one_advice in advice:
         mark = "[green]=[/]" if one_advice.value is None else "[yellow]>[/]"
+        mark = mark if one_advice.firm else "[dim]?[/]"
         console.print(f"{mark} {one_advice.text}", highlight=False)
 
 

@@ -10,7 +10,7 @@ outcomes give the same words.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +18,7 @@ import msgspec
 from publisher.groups import Family
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.placement.candidate import PolicySettings
-from router.simulate.outcome import Outcome
+from router.simulate.outcome import WARM_SHARE, Outcome
 from router.simulate.plan import check_layout
 from router.simulate.run.arms import ARMS, Arm
 from router.simulate.run.fleet import FleetSetup
@@ -36,6 +36,8 @@ GAIN_MIN = 0.03
 ROUTING_GAIN_MIN = 0.05
 MEMORY_GAIN_MIN = 0.10
 AS_GOOD = 0.02
+REQUESTS_MIN = 200
+"""Fewer requests are too few for advice: differences between runs are then mostly chance."""
 BUSY_MAX = 0.9
 
 
@@ -75,6 +77,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     setting: str
     value: str | None
     text: str
+    firm: bool = True
+    """False: the runs say too little to set anything by them; ``value`` is None."""
 
 
 def retention_name(retention: int | None) -> str:
@@ -153,27 +157,42 @@ def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
     )
 
 
-def reusable_share(requests: Iterable[Request]) -> float:
-    """Prompt tokens that an earlier prompt or answer began with: what one endless cache would hit."""
+def reusable_share(requests: Sequence[Request]) -> float:
+    """What one endless cache would hit at most, of the same requests that outcomes count (``WARM_SHARE``).
+
+    A prompt may take what any earlier prompt or answer began with, to the last whole unit that both share,
+    but for its last token.
+    """
+    first = int(WARM_SHARE * len(requests))
     seen: set[tuple[int, int]] = set()
     reused = total = 0
-    for request in requests:
-        chain = 0
+    for place, request in enumerate(requests):
+        chain = shared = 0
         known = True
         for number, identifier in enumerate(request.ids):
             chain = hash((chain, identifier))
             known = known and (number, chain) in seen
-            if known and (number + 1) * UNIT_TOKENS < request.input_tokens:
-                reused += UNIT_TOKENS
+            if known:
+                shared = (number + 1) * UNIT_TOKENS
             seen.add((number, chain))
-        total += request.input_tokens
+        if place >= first:
+            reused += min(shared, request.input_tokens - 1)
+            total += request.input_tokens
     return reused / total if total else 0.0
 
 
 def judge(
-    setup: FleetSetup, told: Sequence[TrialResult], *, reusable: float, ttft_target_s: float | None = None
+    setup: FleetSetup,
+    told: Sequence[TrialResult],
+    *,
+    reusable: float,
+    num_requests: int,
+    ttft_target_s: float | None = None,
 ) -> list[Advice]:
-    """One piece of advice per topic, in the order of ``Topic``; ``told`` is in the order of ``trials``."""
+    """One piece of advice per topic, in the order of ``Topic``; ``told`` is in the order of ``trials``.
+
+    Where there is ``doubt``, none of it is firm.
+    """
     base = told[0]
     by_topic: dict[Topic, list[TrialResult]] = {}
     for one in told[1:]:
@@ -183,25 +202,40 @@ def judge(
     found.append(_memory(setup, base, by_topic["memory"]))
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
     found.append(_knobs(setup, base, by_topic["knobs"]))
+    if doubt(told, num_requests):
+        return [msgspec.structs.replace(one, value=None, firm=False) for one in found]
     return found
+
+
+def doubt(told: Sequence[TrialResult], num_requests: int) -> str:
+    """Why nothing firm follows from these runs; "" where it does."""
+    if num_requests < REQUESTS_MIN:
+        return f"{num_requests} requests are too few for advice, which takes {REQUESTS_MIN}"
+    if told[0].refused:
+        return f"{told[0].refused} requests fit into no engine's cache and are left out: --pool is too small"
+    return ""
 
 
 def _routing(base: TrialResult, others: Sequence[TrialResult], reusable: float) -> Advice:
     blind = min((one for one in others if one.value in BLIND), key=lambda one: one.mean_s)
     shares = (
-        f"an endless cache would hit {reusable:.0%} of the prompt tokens, this fleet hits "
-        f"{base.hit_share:.0%}, and {blind.hit_share:.0%} under {blind.value}"
+        ""
+        if base.refused
+        else (
+            f"; an endless cache would hit at most {reusable:.0%} of the prompt tokens, this fleet hits "
+            f"{base.hit_share:.0%}, and {blind.hit_share:.0%} under {blind.value}"
+        )
     )
     gain = 1 - base.mean_s / blind.mean_s if blind.mean_s else 0.0
     if gain >= ROUTING_GAIN_MIN:
         text = (
             f"Prefix routing pays: mean time to first token {base.mean_s:.3f} s, {gain:.0%} less than "
-            f"{blind.value} ({blind.mean_s:.3f} s); {shares}."
+            f"{blind.value} ({blind.mean_s:.3f} s){shares}."
         )
         return Advice(topic="routing", setting="policy", value=None, text=text)
     text = (
         f"Prefix routing does not pay on this traffic: {blind.value} has {blind.mean_s:.3f} s, the serving "
-        f"policy {base.mean_s:.3f} s on average; {shares}. {blind.value} does as well and needs no events."
+        f"policy {base.mean_s:.3f} s on average{shares}. {blind.value} does as well and needs no events."
     )
     return Advice(topic="routing", setting="policy", value=blind.value, text=text)
 

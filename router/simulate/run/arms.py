@@ -1,4 +1,4 @@
-"""The arms of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
+"""The policies of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
 
 The policies are those that serve (``router.placement.policies``), unchanged; an arm only says what they are
 told.

@@ -49,6 +49,11 @@ def is_capture(path: Path) -> bool:
     """Whether the first line of a file is one of an access log. Raises ``WorkloadError``."""
     with contextlib.closing(lines_of(path)) as lines:
         _, fields = next(lines)
+    if "payload_b64" in fields:
+        raise WorkloadError(
+            f"{path}: a capture of KV events (kvatlas record), which holds no requests; name the router's "
+            "access log (access_log.path), or a trace"
+        )
     return "duration_s" in fields and "engine" in fields
 
 

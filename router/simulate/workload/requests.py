@@ -110,7 +110,7 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise WorkloadError(f"{where}: not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise WorkloadError(f"{where}: a JSON object is wanted, not {type(fields).__name__}")
+        raise WorkloadError(f"{where}: expected a JSON object, got {type(fields).__name__}")
     return fields
 
 
@@ -119,16 +119,16 @@ def asked_of(fields: dict[str, Any], where: str) -> Asked:
     length = _count(fields, "input_length", where, least=1)
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise WorkloadError(f"{where}: hash_ids: a list of whole numbers is wanted")
+        raise WorkloadError(f"{where}: hash_ids: expected a list of whole numbers")
     wanted = -(-length // UNIT_TOKENS)
     if len(ids) != wanted:
         raise WorkloadError(
-            f"{where}: hash_ids: {len(ids)} ids for input_length = {length}; one per {UNIT_TOKENS} tokens, "
-            f"so {wanted}, are wanted"
+            f"{where}: hash_ids: {len(ids)} ids for input_length = {length}; expected one per "
+            f"{UNIT_TOKENS} tokens, so {wanted}"
         )
     timestamp = fields.get("timestamp")
     if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < 1e15:
-        raise WorkloadError(f"{where}: timestamp: {timestamp!r}; milliseconds from the start are wanted")
+        raise WorkloadError(f"{where}: timestamp = {timestamp!r}: expected milliseconds from the start")
     output = _count(fields, "output_length", where, least=0)
     return Asked(at_s=timestamp / 1000, input_tokens=length, output_tokens=output, ids=tuple(ids))
 
@@ -137,7 +137,7 @@ def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
     value = fields.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= TOKENS_MAX:
         raise WorkloadError(
-            f"{where}: {key}: {value!r}; a whole number from {least} to {TOKENS_MAX} is wanted"
+            f"{where}: {key} = {value!r}: expected a whole number from {least} to {TOKENS_MAX}"
         )
     return value
 

@@ -21,7 +21,10 @@ def doctor(
     ] = None,
     router: Annotated[
         str | None,
-        Parameter(help="A running router: its view is compared; without --engine its engines are checked."),
+        Parameter(
+            help="URL of a running router's ops port: its view is compared; without --engine its engines are "
+            "checked."
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")

@@ -18,6 +18,7 @@ from router.config.load import load, parse_engine
 from router.config.schema import ANY_MODEL, Config
 from router.prompts.reader import ModelDirError
 from router.serve import configure_logging
+from router.tools.console import output_console
 from router.tools.doctor import checks
 from router.tools.doctor.examine import ExamineSettings, examine
 from router.tools.doctor.findings import Finding, Severity, exit_status
@@ -54,7 +55,7 @@ def run_doctor(
     if as_json:
         sys.stdout.write(report_json(findings))
     else:
-        show(findings, Console())
+        show(findings, output_console())
     return exit_status(findings)
 
 

@@ -1,4 +1,4 @@
-"""The doctor's ear at one engine: its live event socket and its replay socket, read raw.
+"""Listens to one engine's live event socket and replay socket, raw.
 
 Not a ``Feed``: a feed repairs and hides what the doctor is here to see. The replay socket is asked once, for
 everything; live messages that come meanwhile wait, then all are applied in the order of their numbers. It
@@ -27,7 +27,7 @@ _HELD_MAX = 20_000
 _STRANGE_MAX = 16
 """Messages that are none, after which a replay socket is given up."""
 _REPLAY_TIMEOUTS = 10
-"""A whole answer may take so many times what a silence may."""
+"""Total replay time-out, as a multiple of the idle time-out."""
 _TOPICS_MAX = 16
 _MESSAGE_BYTES_MAX = 256 << 20
 _SLICE_S = 0.005

@@ -1,4 +1,4 @@
-"""What a tap heard of one engine's sockets: how far each connection came, and what arrived."""
+"""What was observed at one engine's sockets: how far each connection came, and what arrived."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from router.placement.candidate import Ask, Candidate, Confidence, Hit, PolicySe
 from router.placement.policies import ArmState, policy
 from router.tools.explain.state import AskedPrompt, EngineExplanation
 
-_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned"}
+_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
 
 
 class ChoiceMade(msgspec.Struct, frozen=True):

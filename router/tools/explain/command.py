@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from publisher.block_hash import ALGORITHMS, HashScheme
@@ -21,6 +20,7 @@ from router.index.learn.layout import ModelFacts
 from router.openai.body import peek
 from router.tools.capture.file import CaptureError, is_trace, read_capture
 from router.tools.capture.progress import shown
+from router.tools.console import output_console
 from router.tools.explain.choice import ChoiceMade, choice
 from router.tools.explain.prompt import PromptError, read_body, read_prompt, router_body
 from router.tools.explain.state import AskedPrompt, Boundary, EngineExplanation, MissingBlock, explain_engine
@@ -145,7 +145,7 @@ def _show(prompt: AskedPrompt, engines: Sequence[EngineExplanation], made: Choic
         numbers = (e.hit_tokens, e.offloaded_tokens, e.trunk_tokens)
         style = "bold" if e.engine == made.engine else ""
         table.add_row(e.engine, str(e.seq), *[f"{n:,}" for n in numbers], _ended(e), style=style)
-    console = Console()
+    console = output_console()
     console.print(table)
     console.print(
         f"choice, all engines idle: {made.engine} ({made.reason}), {made.uncached_tokens:,} tokens to compute"
@@ -206,7 +206,7 @@ def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: b
     if as_json:
         print(text.decode())
     else:
-        Console().print(_router_table(said))
+        output_console().print(_router_table(said))
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from publisher.block_hash import HashScheme
+from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash, EventDecodeError
 from publisher.groups import SpecClass
 from router.index.base import Plane
@@ -34,6 +34,9 @@ class AskedPrompt(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def extras(self) -> PromptExtras: ...
 
     def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]: ...
 
@@ -135,7 +138,7 @@ def _hit(player: Player, source: str, prompt: AskedPrompt, scheme: HashScheme | 
         return EngineHit("native", alignment=layout.alignment)
     rows = player.ledger.lookup(prompt.hashes(scheme))
     seat = Seat(source, scheme, layout, slot, stores=player.fleet.engine(source).stores)
-    return seat_hits(rows, prompt.num_tokens, [seat], "native", detail=True)[source]
+    return seat_hits(rows, prompt.num_tokens, [seat], detail=True)[source]
 
 
 def _layout(player: Player, source: str, scheme: HashScheme | None) -> CacheLayout | None:

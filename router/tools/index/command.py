@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from publisher.events import BlockHash
@@ -27,6 +26,7 @@ from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import IndexRefused, Registry
 from router.replication.settings import IndexSettings
 from router.serve import configure_logging
+from router.tools.console import output_console
 from router.tools.index.scan import ScopeBooks, block_hashes, models_of, read_books
 from router.tools.index.verify import EngineDiff, Verifier
 
@@ -100,7 +100,10 @@ def run_dump(settings: IndexSettings, *, model: str | None, limit: int) -> int:
 def run_index_verify(
     settings: IndexSettings, *, model: str | None, engines: tuple[Engine, ...], settle_s: float, as_json: bool
 ) -> int:
-    """0 if the index says of every engine what its feed says. ``engines``: addresses nobody tells."""
+    """0 if the index says of every engine what its feed says.
+
+    ``engines`` add to the addresses that the index knows, or replace them; what they leave out stays.
+    """
     given: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
 
     async def show(client: Client, scopes: list[ScopeBooks]) -> int:
@@ -120,10 +123,27 @@ async def verify_scope(
     client: Client, books: ScopeBooks, given: Mapping[str, Engine], settle_s: float
 ) -> list[EngineDiff]:
     """Every engine of a scope compared; those whose addresses nobody knows have the feed ``unknown``."""
-    known = {e: engine for e, engine in (books.addresses | dict(given)).items() if e in books.view.seats}
+    known = {
+        engine_id: addressed(books.addresses.get(engine_id), given.get(engine_id))
+        for engine_id in (books.addresses | dict(given))
+        if engine_id in books.view.seats
+    }
     async with Verifier(client, books, known) as verifier:
         found = await verifier.compare(settle_s) if known else []
         return found + verifier.others()
+
+
+def addressed(known: Engine | None, given: Engine | None) -> Engine:
+    """An engine with what was given on the command line, and what the index knows where nothing was."""
+    if known is None or given is None:
+        found = given or known
+        if found is None:
+            raise AssertionError("one of them names the engine")
+        return found
+    told = {name: getattr(given, name) for name in ("events", "replay") if getattr(given, name) is not None}
+    if given.topic:
+        told["topic"] = given.topic
+    return msgspec.structs.replace(known, **told)
 
 
 async def scope_line(client: Client, books: ScopeBooks) -> ScopeLine:
@@ -249,7 +269,7 @@ def _print_scope(line: ScopeLine) -> None:
         table.add_row(
             engine.engine, str(engine.slot), str(engine.generation), engine.holder, lease, feed, engine.mode
         )
-    console = Console()
+    console = output_console()
     console.print(table)
     console.print("replicas: " + ", ".join(f"{name} ({held})" for name, held in line.replicas.items()))
 
@@ -265,4 +285,4 @@ def _print_diffs(diffs: list[EngineDiff]) -> None:
         counts = (f"{number:,}" for number in (diff.resident, diff.wrong, diff.missing))
         holder = "gone" if diff.gone else diff.holder + (" (stale)" if diff.stale else "")
         table.add_row(diff.engine, *counts, diff.feed, holder, style="" if diff.exact else "red")
-    Console().print(table)
+    output_console().print(table)

@@ -23,6 +23,7 @@ from router.fleet.identity import Engine
 from router.fleet.poller import event_sources
 from router.tools.capture.file import CaptureError
 from router.tools.capture.writer import CaptureWriter
+from router.tools.console import output_console
 from router.tools.record.order import RecordStats
 from router.tools.record.recorder import RecordSource, SourceRecorder, record
 
@@ -71,7 +72,7 @@ def run_record(engines: Sequence[str], options: RecordOptions, *, as_json: bool)
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
-        Console().print(_table([recorder.stats for recorder in recorders], writer))
+        output_console().print(_table([recorder.stats for recorder in recorders], writer))
         print(_words(writer, options))
     return 0 if summary["complete"] else 1
 
@@ -179,9 +180,9 @@ def _summary(recorders: Sequence[SourceRecorder], writer: CaptureWriter) -> dict
 
 def _table(stats: Sequence[RecordStats], writer: CaptureWriter) -> Table:
     table = Table(
-        title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", box=None, padding=(0, 2, 0, 0)
+        title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", box=None, padding=(0, 1, 0, 0)
     )
-    table.add_column("engine", overflow="fold", min_width=21)
+    table.add_column("engine", overflow="fold", min_width=15)
     names = ("frames", "history", "seqs", "gaps", "lost", "restarts", "malformed")
     for name in ("reached", *names):
         table.add_column(name, justify="right", no_wrap=True)

@@ -23,6 +23,7 @@ from router.replication.schema.registry import IndexRefused
 from router.replication.settings import IndexSettings
 from router.tools.capture.file import CapturedFrame, CaptureError, is_trace, read_capture
 from router.tools.capture.progress import shown
+from router.tools.console import output_console
 from router.tools.replay.diff import PlaneDiff, diff
 from router.tools.replay.player import Player, Sample, Sampler, sample, up_to
 from router.tools.replay.publish import (
@@ -120,7 +121,7 @@ def _diff(options: ReplayOptions, *, as_json: bool) -> int:
         planes = [msgspec.to_builtins(plane) for plane in found]
         print(msgspec.json.encode({"same": not differs, "planes": planes}).decode())
     else:
-        Console().print(diff_table(found))
+        output_console().print(diff_table(found))
     return 1 if differs else 0
 
 
@@ -271,7 +272,7 @@ def _summary(done: _Done) -> dict[str, Any]:
 
 
 def _show(done: _Done) -> None:
-    console = Console()
+    console = output_console()
     console.print(stream_table(done.player.runs))
     console.print(sample_table(done.samples))
     if done.shared is not None:

@@ -7,7 +7,7 @@ blocks of the capture, nothing is ever dropped: for tools, not for serving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -139,9 +139,3 @@ class Ledger(MemoryIndex):
         if not log.copies:
             counts.blocks -= 1
             log.gone, log.how = self.at, how
-
-
-def all_planes(ledger: Ledger) -> Iterator[tuple[str, Plane, PlaneCounts]]:
-    """(engine, plane, counts) of everything a ledger knows, in a stable order."""
-    for engine_id, plane in sorted(ledger.counts):
-        yield engine_id, plane, ledger.counts[engine_id, plane]

@@ -14,8 +14,8 @@ _SHOWN_HASHES = 8
 
 def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against B") -> Table:
     """What only one of two states holds, plane by plane."""
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold", min_width=21)
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    table.add_column("engine", overflow="fold", min_width=12)
     for name in ("medium", "group", "in both", "only A", "only B", "copies"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("blocks", no_wrap=True)
@@ -24,7 +24,7 @@ def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against
         more = [f"and {len(shown) - _SHOWN_HASHES} more (--json)"] if len(shown) > _SHOWN_HASHES else []
         numbers = (plane.same, len(plane.only_a), len(plane.only_b), plane.copies)
         table.add_row(
-            plane.source,
+            plane.source.removeprefix("http://"),
             plane.medium,
             str(plane.group),
             *[f"{n:,}" for n in numbers],
@@ -36,21 +36,19 @@ def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against
 
 def stream_table(runs: Sequence[SourceRun]) -> Table:
     """One row per engine: what its stream was like."""
-    table = Table(title="streams", box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold", min_width=21)
-    names = ("frames", "events", "seqs", "gaps", "restarts", "resets", "late", "bad")
+    table = Table(title="streams", box=None, padding=(0, 1, 0, 0))
+    table.add_column("engine", overflow="fold", min_width=12)
+    names = ("frames", "events", "seqs", "gaps", "missing", "restarts", "resets", "late", "bad")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         bad = run.undecodable + run.rejected_events
-        counts = (run.restarts, run.clears, run.late, bad)
-        gaps = f"{run.gaps:,} ({run.missing_batches:,} batches)" if run.gaps else "0"
+        counts = (run.gaps, run.missing_batches, run.restarts, run.clears, run.late, bad)
         table.add_row(
-            run.source,
+            run.source.removeprefix("http://"),
             f"{run.frames:,}",
             f"{run.events:,}",
             f"{run.first_seq}..{run.last_seq}",
-            gaps,
             *[f"{n:,}" for n in counts],
             style="yellow" if run.gaps or bad else "",
         )
@@ -60,9 +58,9 @@ def stream_table(runs: Sequence[SourceRun]) -> Table:
 def sample_table(samples: Sequence[Sample]) -> Table:
     """One row per moment and plane; the engine has a column only where there are several."""
     engines = {p.source for taken in samples for p in taken.planes}
-    table = Table(title="residency over time", box=None, padding=(0, 2, 0, 0))
+    table = Table(title="residency over time", box=None, padding=(0, 1, 0, 0))
     if len(engines) > 1:
-        table.add_column("engine", overflow="fold", min_width=21)
+        table.add_column("engine", overflow="fold", min_width=8)
     names = ("plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
     for name in ("s", "seq", *names):
         table.add_column(name, justify="right", no_wrap=True)
@@ -70,7 +68,7 @@ def sample_table(samples: Sequence[Sample]) -> Table:
         for number, p in enumerate(taken.planes):
             counts = (p.blocks, p.copies, p.stored, p.removed, p.cleared, p.unknown_removals, p.gaps)
             table.add_row(
-                *([p.source] if len(engines) > 1 else []),
+                *([p.source.removeprefix("http://")] if len(engines) > 1 else []),
                 "" if number else f"{taken.elapsed_s:.1f}",
                 str(p.seq),
                 f"{p.medium} {p.group}",

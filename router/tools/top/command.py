@@ -13,10 +13,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from rich.console import Console
 from rich.live import Live
 
 from router.config.errors import ConfigError
+from router.tools.console import output_console
 from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer
 from router.tools.ops_client import ops_headers
@@ -52,7 +52,7 @@ async def _single(url: str, *, as_json: bool) -> int:
     if as_json:
         _print_json(picture)
     else:
-        Console().print(render(picture))
+        output_console().print(render(picture))
     return 1 if picture.problem else 0
 
 

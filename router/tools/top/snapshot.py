@@ -32,6 +32,9 @@ class EngineRow(msgspec.Struct, kw_only=True):
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    """Share of the KV blocks that running requests use."""
+    kv_cached: float | None = None
+    """Share of the KV blocks that hold cached content, in use or not."""
     feed: str = ""
     feed_reason: str = ""
     lag_s: float | None = None
@@ -109,6 +112,7 @@ def _row(
         running=_whole(load.get("running")),
         waiting=_whole(load.get("waiting")),
         kv_usage=_number(entry.get("kv_usage")),
+        kv_cached=_number(entry.get("kv_cached")),
         feed=str(entry.get("feed_state", "")),
         feed_reason=str(feed.get("reason", "")),
         lag_s=_number(feed.get("lag_s")),

@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from router.tools.top.snapshot import EngineRow, RouterSnapshot, Totals
 
-_COLUMNS = ("reqs", "req/s", "hit", "exact", "queue", "run", "wait", "KV")
+_COLUMNS = ("reqs", "req/s", "hit", "exact", "queue", "run", "wait", "KV\nuse", "KV\nheld")
+_LAG_SHOWN_S = 0.1
 _FEED_STYLES = {"ready": "green", "none": "dim", "": "dim"}
 
 
 def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
-    """The picture as it is shown; ``hint`` stands under it."""
+    """The picture as it is shown, in 80 columns: what is amiss stands under the table, and ``hint`` last."""
     if picture.problem:
         return Group(Text(f"{picture.router}: {picture.problem}", style="bold red"), Text(hint, style="dim"))
-    table = Table(title=f"kvatlas at {picture.router}", pad_edge=False, title_justify="left")
+    table = Table(
+        title=f"kvatlas at {picture.router}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+    )
     table.add_column("engine", overflow="fold", min_width=14)
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", overflow="fold")
-    table.add_column("state", overflow="fold", min_width=6)
+    table.add_column("state", overflow="fold")
     for row in picture.engines:
-        table.add_row(row.engine.removeprefix("http://"), *_figures(row), _feed(row), _state(row))
+        feed = Text(row.feed or "-", style=_FEED_STYLES.get(row.feed, "yellow"))
+        table.add_row(_name(row), *_figures(row), feed, _state(row))
     parts: list[RenderableType] = [table]
     if picture.totals is not None:
         table.add_section()
         table.add_row("total", *_figures(picture.totals), "", f"{picture.totals.up} up", style="bold")
         parts.append(Text(_proxy(picture.totals)))
+    parts += [
+        Text(f"{_name(row)}: {said}", style="yellow") for row in picture.engines if (said := _amiss(row))
+    ]
     return Group(*parts, Text(hint, style="dim"))
 
 
+def _name(row: EngineRow) -> str:
+    return row.engine.removeprefix("http://")
+
+
 def _figures(row: EngineRow | Totals) -> list[str]:
-    queue_s, kv_usage = (row.queue_s, row.kv_usage) if isinstance(row, EngineRow) else (None, None)
+    queue_s, usage, cached = None, None, None
+    if isinstance(row, EngineRow):
+        queue_s, usage, cached = row.queue_s, row.kv_usage, row.kv_cached
     return [
         f"{row.requests:,}",
         "-" if row.requests_per_s is None else f"{row.requests_per_s:.1f}",
@@ -42,24 +61,31 @@ def _figures(row: EngineRow | Totals) -> list[str]:
         _seconds(queue_s),
         _count(row.running),
         _count(row.waiting),
-        _percent(kv_usage),
+        _percent(usage),
+        _percent(cached),
     ]
 
 
-def _feed(row: EngineRow) -> Text:
-    text = Text(row.feed or "-", style=_FEED_STYLES.get(row.feed, "yellow"))
-    if row.feed_reason:
-        text.append(f" ({row.feed_reason})")
-    if row.lag_s is not None:
-        text.append(f" {row.lag_s * 1000:.0f} ms", style="dim")
-    return text
-
-
 def _state(row: EngineRow) -> Text:
+    """One word; ``_amiss`` has the rest."""
     if not row.up:
-        return Text(f"down: {row.problem}" if row.problem else "down", style="bold red")
-    words = [word for word, said in (("breaker open", row.breaker_open), ("drifting", row.drifting)) if said]
-    return Text(", ".join(words), style="yellow") if words else Text(row.mode or "up")
+        return Text("down", style="bold red")
+    if row.breaker_open:
+        return Text("open", style="yellow")
+    return Text("drift", style="yellow") if row.drifting else Text(row.mode or "up")
+
+
+def _amiss(row: EngineRow) -> str:
+    """What is not as it should be with an engine, in words; "" where all is well."""
+    words = []
+    if not row.up:
+        words.append(f"down: {row.problem}" if row.problem else "down")
+    words += [word for word, said in (("breaker open", row.breaker_open), ("drifting", row.drifting)) if said]
+    if row.feed_reason or (row.lag_s is not None and row.lag_s >= _LAG_SHOWN_S):
+        reason = f" ({row.feed_reason})" if row.feed_reason else ""
+        lag = "" if row.lag_s is None else f" {row.lag_s * 1000:.0f} ms"
+        words.append(f"feed {row.feed}{reason}{lag}")
+    return ", ".join(words)
 
 
 def _proxy(totals: Totals) -> str:

@@ -15,11 +15,13 @@ from rich.table import Table
 
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.settings import IndexSettings
+from router.tools.console import output_console
 from router.tools.verify.run import TraceResult, total, verify_trace
 from router.tools.verify.shared import SharedVerifier
 from router.tools.verify.traces import TraceError, trace_files
 
 _NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 5}
+_WIDE = 120
 """Columns of counts, each with the width it keeps on a narrow terminal."""
 
 
@@ -39,7 +41,8 @@ def run_verify(paths: list[Path], *, as_json: bool, index: IndexSettings | None 
         print(f"kvatlas verify: {error}", file=sys.stderr)
         return 2
     if not as_json:
-        Console().print(_table(results))
+        console = output_console()
+        console.print(_table(results, narrow=console.width < _WIDE))
     return 0 if all(result.all_exact for result in results) else 1
 
 
@@ -75,12 +78,13 @@ def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult])
     return results
 
 
-def _table(results: list[TraceResult]) -> Table:
+def _table(results: list[TraceResult], *, narrow: bool) -> Table:
+    """All counts have their place on a narrow terminal, at the cost of long names."""
     table = Table(
         title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=22)
-    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11)
+    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=22 if narrow else None)
+    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11 if narrow else None)
     for name, digits in _NUMBERS.items():
         table.add_column(name, justify="right", no_wrap=True, min_width=digits)
     for result in (*results, total(results)):

@@ -2,8 +2,9 @@
 
 A trace's events go through ``FleetResidency`` exactly as a feed's batches do; each probe is then predicted
 and compared with what the engine's scheduler found at that point. The events are played twice. The first
-time stands for the engine's life before the recording: groups, layout and hash scheme are learned from it and
-the engine then restarts, so that residency starts empty; only the second time are probes answered.
+time stands for the engine's life before the recording: groups, layout and hash scheme are learned from it,
+and from the prompts that were placed; the engine then restarts, so that residency starts empty. Only the
+second time are probes answered.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ProbePrompt:
     """A probe in the form the predictor takes."""
 
     def __init__(self, token_ids: list[int], extras: PromptExtras) -> None:
-        self._token_ids = token_ids
-        self._extras = extras
+        self.token_ids = token_ids
+        self.extras = extras
 
     @classmethod
     def of(cls, probe: TraceProbe) -> ProbePrompt:
@@ -68,10 +69,10 @@ class ProbePrompt:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._token_ids)
+        return len(self.token_ids)
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:
-        return block_hashes(self._token_ids, scheme, self._extras)
+        return block_hashes(self.token_ids, scheme, self.extras)
 
 
 def verify_trace(path: Path) -> TraceResult:
@@ -81,6 +82,9 @@ def verify_trace(path: Path) -> TraceResult:
     for number, line in read_trace(path):
         if line.events is not None:
             apply_line(fleet, path, number, line)
+        elif line.probe is not None:
+            fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
+            engine.finish_detection()
     fleet.forget(RECORDED)
     result = TraceResult(path.name, "")
     for number, line in read_trace(path):

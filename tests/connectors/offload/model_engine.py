@@ -221,7 +221,6 @@ class ModelEngine:
         for worker, engine in zip(self.workers, self.engines, strict=True):
             jobs = pickle.loads(wire)
             engine.tick()
-            worker.handle_preemptions(jobs)
             for request, count in scheduled:
                 self._forward(engine._memory, request, count)
             worker.start_load_kv(jobs)

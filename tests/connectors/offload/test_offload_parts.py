@@ -187,13 +187,6 @@ class TestWorker:
         assert engine.submitted == []
         assert worker.poll() == ({"a"}, {"a"})
 
-    def test_a_fence_that_is_not_reached_stops_the_step(self, worker: OffloadWorker, engine: Engine) -> None:
-        worker.handle_preemptions(StepJobs(fences=[3]))
-        engine.reached = False
-        worker.handle_preemptions(StepJobs())
-        with pytest.raises(RuntimeError, match="overwrite"):
-            worker.handle_preemptions(StepJobs(fences=[3]))
-
     def test_before_registration_there_is_no_engine(self) -> None:
         worker = OffloadWorker(None, lambda view, device: self.Engine())
         worker.start_load_kv(StepJobs())

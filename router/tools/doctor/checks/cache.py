@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
@@ -15,6 +15,7 @@ from router.tools.doctor.versions import FIXED_SEED_SINCE, LOOKAHEAD_SINCE
 
 _STORES_MIN = 20
 """Fewer stored events of a group say nothing about retention."""
+_SMALL_WINDOW_TOKENS = 256
 
 
 @engine_check("cache.prefix_caching")
@@ -49,6 +50,13 @@ def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
             _why_no_scheme(engine),
             "set PYTHONHASHSEED to the same value for all engines (and name it in models.NAME.hash_seeds "
             f"unless it is a number below {SEEDS_MAX})",
+        )
+    elif residency.assumed is not None:
+        guess = residency.assumed
+        yield info(
+            f"the hash scheme is only assumed so far: {guess.algo}, seed {guess.seed}",
+            "no event shows a prompt from its first token on; until one matches, predictions may be too low",
+            "send a prompt twice (--probe does): the blocks it leaves prove the scheme",
         )
     else:
         yield info(
@@ -177,16 +185,22 @@ def retention(engine: EngineEvidence) -> Iterator[CheckResult]:
             "vLLM before 0.29 keeps everything by default",
             'set models.NAME.retention_interval = "dense"',
         )
-    elif empty or masked:
+    elif (empty or masked) and _may_gain_by_retention(layout.groups):
         yield info(
             seen,
             f"retention interval {configured}: these groups keep few blocks of a prompt, and generated "
             "tokens are not reused",
-            "try --prefix-cache-retention-interval 4096 on your load and compare hit shares "
-            "(docs/operations.md)",
+            "try --prefix-cache-retention-interval 1024 to 4096 on your load and compare hit shares "
+            "(docs/operations.md); kvatlas advise tries it on recorded traffic",
         )
     elif total:
         yield ok(seen)
+
+
+def _may_gain_by_retention(groups: Sequence[GroupSpec]) -> bool:
+    """Small windows are cheap to keep; with large ones vLLM's default does better (docs/operations.md)."""
+    windows = [group.sliding_window or 0 for group in groups if group.family is Family.WINDOW]
+    return max(windows, default=0) <= _SMALL_WINDOW_TOKENS
 
 
 @engine_check("cache.block_size")

@@ -52,7 +52,7 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield error(
             f"GET /v1/models: {answer.what}",
             "the engine wants an API key (--api-key), and the router's own questions carry none",
-            "start the engine without --api-key and keep it in a private network",
+            "set fleet.api_key_file at the router; the doctor itself asks without a key",
         )
     else:
         what = "an answer without models" if answer.ok else answer.what
@@ -168,7 +168,7 @@ def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield warning(
             seen,
             "the machines' clocks differ",
-            "run NTP on both; until then kvatlas_feed_lag_s and time stamps in logs mislead",
+            "run NTP on both; until then kvatlas_feed_lag_seconds and time stamps in logs mislead",
         )
     elif lag is not None and lag > _LAG_S_MAX:
         yield warning(

@@ -17,9 +17,9 @@ from typing import Literal, cast
 
 import httptools
 
+from router.http.client.settings import ClientSettings
+from router.http.client.stats import ClientStats
 from router.http.deadlines import NEVER
-from router.proxy.settings import ProxySettings
-from router.proxy.stats import ProxyStats
 
 _FIELD_SIGNS = 4
 """Bytes of a field's line besides name and value."""
@@ -45,8 +45,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(
         self,
-        settings: ProxySettings,
-        stats: ProxyStats,
+        settings: ClientSettings,
+        stats: ClientStats,
         clock: Callable[[], float],
         on_lost: Callable[[UpstreamConnection], None],
     ) -> None:

@@ -18,9 +18,10 @@ import httptools
 from uvicorn.server import ServerState
 
 from router.http.deadlines import NEVER
-from router.http.exchange import Exchange, error_answer
-from router.http.scope import connection_scope, head_problem, request_scope
-from router.http.server_config import ListenConfig
+from router.http.server.capacity import PROBE_PATHS, client_of
+from router.http.server.config import ListenConfig
+from router.http.server.exchange import Exchange, error_answer
+from router.http.server.scope import connection_scope, head_problem, request_scope
 from router.openai.errors import ApiError, bad_request
 
 _FIELD_SIGNS = 4
@@ -35,6 +36,16 @@ class _RefusedError(Exception):
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.code)
         self.error = error
+
+
+def _no_room(message: str = "The router has no free connection; try again shortly.") -> ApiError:
+    return ApiError(
+        503,
+        "too_many_connections" if "connection" in message else "too_many_bodies",
+        message,
+        kind="service_unavailable_error",
+        headers=((b"retry-after", b"1"),),
+    )
 
 
 class ClientConnection(asyncio.Protocol):
@@ -55,6 +66,9 @@ class ClientConnection(asyncio.Protocol):
         self._state = server_state
         self._app_state = app_state
         self._sweeper = config.sweeper
+        self.capacity = config.capacity
+        self._client = ""
+        self._spare = False
         self.transport: asyncio.Transport  # from connection_made on
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append  # called by the parser without a Python frame in between
@@ -80,25 +94,21 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.stats.connections += 1
-        if len(self._state.connections) >= self.settings.connections_max:
-            self.stats.connections_refused += 1
-            self._refuse(
-                ApiError(
-                    503,
-                    "too_many_connections",
-                    "The router has reached its connection limit; retry shortly.",
-                    kind="service_unavailable_error",
-                    headers=((b"retry-after", b"1"),),
-                )
-            )
-            return
-        self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn's set of its own protocols
+        self._client = client_of(transport.get_extra_info("peername"))
+        self._spare = not self.capacity.enter(self._client)
+        if self._spare:
+            self.capacity.add_spare(self)
+        else:
+            self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn's set of its own protocols
         self._sweeper.add(self)
         self._scope = connection_scope(transport, self._app_state)
         self.deadline = self.clock() + self.settings.header_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._state.connections.discard(self)
+        if self in self._state.connections:
+            self._state.connections.discard(self)
+            self.capacity.leave(self._client)
+        self.capacity.drop_spare(self)
         self._sweeper.discard(self)
         self._leave()
         self.resume_writing()
@@ -234,6 +244,8 @@ class ClientConnection(asyncio.Protocol):
         self._rearm()
 
     def on_headers_complete(self) -> None:
+        if self._lingered_bytes >= 0:
+            return  # behind what was refused, in the same read
         parser = self._parser
         method = parser.get_method()
         if method == b"CONNECT":
@@ -249,7 +261,11 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         self._head_bytes, self._given = 0, True
         scope = request_scope(self._scope, version, method, self._url, self._headers)
-        exchange = Exchange(self, scope, parser.should_keep_alive(), self._expects)
+        if self._spare and scope["path"] not in PROBE_PATHS:
+            self.stats.connections_refused += 1
+            raise _RefusedError(_no_room())
+        keep_alive = parser.should_keep_alive() and not self._spare
+        exchange = Exchange(self, scope, keep_alive, self._expects)
         self._reading = exchange
         if self._current is None:
             self._begin(exchange)
@@ -271,6 +287,10 @@ class ClientConnection(asyncio.Protocol):
         if exchange is None:
             return
         waiting = exchange.body_received(data)
+        if waiting < 0:
+            self.stats.bodies_refused += 1
+            self._refuse(_no_room("The router holds too many request bodies; try again shortly."))
+            return
         if exchange is self._current:
             now = self.clock()
             grace_end = now + self.settings.body_grace_s

@@ -11,15 +11,13 @@ import asyncio
 import http
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 
-from router.http.disconnect import EXTENSION, Message
+from router.http.server.capacity import Capacity
+from router.http.server.disconnect import EXTENSION, Message
 from router.openai.errors import ApiError
-
-if TYPE_CHECKING:
-    from router.http.server_connection import ClientConnection
 
 _log = structlog.get_logger()
 _DISCONNECT: Message = {"type": "http.disconnect"}
@@ -46,10 +44,30 @@ def error_answer(error: ApiError) -> bytes:
     )
 
 
+class Line(Protocol):
+    """What an exchange needs of the connection it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    capacity: Capacity
+    write_paused: asyncio.Future[None] | None
+    closing_soon: bool
+
+    def resume_reading(self) -> None:
+        """The application took what had been read ahead."""
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """The answer is written whole."""
+
+    def abort(self) -> None:
+        """Close at once: the answer cannot be completed."""
+
+
 class Exchange:
     """See the module. Belongs to one connection; used from the event loop only."""
 
     __slots__ = (
+        "_begun",
         "_body",
         "_body_bytes",
         "_body_given",
@@ -60,6 +78,7 @@ class Exchange:
         "_expects",
         "_gone",
         "_head",
+        "_held_bytes",
         "_keep_alive",
         "_left",
         "_on_left",
@@ -68,9 +87,7 @@ class Exchange:
         "started",
     )
 
-    def __init__(
-        self, connection: ClientConnection, scope: dict[str, Any], keep_alive: bool, expects: bool
-    ) -> None:
+    def __init__(self, connection: Line, scope: dict[str, Any], keep_alive: bool, expects: bool) -> None:
         scope["extensions"] = {EXTENSION: self.on_disconnect}
         self.started = False
         """Bytes of the answer have been written."""
@@ -81,11 +98,13 @@ class Exchange:
         self._expects = expects
         self._body: list[bytes] = []
         self._body_bytes = 0  # waiting for the application
+        self._held_bytes = 0  # of the whole body, until the application is done with it
         self._body_whole = False
         self._body_given = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_left: Callable[[], None] | None = None
         self._gone = False
+        self._begun = False
         self._done = False
         self._chunked = False
         self._left = -1  # bytes of the answer still to come; -1: unknown
@@ -93,9 +112,13 @@ class Exchange:
     # The connection's side.
 
     def body_received(self, data: bytes) -> int:
-        """A piece of the request body; returns how many bytes wait for the application."""
+        """A piece of the request body; returns how many bytes wait for the application, or -1 if all bodies
+        together have no room for it."""
         if self._done or self._gone:
             return 0  # nobody will ask for it
+        if not self._connection.capacity.take(len(data)):
+            return -1
+        self._held_bytes += len(data)
         self._body.append(data)
         self._body_bytes += len(data)
         self._wake()
@@ -111,6 +134,8 @@ class Exchange:
         if self._gone or self._done:
             return
         self._gone = True
+        if not self._begun:
+            self._free()
         self._wake()
         if self._on_left is not None:
             self._on_left()
@@ -118,6 +143,7 @@ class Exchange:
     async def run(self, app: Any) -> None:
         """The task of this exchange."""
         connection = self._connection
+        self._begun = True
         try:
             await app(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -128,9 +154,17 @@ class Exchange:
             trace = "".join(traceback.format_exception(error))
             _log.error("request failed", path=self._scope["path"], traceback=trace)
             await self._fail()
+        finally:
+            self._free()
         if not self._done and not self._gone:
             connection.abort()
         del self._scope["extensions"]  # it refers back to this: no cycle for the collector to find
+
+    def _free(self) -> None:
+        """Nobody holds the body any more."""
+        self._body.clear()
+        self._connection.capacity.give(self._held_bytes)
+        self._held_bytes = 0
 
     async def _fail(self) -> None:
         if self.started or self._gone:
@@ -152,7 +186,7 @@ class Exchange:
     # The application's side.
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """The extension ``router.http.disconnect.EXTENSION``."""
+        """The extension ``router.http.server.disconnect.EXTENSION``."""
         self._on_left = callback
         if callback is not None and self._gone:
             callback()

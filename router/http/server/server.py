@@ -17,10 +17,10 @@ from typing import Any
 import structlog
 import uvicorn
 
-from router.http.server_config import ListenConfig
-from router.http.server_connection import ClientConnection
-from router.proxy.settings import ListenSettings
-from router.proxy.stats import ListenStats
+from router.http.server.config import ListenConfig
+from router.http.server.connection import ClientConnection
+from router.http.server.settings import ListenSettings
+from router.http.server.stats import ListenStats
 
 _log = structlog.get_logger()
 _LOOK_S = 0.02
@@ -43,6 +43,9 @@ def listen_config(
 
 class ProxyServer(uvicorn.Server):
     """Serve with ``run()`` or ``await serve()``; ``drain()`` or a signal ends it."""
+
+    quiet = False
+    """Whether its drain is logged by another one, which it belongs to."""
 
     def __init__(self, config: ListenConfig) -> None:
         super().__init__(config)
@@ -82,7 +85,8 @@ class ProxyServer(uvicorn.Server):
             return
         self._draining = True
         connections = list(self.server_state.connections)
-        _log.info("draining", connections=len(connections), delay_s=self._listen.drain_delay_s)
+        if not self.quiet:
+            _log.info("draining", connections=len(connections), delay_s=self._listen.drain_delay_s)
         self.on_drain()
         if self._loop is None or not self._listen.drain_delay_s:
             self._close()

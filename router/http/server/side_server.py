@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 import structlog
 import uvicorn
 
-from router.http.server import ProxyServer
-from router.http.server_config import ListenConfig
-from router.proxy.settings import ListenSettings
+from router.http.server.config import ListenConfig
+from router.http.server.server import ProxyServer
+from router.http.server.settings import ListenSettings
 
 _log = structlog.get_logger()
 SIDE_LISTEN = ListenSettings(connections_max=64, drain_s_max=2.0, keepalive_timeout_s=10.0)
@@ -25,6 +25,8 @@ SIDE_LISTEN = ListenSettings(connections_max=64, drain_s_max=2.0, keepalive_time
 
 class SideServer(ProxyServer):
     """``name`` is for the log; ``key`` is the setting that an error names."""
+
+    quiet = True
 
     def __init__(self, config: ListenConfig, *, name: str, key: str) -> None:
         super().__init__(config)

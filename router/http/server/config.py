@@ -9,8 +9,9 @@ from typing import Any
 import uvicorn
 
 from router.http.deadlines import Sweeper, tick_for
-from router.proxy.settings import ListenSettings
-from router.proxy.stats import ListenStats
+from router.http.server.capacity import Capacity
+from router.http.server.settings import ListenSettings
+from router.http.server.stats import ListenStats
 
 
 class ListenConfig(uvicorn.Config):
@@ -44,6 +45,7 @@ class ListenConfig(uvicorn.Config):
         self.listen = listen or ListenSettings()
         self.listen_stats = stats or ListenStats()
         self.clock = clock
+        self.capacity = Capacity(self.listen)
         self.lame = False
         """The server is about to end: every connection is closed with its next answer."""
         settings = self.listen

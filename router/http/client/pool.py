@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.client_connection import UpstreamConnection, UpstreamError
+from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.http.client.settings import ClientSettings
+from router.http.client.stats import ClientStats
 from router.http.deadlines import Sweeper, tick_for
-from router.proxy.settings import ProxySettings
-from router.proxy.stats import ProxyStats
+from router.http.descriptors import ran_out
 
 REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS", "POST"})
 """Inference is POSTed and may be repeated; everything else is sent at most once."""
@@ -54,7 +55,7 @@ class Origin(msgspec.Struct, gc=False):
 class UpstreamClient:
     """Asks engines. One per event loop; ``close`` when done."""
 
-    def __init__(self, settings: ProxySettings, stats: ProxyStats, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: ClientSettings, stats: ClientStats, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._stats = stats
         self._clock = clock
@@ -153,8 +154,11 @@ class UpstreamClient:
         except TimeoutError:
             self._lost(connection)
             raise UpstreamError("timeout", sent=False) from None
-        except OSError:
+        except OSError as error:
             self._lost(connection)
+            if ran_out(error):
+                self._stats.descriptor_shortages += 1
+                raise UpstreamError("overflow", sent=False) from None
             raise UpstreamError("refused", sent=False) from None
         except BaseException:
             connection.abort()

@@ -1,0 +1,89 @@
+"""What an engine's events say of its hashes where none shows a prompt from its first token on.
+
+Two proofs are left. An event that names its parent's *whole* hash (engines that publish hashes as bytes)
+shows all that its own first hash covers: it proves the algorithm, though not the seed. And a prompt that the
+router itself was asked to place may hold the tokens of an event: then the prompt up to there is a root span,
+with its real extras and the event's hashes.
+
+Always true: a pairing of event and prompt is only *evidence*, to be tried with real hashes; equal tokens
+after another beginning match nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from publisher.block_hash import HashChain, HashScheme, PromptExtras
+from publisher.events import BlockStored, EventDecodeError, to_block_hash
+from router.index.learn.root_events import RootEvent, num_lookahead, shown
+
+_EVENTS_MAX = 256
+_SPAN_TOKENS_MAX = 1 << 15
+"""Prompts are searched for events up to here; every candidate hashes what was found from the start."""
+
+_INT_HASH_BYTES = 8
+
+
+class ToldBlocks:
+    """The latest stored blocks by their own tokens."""
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[int, tuple[int, ...]], BlockStored] = {}
+
+    def add(self, event: BlockStored) -> None:
+        """Remember one stored event that lists hashes."""
+        try:
+            tokens = event.tokens()
+        except EventDecodeError:
+            return
+        size = event.block_size
+        if not event.block_hashes or not size or len(tokens) < size:
+            return
+        self._events[size, tuple(tokens[:size])] = event
+        if len(self._events) > _EVENTS_MAX:
+            del self._events[next(iter(self._events))]
+
+    def evidence(self, prompt: Sequence[int], extras: PromptExtras) -> Iterator[RootEvent]:
+        """Spans of this prompt that end with blocks the engine told of, the shortest first."""
+        limit = min(len(prompt), _SPAN_TOKENS_MAX)
+        sizes = {size for size, _ in self._events}
+        ends = [(end, size) for size in sizes for end in range(size, limit + 1, size)]
+        for end, size in sorted(ends):
+            event = self._events.get((size, tuple(prompt[end - size : end])))
+            root = None if event is None else _span(event, prompt, end - size, extras)
+            if root is not None:
+                yield root
+
+
+def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptExtras) -> RootEvent | None:
+    """The prompt up to the end of the event's first block, or of all of them where some are masked."""
+    if (event.parent_block_hash is None) != (start == 0) or event.lora_name != extras.lora_name:
+        return None
+    size, ahead = event.block_size, num_lookahead(event)
+    full = event.num_tokens() == size * len(event.block_hashes)
+    end = start + (size if full else event.num_tokens())
+    tokens = list(prompt[: end + ahead])
+    if len(tokens) < end + ahead or (not full and tokens[start:end] != event.tokens()):
+        return None
+    hashes = [to_block_hash(wire) for wire in event.block_hashes[: 1 if full else None]]
+    return RootEvent(tokens, size, hashes, extras, ahead, full=False)
+
+
+def proven_algorithm(
+    event: BlockStored, candidates: Iterable[HashScheme], lora_paths: dict[str, str]
+) -> HashScheme | None:
+    """The first candidate (whatever its seed) that leads from the event's whole parent to its first hash."""
+    parent, first = event.parent_block_hash, next(iter(event.block_hashes), None)
+    if not isinstance(parent, bytes) or not isinstance(first, bytes) or len(parent) <= _INT_HASH_BYTES:
+        return None
+    root = shown(event, lora_paths)
+    if root is None or not root.full or root.extras.cache_salt is not None:
+        return None
+    span = root.tokens[: root.block_size + root.lookahead]
+    for scheme in candidates:
+        if scheme.lookahead == root.lookahead and root.block_size % scheme.hash_block_size == 0:
+            chain = HashChain(scheme, root.first_block.extras, parent=parent)
+            chain.extend(span)
+            if chain.full[-1] == first:
+                return scheme
+    return None

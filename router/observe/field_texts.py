@@ -1,0 +1,35 @@
+"""The sentence written below a field of a stats struct: HELP of its metric, and its row in the reference."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import textwrap
+from functools import cache
+
+import msgspec
+
+
+@cache
+def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Field -> its text; without what has none. Empty where the source is not at hand."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    found: dict[str, str] = {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    for node, below in itertools.pairwise(body):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            text = re.sub(r"^Gauge(: |\.$)", "", " ".join(below.value.value.split())).replace("``", "`")
+            if text:
+                found[node.target.id] = text[0].upper() + text[1:]
+    return found

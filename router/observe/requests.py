@@ -1,0 +1,231 @@
+"""What became of each proxied request: counts and times for the metrics page, and a log line if asked for.
+
+A ``RequestRecord`` goes with the request and is told what happens to it; ``end`` enters it once. Series are
+bounded: a model has its own only once an engine that serves it was found, up to ``MODELS_MAX``; engines are
+those of the fleet; statuses are HTTP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from router.observe.histogram import Histogram
+from router.observe.seldom import Seldom
+from router.openai.request import Usage
+
+_log = structlog.get_logger()
+MODELS_MAX = 256
+OTHER = "other"
+GONE, BROKEN = "client_gone", "broken_stream"
+"""Instead of the status, where the client left before the end, and where the engine broke off."""
+_TEXT_MAX = 200
+_TELL_EVERY_S = 5.0
+_FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_BETWEEN_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+)
+_OVERHEAD_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+
+class ModelTimes:
+    """Histograms of one model's completions, seconds."""
+
+    __slots__ = ("between", "first_token", "overhead", "whole")
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(_FIRST_TOKEN_S)
+        self.whole = Histogram(_WHOLE_S)
+        self.between = Histogram(_BETWEEN_S)
+        self.overhead = Histogram(_OVERHEAD_S)
+
+
+class RequestBook:
+    """All requests of one router. ``here``: whether an engine is in the fleet. ``log``: a line for each."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        here: Callable[[str], bool] = lambda _: True,
+        log: bool = False,
+    ) -> None:
+        self.clock = clock
+        self.log = log
+        self.counts: dict[tuple[str, str, str], int] = {}
+        """(model, engine, status) -> requests that ended so."""
+        self.models: dict[str, ModelTimes] = {}
+        self._here = here
+        self._seldom = Seldom(_TELL_EVERY_S)
+
+    def begin(self, method: str, path: str) -> RequestRecord:
+        """A request's head was read."""
+        return RequestRecord(self, method, path)
+
+    def label(self, model: str | None) -> str:
+        """The label of a model that an engine serves."""
+        name = model or ""
+        if name in self.models or len(self.models) < MODELS_MAX:
+            return name
+        return OTHER
+
+    def times(self, label: str) -> ModelTimes:
+        """The histograms of a label."""
+        found = self.models.get(label)
+        if found is None:
+            found = self.models[label] = ModelTimes()
+        return found
+
+    def end(self, record: RequestRecord) -> None:
+        """Enter what became of a request."""
+        engine = record.engine if record.engine and self._here(record.engine) else ""
+        key = record.label, engine, record.outcome
+        self.counts[key] = self.counts.get(key, 0) + 1
+        now = self.clock()
+        times = record.times
+        if times is not None and record.outcome.startswith("2"):
+            times.whole.observe(now - record.arrived_s)
+        if self.log:
+            _log.info("request", **record.told(now))
+
+    def forget(self, engine_id: str) -> None:
+        """The engine left the fleet."""
+        for key in [key for key in self.counts if key[1] == engine_id]:
+            del self.counts[key]
+
+    def tell(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
+        """A warning, one in a few seconds at most for each event and ``about``."""
+        unsaid = self._seldom.due(f"{event} {about}", self.clock())
+        if unsaid is not None:
+            more |= {"unsaid": unsaid} if unsaid else {}
+            _log.warning(
+                event, **more, model=record.model[:_TEXT_MAX], request_id=record.request_id[:_TEXT_MAX]
+            )
+
+
+class RequestRecord:
+    """One request on its way. ``completion``: its times count."""
+
+    __slots__ = (
+        "arrived_s",
+        "attempts",
+        "book",
+        "broken",
+        "bytes_in",
+        "bytes_out",
+        "engine",
+        "explained",
+        "first_s",
+        "gone",
+        "label",
+        "last_s",
+        "method",
+        "model",
+        "path",
+        "read_s",
+        "request_id",
+        "status",
+        "times",
+        "usage",
+    )
+
+    def __init__(self, book: RequestBook, method: str, path: str) -> None:
+        self.book = book
+        self.method = method
+        self.path = path
+        self.arrived_s = self.read_s = book.clock()
+        self.model = ""
+        self.request_id = ""
+        self.label = ""
+        self.engine = ""
+        self.attempts = 0
+        self.status = 0
+        self.gone = False
+        self.explained = False
+        """Why it will not be answered is in the log already."""
+        self.broken = False
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        self.usage: Usage | None = None
+        self.times: ModelTimes | None = None
+
+    def read(self, size: int) -> None:
+        """The request is whole."""
+        self.read_s = self.book.clock()
+        self.bytes_in = size
+
+    def placed(self, engine_id: str, *, completion: bool) -> None:
+        """An engine is asked now."""
+        self.engine = engine_id
+        self.attempts += 1
+        if self.attempts == 1:
+            book = self.book
+            self.label = book.label(self.model)
+            times = book.times(self.label)
+            if completion:
+                self.times = times
+                times.overhead.observe(book.clock() - self.read_s)
+
+    def piece(self) -> None:
+        """A piece of a successful stream came, the first one with its first token."""
+        times = self.times
+        if times is None:
+            return
+        now = self.book.clock()
+        if self.first_s is None:
+            self.first_s = now
+            times.first_token.observe(now - self.arrived_s)
+        else:
+            times.between.observe(now - self.last_s)
+        self.last_s = now
+
+    @property
+    def outcome(self) -> str:
+        """The label ``status``."""
+        if self.broken:
+            return BROKEN
+        if self.gone or not self.status:
+            return GONE
+        return str(self.status)
+
+    def told(self, now: float) -> dict[str, Any]:
+        """The fields of the log line."""
+        first, usage = self.first_s, self.usage
+        return {
+            "method": self.method,
+            "path": self.path[:_TEXT_MAX],
+            "model": self.model[:_TEXT_MAX],
+            "engine": self.engine,
+            "status": self.status,
+            "outcome": self.outcome,
+            "attempts": self.attempts,
+            "request_bytes": self.bytes_in,
+            "answer_bytes": self.bytes_out,
+            "first_token_s": None if first is None else round(first - self.arrived_s, 6),
+            "duration_s": round(now - self.arrived_s, 6),
+            "prompt_tokens": None if usage is None else usage.prompt_tokens,
+            "cached_tokens": None if usage is None else usage.cached_tokens,
+            "completion_tokens": None if usage is None else usage.completion_tokens,
+            "request_id": self.request_id[:_TEXT_MAX],
+        }

@@ -1,0 +1,165 @@
+"""Removes fields from client bodies that must not reach engines.
+
+``kv_transfer_params`` tells an engine to fetch KV blocks from another one; a made-up one ends vLLM's engine
+process. vLLM reads it at the top of the body and within ``vllm_xargs``; it is taken out of both unless
+clients are trusted. ``kv_cache_report_mode`` within ``vllm_xargs`` makes an engine report blocks again that
+it holds already, which spoils every index that counts copies; the operator may have it taken out or refused.
+Members are cut out of the text with their comma, as often as they occur and however their keys are escaped;
+every other byte stays. A body that cannot be cut with certainty but may hold one of them is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Literal
+
+import msgspec
+
+from router.openai.errors import ApiError, bad_request
+from router.openai.members import MalformedError, Member, Scan
+
+ReportMode = Literal["pass", "strip", "refuse"]
+
+_TRANSFER, _XARGS, _REPORT_MODE = b"kv_transfer_params", b"vllm_xargs", b"kv_cache_report_mode"
+_HINTS = (b"kv_transfer_params", b"report_mode", b"\\u")
+"""Without one of these no key in a text can be one of ours, however it is written."""
+_TRANSCODED_BYTES_MAX = 1 << 20
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What is kept away: ``transfer`` takes ``kv_transfer_params`` out."""
+
+    transfer: bool = True
+    report_mode: ReportMode = "pass"
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is kept away."""
+        return not self.transfer and self.report_mode == "pass"
+
+
+class Screened(msgspec.Struct):
+    """The body to be forwarded, and what was taken out of it."""
+
+    body: bytes
+    transfer: int = 0
+    report_mode: int = 0
+
+
+def may_be_object(body: bytes) -> bool:
+    """Whether an engine could read a JSON object from this body, whatever its content type says."""
+    start = bytes(body[:64])
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
+    return bool(start) and (text[:1] in (b"{", b"") or not _is_utf8(start))
+
+
+def screen(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
+    """Steps (see ``members``) to what may be forwarded. Raises ``ApiError`` 400."""
+    if rules.idle:
+        return Screened(body)
+    if not _is_utf8(bytes(body[:4])):
+        text = _transcoded(body)
+        found = yield from _screened(text, rules)
+        if found.transfer or found.report_mode:
+            raise bad_request("invalid_json", "Send the request body in UTF-8.")
+        return Screened(body)
+    return (yield from _screened(body, rules))
+
+
+def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
+    cutter = _Cutter(body, rules)
+    try:
+        yield from cutter.run()
+    except MalformedError:
+        if any(hint in body for hint in _HINTS):
+            raise bad_request("invalid_json", "The request body is not a JSON object.") from None
+        return Screened(body)
+    if not cutter.cuts:
+        return Screened(body)
+    view, pieces, done = memoryview(body), [], 0
+    for start, end in cutter.cuts:
+        pieces.append(view[done:start])
+        done = end
+    return Screened(b"".join((*pieces, view[done:])), cutter.transfer, cutter.report_mode)
+
+
+class _Cutter:
+    """Finds what is to be cut out of one body."""
+
+    def __init__(self, body: bytes, rules: Rules) -> None:
+        self._scan = Scan(body)
+        self._rules = rules
+        self.cuts: list[tuple[int, int]] = []
+        self.transfer = self.report_mode = 0
+
+    def run(self) -> Generator[None, None, None]:
+        start = self._scan.start()
+        if start is not None:
+            yield from self._object(start, top=True)
+
+    def _object(self, at: int, *, top: bool) -> Generator[None, None, None]:
+        """Adds the cuts of this object, in order."""
+        kept_end = -1  # of the last member that stays
+        cut_from = -1  # of the members that go since then
+        last_end = at + 1
+        for member in self._scan.members(at):
+            if member is None:
+                yield
+                continue
+            if self._goes(member, top=top):
+                cut_from = member.start if cut_from < 0 else cut_from
+            else:
+                if cut_from >= 0:
+                    self.cuts.append((cut_from, member.start))
+                cut_from, kept_end = -1, member.end
+                if top and member.name == _XARGS:
+                    yield from self._xargs(member)
+            last_end = member.end
+        if cut_from >= 0:
+            self.cuts.append((kept_end if kept_end >= 0 else cut_from, last_end))
+
+    def _goes(self, member: Member, *, top: bool) -> bool:
+        if member.name == _TRANSFER and self._rules.transfer:
+            self.transfer += 1
+            return True
+        if member.name == _REPORT_MODE and not top and self._rules.report_mode != "pass":
+            if self._rules.report_mode == "refuse":
+                raise _refused()
+            self.report_mode += 1
+            return True
+        return False
+
+    def _xargs(self, member: Member) -> Generator[None, None, None]:
+        first = self._scan.text[member.value : member.value + 1]
+        if first == b"{":
+            yield from self._object(member.value, top=False)
+        elif first == b'"' and self._rules.report_mode == "refuse":  # form fields carry it as a JSON text
+            try:
+                text = json.loads(self._scan.text[member.value : member.end])
+            except ValueError:
+                raise MalformedError from None
+            if _REPORT_MODE.decode() in text:
+                raise _refused()
+
+
+def _is_utf8(start: bytes) -> bool:
+    """By the first bytes, as Python's parser tells."""
+    return json.detect_encoding(start[:4]).startswith("utf-8")
+
+
+def _transcoded(body: bytes) -> bytes:
+    if len(body) > _TRANSCODED_BYTES_MAX:
+        raise bad_request("invalid_json", "Send the request body in UTF-8.")
+    try:
+        text = bytes(body).decode(json.detect_encoding(bytes(body[:4])), "surrogatepass")
+    except UnicodeDecodeError:
+        return b""  # no engine can read it either
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _refused() -> ApiError:
+    field = f"{_XARGS.decode()}.{_REPORT_MODE.decode()}"
+    return bad_request(
+        "kv_cache_report_mode_refused", f"{field} is not accepted by this router; remove it.", param=field
+    )
