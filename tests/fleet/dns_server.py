@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 A, CNAME, AAAA, SRV = 1, 5, 28, 33
@@ -15,6 +15,14 @@ Data = tuple[int, int, bytes]
 
 def name(text: str) -> bytes:
     return b"".join(bytes([len(p)]) + p.encode() for p in text.rstrip(".").split(".")) + b"\0"
+
+
+def text(encoded: bytes) -> str:
+    labels, at = [], 0
+    while length := encoded[at]:
+        labels.append(encoded[at + 1 : at + 1 + length].decode())
+        at += 1 + length
+    return ".".join(labels)
 
 
 def a(address: str, ttl: int = 5) -> Data:
@@ -37,6 +45,8 @@ class DnsServer(asyncio.DatagramProtocol):
         self.code = 0
         self.truncate = False
         self.silent = False
+        self.damage: Callable[[bytes], bytes] = bytes
+        """What happens to answers by TCP on their way."""
         self.forge: list[bytes] = []
         """Datagrams sent before the real answer."""
         self.port = 0
@@ -55,27 +65,34 @@ class DnsServer(asyncio.DatagramProtocol):
         self.transport.sendto(self.answer(data, udp=True), addr)
 
     def _question(self, data: bytes) -> tuple[str, int, bytes]:
-        labels, at = [], 12
-        while data[at]:
-            labels.append(data[at + 1 : at + 1 + data[at]].decode())
-            at += data[at] + 1
-        (kind,) = struct.unpack_from("!H", data, at + 1)
-        return ".".join(labels).lower(), kind, data[12 : at + 5]
+        asked = text(data[12:])
+        end = 12 + len(name(asked))
+        (kind,) = struct.unpack_from("!H", data, end)
+        return asked.lower(), kind, data[12 : end + 4]
 
     def answer(self, data: bytes, *, udp: bool) -> bytes:
         asked, kind, question = self._question(data)
         self.asked.append((asked, kind))
         known = self.records.get(asked)
-        found = [record for record in known or () if record[0] in {kind, CNAME}]
+        found = list(self._found(b"\xc0\x0c", known or [], kind))  # the question's name
         code = self.code or (3 if known is None else 0)
         flags = 0x8180 | code | (0x0200 if udp and self.truncate else 0)
         if flags & 0x0200:
             found = []
-        extra = self.extra if found else []
-        body = b"".join(b"\xc0\x0c" + self._record(record) for record in found)  # a pointer to the question
-        body += b"".join(name(of) + self._record(record) for of, record in extra)
+        extra = [(name(of), record) for of, record in self.extra] if found else []
+        body = b"".join(owner + self._record(record) for owner, record in [*found, *extra])
         head = struct.pack("!6H", struct.unpack_from("!H", data)[0], flags, 1, len(found), 0, len(extra))
         return head + question + body
+
+    def _found(self, owner: bytes, known: list[Data], kind: int) -> Iterator[tuple[bytes, Data]]:
+        """The records of a name, with the aliases on the way to them."""
+        for record in known:
+            if record[0] == kind:
+                yield owner, record
+            elif record[0] == CNAME:
+                yield owner, record
+                target = record[2]
+                yield from self._found(target, self.records.get(text(target), []), kind)
 
     @staticmethod
     def _record(record: Data) -> bytes:
@@ -85,7 +102,7 @@ class DnsServer(asyncio.DatagramProtocol):
     async def serve_tcp(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.by_tcp += 1
         (length,) = struct.unpack("!H", await reader.readexactly(2))
-        answer = self.answer(await reader.readexactly(length), udp=False)
+        answer = self.damage(self.answer(await reader.readexactly(length), udp=False))
         writer.write(struct.pack("!H", len(answer)) + answer)
         await writer.drain()
         writer.close()

@@ -1,7 +1,8 @@
-"""Engines behind DNS names: every address of a host, or every target of an SRV record.
+"""Engines behind DNS names: every address of a host, or every target of an SRV record. dnspython asks.
 
 Each name is asked for again when its answer's TTL has passed, within bounds. Always true: a failure, and an
-answer without any address until it has come ``empty_answers`` times in a row, changes nothing.
+answer without any address until it has come ``empty_answers`` times in a row, changes nothing; a question
+ends after ``timeout_s`` per server.
 """
 
 from __future__ import annotations
@@ -9,17 +10,30 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import dns.asyncresolver
+import dns.exception
+import dns.name
+import dns.nameserver
+import dns.resolver
 import structlog
+from dns.rdatatype import AAAA, SRV, A, RdataType
 
 from router.fleet.identity import Engine
-from router.fleet.settings import DnsSettings
+from router.fleet.settings import DnsSettings, parse_server
 from router.fleet.sources.base import Sighting, SourceStats, Tell
-from router.fleet.sources.dns.message import AAAA, SRV, A, Answer, Service
-from router.fleet.sources.dns.resolver import ResolveError, Resolver, Where, parse_server, read_resolv_conf
 
 _log = structlog.get_logger()
+_UDP_BYTES_MAX = 1232
+"""What fits every path without fragments; a longer answer comes by TCP."""
+_SERVERS_MAX = 3
+"""Of ``resolv.conf``, as the system's own resolver has it."""
+
+
+class ResolveError(Exception):
+    """No server gave an answer that can be used."""
 
 
 class Found(NamedTuple):
@@ -27,6 +41,60 @@ class Found(NamedTuple):
 
     places: frozenset[tuple[str, int]]
     ttl_s: int | None
+
+
+class Resolver:
+    """Asks ``servers`` in turn (``ADDRESS`` or ``ADDRESS:PORT``), or those of ``resolv.conf`` where there are
+    none. The file is read for every question, so that a change of it counts."""
+
+    def __init__(
+        self, servers: Sequence[str], *, timeout_s: float, resolv_conf: str = "/etc/resolv.conf"
+    ) -> None:
+        self._servers = [dns.nameserver.Do53Nameserver(*parse_server(server)) for server in servers]
+        self._timeout_s = timeout_s
+        self._resolv_conf = resolv_conf
+
+    async def ask(self, name: str, kind: RdataType) -> dns.resolver.Answer | None:
+        """The records of ``name``, completed by the search list; None if there are none. Raises
+        ``ResolveError``."""
+        try:
+            resolver = self._configured()
+            for candidate in candidates(name, resolver):
+                try:
+                    answer = await resolver.resolve(candidate, kind, raise_on_no_answer=False)
+                except dns.resolver.NXDOMAIN:
+                    continue
+                if answer.rrset is not None:
+                    return answer
+        except (dns.exception.DNSException, OSError, ValueError) as error:
+            raise ResolveError(f"{name}: {error}") from None
+        return None
+
+    def _configured(self) -> dns.asyncresolver.Resolver:
+        try:
+            resolver = dns.asyncresolver.Resolver(self._resolv_conf)
+        except dns.resolver.NoResolverConfiguration as error:
+            if not self._servers:
+                raise ResolveError(f"{self._resolv_conf}: {error}") from None
+            resolver = dns.asyncresolver.Resolver(configure=False)
+        resolver.nameservers = self._servers or resolver.nameservers[:_SERVERS_MAX]
+        resolver.timeout = self._timeout_s
+        resolver.lifetime = self._timeout_s * len(resolver.nameservers)
+        resolver.use_edns(0, payload=_UDP_BYTES_MAX)
+        return resolver
+
+
+def candidates(name: str, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
+    """The names to ask for in turn. dnspython's own search ends at a name that exists without such records;
+    the system's resolver goes on, as a wildcard of the search list must not hide the name itself."""
+    asked = dns.name.from_text(name, None)
+    if asked.is_absolute():
+        return [asked]
+    completed = [asked + suffix for suffix in resolver.search or [resolver.domain]]
+    absolute = asked + dns.name.root
+    ndots = 1 if resolver.ndots is None else resolver.ndots
+    in_turn = [absolute, *completed] if len(asked) > ndots else [*completed, absolute]
+    return list(dict.fromkeys(in_turn))
 
 
 class DnsSource:
@@ -38,7 +106,7 @@ class DnsSource:
         self.stats = SourceStats()
         self._settings = settings
         self._jitter = jitter or random.Random()
-        self._resolver = Resolver(_where(settings), timeout_s=settings.timeout_s)
+        self._resolver = Resolver(settings.servers, timeout_s=settings.timeout_s)
         self._known: dict[str, frozenset[tuple[str, int]]] = {}
         self._empty: dict[str, int] = {}
         self._failing: set[str] = set()
@@ -108,18 +176,20 @@ class DnsSource:
 
     async def _find_services(self, name: str) -> Found:
         answer = await self._resolver.ask(name, SRV)
-        services = [r.value for r in answer.records if isinstance(r.value, Service) and r.value.target]
+        if answer is None:
+            return Found(frozenset(), None)
+        services = [service for service in answer if service.target != dns.name.root]
         lowest = min((service.priority for service in services), default=0)
         places: set[tuple[str, int]] = set()
-        ttls = [answer.ttl_s]
-        known = {record.name for record in answer.extra if record.kind == A}
+        ttls: list[int | None] = [answer.chaining_result.minimum_ttl]
+        sent_along = {rrset.name: rrset for rrset in answer.response.additional if rrset.rdtype == A}
         for service in [service for service in services if service.priority == lowest]:
-            if service.target in known:
-                extra = [r for r in answer.extra if r.name == service.target and r.kind == A]
-                addresses = [str(record.value) for record in extra]
-                ttls += [record.ttl_s for record in extra]
+            rrset = sent_along.get(service.target)
+            if rrset is not None:
+                addresses = [record.address for record in rrset]
+                ttls.append(rrset.ttl)
             else:
-                addresses, ttl_s = await self._addresses(f"{service.target}.")
+                addresses, ttl_s = await self._addresses(service.target.to_text())
                 ttls.append(ttl_s)
             places |= {(address, service.port) for address in addresses}
         return Found(frozenset(places), min((t for t in ttls if t is not None), default=None))
@@ -130,29 +200,8 @@ class DnsSource:
             return [str(ipaddress.ip_address(host.strip("[].")))], None
         except ValueError:
             pass
-        answer: Answer | None = None
         for kind in (A, AAAA):
             answer = await self._resolver.ask(host, kind)
-            addresses = [str(record.value) for record in answer.records if record.kind == kind]
-            if addresses:
-                return addresses, answer.ttl_s
-        return [], None if answer is None else answer.ttl_s
-
-
-def _where(settings: DnsSettings) -> _Where:
-    return _Where(settings.servers)
-
-
-class _Where:
-    """Whom to ask: the configured servers with the system's search list, or the system's servers."""
-
-    def __init__(self, servers: tuple[str, ...]) -> None:
-        self._servers = tuple(parse_server(server) for server in servers)
-
-    def __call__(self) -> Where:
-        if not self._servers:
-            return read_resolv_conf()
-        try:
-            return read_resolv_conf()._replace(servers=self._servers)
-        except ResolveError:
-            return Where(self._servers)
+            if answer is not None:
+                return [record.address for record in answer], answer.chaining_result.minimum_ttl
+        return [], None
