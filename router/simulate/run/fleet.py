@@ -27,7 +27,7 @@ from router.placement.rates import FleetRates, RateSettings
 from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import RequestRun, SimEngine
-from router.simulate.run.router_view import Blind, History, RouterView, Rules, Truth, history_blocks
+from router.simulate.run.router_view import Blind, ExactRules, History, RouterView, Truth, history_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
@@ -175,7 +175,7 @@ class FleetSim:
                     chunk_tokens_max=setup.timing.chunk_tokens,
                     assumed=(),
                 )
-                return Rules(count, spec)
+                return ExactRules(count, spec)
             case "blind":
                 return Blind(count)
 

@@ -108,7 +108,7 @@ class History:
         pass
 
 
-class Rules:
+class ExactRules:
     """The router's own shadow pools (``router.placement.shadow``): the engine's rules without its events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
