@@ -124,7 +124,7 @@ class Prober:
 
     async def _send(self, text: str, *, await_events: bool = True) -> ProbeRequest:
         prompt = await self._read(text)
-        hit = EngineHit(self._engine.engine_id, "unknown", why_unknown="its tokens could not be had")
+        hit = EngineHit("unknown", why_unknown="its tokens could not be had")
         if prompt is not None:
             hit = self._scope.predict(prompt, [self._engine.engine_id])[self._engine.engine_id]
         batches = self._heard()
