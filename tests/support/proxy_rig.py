@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -17,10 +18,13 @@ from router.http.server.settings import ListenSettings
 from router.openai.errors import no_ready_engine
 from router.openai.request import InboundRequest, Usage
 from router.proxy.app import ProxyApp
+from router.proxy.attempt import Attempt
+from router.proxy.breaker import Breaker
 from router.proxy.settings import ProxySettings
 
 T = TypeVar("T")
 WAIT_S = 10.0
+NO_REQUEST = InboundRequest("POST", "/v1/chat/completions", b"", [], b"")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -193,26 +197,37 @@ def unused_port() -> int:
         return port
 
 
-class FakePlacement:
+class FakePlacement(Attempt):
     """Remembers what it was told, in order."""
 
-    def __init__(self, url: str, engine_headers: Any = (), client_headers: Any = ()) -> None:
-        self.engine_id = self.base_url = url
-        self.engine_headers = engine_headers
-        self.client_headers = client_headers
-        self.expected_s = 0.0
+    def __init__(
+        self,
+        url: str,
+        engine_headers: Any = (),
+        client_headers: Any = (),
+        *,
+        request: InboundRequest = NO_REQUEST,
+        breaker: Breaker | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            url,
+            url,
+            breaker or Breaker(),
+            request,
+            now=now,
+            engine_headers=engine_headers,
+            client_headers=client_headers,
+        )
         self.told: list[str] = []
         self.usage: Usage | None = None
 
-    def first_byte(self) -> None:
+    def _begun(self, now: float) -> None:
         self.told.append("first_byte")
 
-    def finished(self, usage: Usage | None) -> None:
-        self.told.append("finished")
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        self.told.append(failed or "finished")
         self.usage = usage
-
-    def failed(self, reason: str) -> None:
-        self.told.append(reason)
 
     @property
     def over(self) -> bool:
@@ -220,7 +235,7 @@ class FakePlacement:
 
 
 class FakePlanner:
-    """Gives the engines in order, skipping the excluded (and, with a board, the unavailable) ones."""
+    """Gives the engines in order, skipping the excluded and the unavailable ones."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)
@@ -228,13 +243,24 @@ class FakePlanner:
         self.requests: list[InboundRequest] = []
         self.engine_headers: Any = ()
         self.client_headers: Any = ()
-        self.available: Callable[[str], bool] = lambda _: True
+        self.breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
+        self.now: Callable[[], float] = time.monotonic
+
+    def available(self, url: str) -> bool:
+        return self.breakers[url].allows(self.now())
 
     async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> FakePlacement:
         self.requests.append(request)
         for url in self.urls:
             if url not in exclude and self.available(url):
-                placement = FakePlacement(url, self.engine_headers, self.client_headers)
+                placement = FakePlacement(
+                    url,
+                    self.engine_headers,
+                    self.client_headers,
+                    request=request,
+                    breaker=self.breakers[url],
+                    now=self.now,
+                )
                 self.placements.append(placement)
                 return placement
         raise no_ready_engine("nobody is there")
@@ -266,7 +292,6 @@ async def routing(
     """The proxy in front of ``urls``, on a free port of this loop."""
     planner = FakePlanner(*urls)
     app = ProxyApp(planner, settings)
-    planner.available = app.board.available
     config = listen_config(
         wrap(app), port=0, listen=listen or ListenSettings(drain_s_max=0.5), lifespan="off"
     )

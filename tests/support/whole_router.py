@@ -85,9 +85,9 @@ class Rig:
         router = self.router
 
         def whole() -> bool:
-            events = [s.engine_id for s in router.fleet if s.publishes_events]
+            events = [engine for engine in router.fleet if engine.publishes_events]
             up = all(status.up for status in router.fleet)
-            return up and all(router.planner.feed_state(engine_id) == "ready" for engine_id in events)
+            return up and all(engine.feed_state == "ready" for engine in events)
 
         await until(lambda: whole() and router.readiness().ready, "every engine up and known")
 
@@ -107,15 +107,19 @@ class Rig:
 
     def check_books(self) -> None:
         """No request is open anywhere, and every book adds up."""
-        books, now = self.router.books, time.monotonic()
-        assert books.load.check_integrity() == []
-        assert books.inflight.check_integrity() == []
-        for status in self.router.fleet:
-            load = books.load.load(status.engine_id, now)
+        accounts, now = self.router.accounts, time.monotonic()
+        assert accounts.inflight.check_integrity() == []
+        for engine in self.router.fleet:
+            assert engine.load.check_integrity() == []
+            load = engine.load.at(now)
             assert (load.running + load.waiting - load.foreign, load.awaited_tokens) == (0, 0), load
-        stats = books.load.stats
+        stats = accounts.load_stats
         assert stats.admitted == stats.finished + stats.failed
         assert self.router.proxy.stats.requests_active == 0
+
+    def outcomes(self, outcome: str) -> int:
+        """Receipts with this outcome, over all engines."""
+        return sum(engine.receipts.outcomes.get(outcome, 0) for engine in self.router.fleet)
 
     @property
     def idle(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from router.api.metrics import _GAUGES, Sources, exported, render_metrics
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import Engine
+from router.fleet.identity import Engine as Address
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import Fleet
@@ -24,12 +25,11 @@ from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
 from router.placement.affinity import AffinityStats
-from router.placement.books import Books
+from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
 from router.placement.load import LoadStats
 from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
-from router.proxy.breaker import BreakerBoard
 from router.proxy.stats import ProxyStats
 from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
@@ -57,27 +57,36 @@ PARTS: dict[str, type[msgspec.Struct]] = {
 }
 
 
+def engine_of(fleet: Fleet[Engine], number: int) -> Engine:
+    engine = fleet.get(IDS[number])
+    assert engine is not None
+    return engine
+
+
 @pytest.fixture
 def sources() -> Sources:
     """Two engines that have done something."""
-    fleet = Fleet([Engine(name) for name in IDS])
-    books = Books.empty(lambda: 100.0)
-    for name in IDS:
-        books.load.admit(name, uncached_tokens=100, now=100.0)
+    accounts = Accounts(lambda: 100.0)
+
+    def make(address: Address, *, fleet_changed: Callable[[], None]) -> Engine:
+        return Engine(address, accounts, fleet_changed=fleet_changed)
+
+    fleet = Fleet([Address(name) for name in IDS], make)
+    for engine in fleet:
+        engine.load.admit(uncached_tokens=100, now=100.0)
     scopes = Scopes(lambda _: ModelFacts())
-    scopes.assign(IDS[0], "m")
-    feeds = {IDS[0]: FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})}
+    first = engine_of(fleet, 0)
+    first.residency = scopes.assign(IDS[0], "m")
+    first.feed = FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})
     proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
-    shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), books.load, clock=lambda: 100.0)
+    shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), lambda now: {}, clock=lambda: 100.0)
     shared.scope("m")  # nothing is connected before it runs
     origins = FleetSources([], FleetSettings(), Roster(engines_max=9), changed=lambda: None)
     origins.stats["static"].complain("fleet_full", "too many")
     return Sources(
         fleet,
-        feeds,
         scopes,
-        books,
-        BreakerBoard(lambda: 100.0),
+        accounts,
         proxy,
         PromptStats(),
         ListenStats,
@@ -158,7 +167,7 @@ def test_one_feed_state_is_set_at_a_time(sources: Sources) -> None:
 
 def test_receipts_are_counted_by_outcome_with_a_histogram_of_errors(sources: Sources) -> None:
     for predicted, actual in ((0, 0), (64, 64), (100, 0), (0, 3000)):
-        sources.books.receipts.add(receipt(IDS[0], predicted, actual))
+        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], predicted, actual))
     assert values(sources, "kvatlas_receipts") == {
         (IDS[0], "exact"): 2,
         (IDS[0], "over"): 1,
@@ -191,16 +200,14 @@ def test_how_removals_are_read_shows_with_its_evidence(sources: Sources) -> None
 
 def test_an_open_breaker_shows(sources: Sources) -> None:
     for _ in range(3):
-        sources.board.record(IDS[1], False)
+        engine_of(sources.fleet, 1).breaker.record(False, 100.0)
     assert values(sources, "kvatlas_engine_breaker_open") == {(IDS[0],): 0, (IDS[1],): 1}
 
 
 def test_engines_that_left_are_in_no_label(sources: Sources) -> None:
-    books = sources.books
-    books.receipts.add(receipt(IDS[1], 1, 1))
+    engine_of(sources.fleet, 1).receipts.add(receipt(IDS[1], 1, 1))
     assert IDS[1] in {label for labels in values(sources, "kvatlas_receipts") for label in labels}
     sources.fleet.replace(IDS[1], [])
-    books.forget(IDS[1])
     for name, family in families(sources).items():
         for sample in family.samples:  # type: ignore[attr-defined]
             assert IDS[1] not in sample.labels.values(), name
@@ -211,11 +218,12 @@ def test_the_number_of_series_does_not_grow_with_requests(sources: Sources) -> N
         return sum(len(family.samples) for family in families(sources).values())  # type: ignore[attr-defined]
 
     for outcome in ((0, 0), (1, 0), (0, 1)):
-        sources.books.receipts.add(receipt(IDS[0], *outcome))
+        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], *outcome))
     before = series()
     for n in range(500):
-        sources.books.receipts.add(receipt(IDS[0], n, n % 7))
-        sources.books.load.finish(sources.books.load.admit(IDS[0], uncached_tokens=n, now=100.0), 100.0)
+        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], n, n % 7))
+        load = engine_of(sources.fleet, 0).load
+        load.finish(load.admit(uncached_tokens=n, now=100.0), 100.0)
     assert series() == before
 
 

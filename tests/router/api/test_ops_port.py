@@ -18,7 +18,7 @@ from router.serve import ListenError, check
 from router.simulate.advise.command import see
 from router.simulate.fetch import fetch_access_log
 from router.tools.doctor.examine import ask_router
-from router.tools.doctor.http import Http
+from router.tools.doctor.gather.http import Http
 from router.tools.explain.command import ExplainOptions, run_explain
 from router.tools.top.command import take
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, run, running

@@ -41,7 +41,7 @@ def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Pa
                 await until(lambda: rig.idle, "all requests over")
                 _, page = await rig.ask("GET", "/metrics")
                 assert 'kvatlas_access_log_dropped_total{reason="queue_full"} 0.0' in page
-                log = rig.router.books.access
+                log = rig.router.accounts.access
                 assert log is not None
                 await until(lambda: log.stats.written == 2, "lines written")
 
@@ -71,7 +71,7 @@ def test_the_log_can_be_had_from_the_router(tmp_path: Path) -> None:
             config = configure(*engines, access_log=AccessLogSettings(path=str(path)))
             async with routing(config) as rig:
                 await rig.chat(TEXT)
-                log = rig.router.books.access
+                log = rig.router.accounts.access
                 assert log is not None
                 await until(lambda: log.stats.written == 1, "a line written")
                 await asyncio.to_thread(fetch_access_log, rig.ops_url, copy)
@@ -102,7 +102,7 @@ def test_a_log_that_cannot_be_written_fails_no_request(tmp_path: Path) -> None:
             folder.rmdir()
             async with routing(config) as rig:
                 await rig.chat(TEXT)
-                log = rig.router.books.access
+                log = rig.router.accounts.access
                 assert log is not None
                 await until(lambda: log.stats.dropped["not_writable"] == 1, "the disk refused")
                 await rig.chat(TEXT)
@@ -115,7 +115,7 @@ def test_no_log_unless_asked_for() -> None:
     async def main() -> None:
         async with running({}) as engines, routing(configure(*engines)) as rig:
             await rig.chat(TEXT)
-            assert rig.router.books.access is None
+            assert rig.router.accounts.access is None
             _, page = await rig.ask("GET", "/metrics")
             assert "kvatlas_access_log" not in page
 

@@ -17,7 +17,7 @@ from router.app import Router
 from router.fleet.identity import Engine
 from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
-from router.placement.placement import Placed
+from router.placement.placement import Placement
 from tests.support.front import fronting
 from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, run, running, until
 
@@ -47,8 +47,7 @@ def test_sixty_four_streams_at_once() -> None:
             told = await asyncio.gather(*[one(text) for text in texts])
             assert told == [8] * 192
             await until(lambda: rig.idle, "all answered")
-            receipts = rig.router.books.receipts
-            counted = {o: receipts.total(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
+            counted = {o: rig.outcomes(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
             assert sum(counted.values()) == 192
             assert counted["unreported"] == 0
             assert counted["unpredicted"] < 64  # at most the first ones, before anything is known
@@ -59,8 +58,8 @@ def test_sixty_four_streams_at_once() -> None:
             assert min(used) > 10  # nobody was left out
             rig.check_books()
             grace_s = InflightSettings().grace_s
-            inflight = rig.router.books.inflight
-            inflight.common([], rig.router.books.now() + grace_s + 1)
+            inflight = rig.router.accounts.inflight
+            inflight.common([], rig.router.accounts.now() + grace_s + 1)
             assert (inflight.stats.prompts, inflight.stats.blocks) == (0, 0)
 
     run(main())
@@ -85,7 +84,7 @@ def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
                     await rig.chat(text, stream=moment == "before-first-token", max_tokens=500)
 
             tasks = [asyncio.create_task(leave(n)) for n in range(8)]
-            await until(lambda: rig.router.books.load.stats.admitted == 8, "all sent")
+            await until(lambda: rig.router.accounts.load_stats.admitted == 8, "all sent")
             if moment != "mid-stream":
                 await until(lambda: engine.scheduler.has_work, "the engine works")
                 for task in tasks:
@@ -128,7 +127,7 @@ def test_an_engine_that_dies_under_streams_leaves_nothing_open() -> None:
                 broken = [word for word in seen if word.startswith("error")]
                 assert set(broken) == {"error engine_stream_broken"}
                 assert len(broken) == seen[:16].count(dies.base_url)
-                stats = rig.router.books.load.stats
+                stats = rig.router.accounts.load_stats
                 assert stats.failed == len(broken)
                 rig.check_books()
 
@@ -145,9 +144,9 @@ def test_errors_of_the_engine_leave_nothing_open_and_count_as_no_prediction() ->
                 status, told = await rig.ask("POST", "/v1/chat/completions", {"model": MODEL, **body})
                 assert status == 400
                 assert told["error"]["message"]
-            assert rig.router.books.receipts.engines == {}
+            assert not any(engine.receipts.outcomes for engine in rig.router.fleet)
             rig.check_books()
-            inflight = rig.router.books.inflight.stats
+            inflight = rig.router.accounts.inflight.stats
             assert (inflight.prompts, inflight.blocks) == (0, 0)  # nothing was computed, nothing is shared
 
     run(main())
@@ -182,24 +181,26 @@ def test_a_placement_closes_once_whatever_is_called() -> None:
         async with running({}) as engines, routing(configure(*engines)) as rig:
             body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
             request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)
-            planner, books = rig.router.planner, rig.router.books
+            planner, accounts = rig.router.planner, rig.router.accounts
+            stats = accounts.load_stats
             for calls in (("finished", "failed"), ("failed", "finished"), ("finished", "finished")):
-                before = (books.load.stats.finished, books.load.stats.failed)
+                before = (stats.finished, stats.failed)
                 placed = await planner.place(request, exclude=frozenset())
-                assert isinstance(placed, Placed)
-                placed.first_byte()
-                placed.first_byte()
+                assert isinstance(placed, Placement)
+                placed.first_byte(200)
+                placed.first_byte(200)
                 for call in calls:
-                    placed.failed("reset") if call == "failed" else placed.finished(None)
-                placed.first_byte()
-                after = (books.load.stats.finished, books.load.stats.failed)
+                    placed.broke("reset") if call == "failed" else placed.finished(None)
+                placed.first_byte(200)
+                after = (stats.finished, stats.failed)
                 assert sum(after) - sum(before) == 1
                 assert (
                     after[0 if calls[0] == "finished" else 1]
                     == before[0 if calls[0] == "finished" else 1] + 1
                 )
-            assert books.receipts.total("unreported") + books.receipts.total("unpredicted") == 3
-            assert books.load.check_integrity() == books.inflight.check_integrity() == []
+            assert rig.outcomes("unreported") + rig.outcomes("unpredicted") == 3
+            assert accounts.inflight.check_integrity() == []
+            assert all(engine.load.check_integrity() == [] for engine in rig.router.fleet)
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -94,7 +95,7 @@ def test_engines_without_events_are_predicted_by_a_shadow_of_their_pool() -> Non
             assert reported_tokens > 1000
             assert right >= 55
             assert {e["mode"] for e in (await rig.ask("GET", "/kvatlas/engines"))[1]} == {"shadow"}
-            receipts = rig.router.books.receipts.latest
+            receipts = rig.router.accounts.receipts.latest
             assert {receipt.mode for receipt in receipts} == {"shadow"}
             rig.check_books()
 
@@ -184,14 +185,14 @@ def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
             port = number(mute.base_url)
             async with routing(configure(mute)) as rig:
                 await rig.chat(TEXT * 20)
-                assert mute.base_url in rig.router.books.shadows
+                assert rig.router.fleet.get(mute.base_url).shadow is not None
                 await mute.stop()
                 await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
                 async with started(port=port) as speaking:
                     await rig.ready()
                     assert await check_exact(rig, [speaking], TEXT * 20) > 100
-                    assert speaking.base_url not in rig.router.books.shadows
-                    assert rig.router.books.receipts.latest[-1].mode == "native"
+                    assert rig.router.fleet.get(speaking.base_url).shadow is None
+                    assert rig.router.accounts.receipts.latest[-1].mode == "native"
                     await speaking.stop()
                     await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
                     async with started(port=port, publish_events=False):  # and the other way
@@ -199,7 +200,7 @@ def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
                         await hits(rig, TEXT * 20)
                         predicted, reported, engine = await hits(rig, TEXT * 20)
                         assert predicted == reported > 100
-                        assert engine in rig.router.books.shadows
+                        assert rig.router.fleet.get(engine).shadow is not None
                         assert rig.router.followers.stats == {}
                         assert rig.router.scopes.scope(MODEL).stats().residencies == 0
 
@@ -245,7 +246,10 @@ def test_while_an_engine_is_away_the_other_serves() -> None:
                 await until(lambda: len(rig.router.fleet.ready(None)) == 1, "seen to be down")
                 async with started(**ports) as back:
                     await rig.ready()
-                    await until(lambda: rig.router.proxy.board.available(back.base_url), "breaker closed")
+                    await until(
+                        lambda: rig.router.fleet.get(back.base_url).breaker.allows(time.monotonic()),
+                        "breaker closed",
+                    )
                     used = {(await hits(rig, f"{n} new {TEXT * 10}"))[2] for n in range(12)}
                     assert used == {stays.base_url, back.base_url}
                     rig.check_books()
@@ -266,10 +270,10 @@ def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
                 assert rig.router.fleet.get(goes.base_url).up  # nobody polled; the breaker alone knows
                 failures = rig.router.proxy.stats.engine_failures["refused"]
                 assert 3 <= failures < 30
-                assert rig.router.books.load.stats.failed == failures
+                assert rig.router.accounts.load_stats.failed == failures
                 rig.check_books()
                 async with started(**ports):
-                    while rig.router.proxy.board._breakers[goes.base_url]._open_s:  # the next probe closes it
+                    while not rig.router.fleet.get(goes.base_url).breaker.closed:  # the next probe closes it
                         await hits(rig, f"{random.random()} {TEXT}")
                     used = {(await hits(rig, f"{n} new {TEXT * 10}"))[2] for n in range(12)}
                     assert used == {stays.base_url, goes.base_url}
@@ -374,7 +378,7 @@ def test_ranks_that_come_and_go_are_followed() -> None:
             await rig.ready()
             assert set(rig.router.followers.stats) == {status.engine_id for status in fleet}
             assert rig.router.scopes.engine(front.base_url) is None
-            assert front.base_url not in rig.router.books.receipts.engines
+            assert fleet.get(front.base_url) is None
             await hits(rig, TEXT * 10)
             del front.overrides["/kv_event_sources"]
             await until(lambda: len(fleet) == 1, "one engine")
@@ -394,18 +398,16 @@ def test_requests_that_outlive_their_engine_leave_nothing_behind() -> None:
             routing(configure(Engine(front.base_url))) as rig,
         ):
             task = asyncio.create_task(rig.chat(TEXT * 10, max_tokens=20))
-            await until(lambda: rig.router.books.load.stats.admitted == 1, "sent")
+            await until(lambda: rig.router.accounts.load_stats.admitted == 1, "sent")
+            (left,) = rig.router.fleet
             await make_ranks(front)
             await until(lambda: len(rig.router.fleet) == 2, "the engine has left")
             assert (await task).parse().choices
-            books = rig.router.books
-            assert books.receipts.engines == {}
-            assert front.base_url not in books.load._accounts
-            assert (
-                front.base_url not in books.load.rates._engines
-                if hasattr(books.load.rates, "_engines")
-                else True
-            )
+            assert left.closed
+            assert left.receipts.outcomes == {}
+            assert not any(engine.receipts.outcomes for engine in rig.router.fleet)
+            assert left.load.check_integrity() == []
+            assert rig.router.fleet.get(front.base_url) is None
             rig.check_books()
 
     run(main())
@@ -432,18 +434,18 @@ def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no() -> N
         async with running({}) as (engine,), fronting(engine) as front:
             front.overrides["/kv_event_sources"] = lambda: (500, {})
             async with routing(configure(Engine(front.base_url))) as rig:
-                assert front.base_url in rig.router.books.shadows
+                assert rig.router.fleet.get(front.base_url).shadow is not None
                 await until(lambda: front.asked("/kv_event_sources") > 2, "asked again")
                 del front.overrides["/kv_event_sources"]
                 await until(lambda: front.base_url in rig.router.followers.stats, "followed")
                 await rig.ready()
-                assert front.base_url not in rig.router.books.shadows
+                assert rig.router.fleet.get(front.base_url).shadow is None
             front.seen.clear()
             front.overrides["/kv_event_sources"] = lambda: (404, {"detail": "Not Found"})
             async with routing(configure(Engine(front.base_url))) as rig:
                 await until(lambda: front.asked("/v1/models") > 4, "polled")
                 assert front.asked("/kv_event_sources") == 1
-                assert front.base_url in rig.router.books.shadows
+                assert rig.router.fleet.get(front.base_url).shadow is not None
 
     run(main())
 

@@ -75,7 +75,7 @@ def test_a_held_engine_is_warm_when_its_hold_ends(tmp_path: Path) -> None:
             listed(path, one, two, drained=two)
             async with routing(configure(fleet=from_file(path)), wait=False) as rig:
                 await until(lambda: rig.router.readiness().ready, "ready by the first")
-                await until(lambda: rig.router.planner.feed_state(two.base_url) == "ready", "warm")
+                await until(lambda: rig.router.fleet.get(two.base_url).feed_state == "ready", "warm")
                 assert [s.engine_id for s in rig.router.fleet.ready(None)] == [one.base_url]
 
     run(main())

@@ -79,11 +79,8 @@ class Listener:
     def engine_down(self, status: EngineStatus) -> None:
         self.told.append(("down", status.engine_id))
 
-    def engine_gone(self, engine_id: str) -> None:
-        self.told.append(("gone", engine_id))
-
-    def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:
-        self.loads[engine_id] = running, waiting
+    def engine_load(self, status: EngineStatus, *, running: int, waiting: int) -> None:
+        self.loads[status.engine_id] = running, waiting
 
 
 class Watch:
@@ -137,8 +134,15 @@ async def watching(
     server.answers |= answers or {}
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.base_url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    fleet = Fleet([make(server.base_url) for make in engines or (Engine,)])
     listener = Listener()
+
+    class Watched(EngineStatus):
+        """Says when it leaves."""
+
+        def close(self) -> None:
+            listener.told.append(("gone", self.engine_id))
+
+    fleet = Fleet([make(server.base_url) for make in engines or (Engine,)], Watched)
     async with listening, aiohttp.ClientSession() as session:
         poller = FleetPoller(fleet, listener, settings, session)
         polling = asyncio.create_task(poller.run())

@@ -364,18 +364,3 @@ def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
             assert status.up
 
     asyncio.run(main())
-
-
-def test_a_listener_that_fails_does_not_keep_others_from_leaving() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-
-            def fail(engine_id: str) -> None:
-                raise RuntimeError(engine_id)
-
-            watch.listener.engine_gone = fail  # type: ignore[method-assign]
-            watch.poller.assign(DesiredFleet())
-            assert len(watch.fleet) == 0
-
-    asyncio.run(main())

@@ -68,7 +68,7 @@ def test_upstream_is_closed(stage: str, how: str) -> None:
             assert rig.stats.retries == 0
             assert rig.stats.requests_active == 0
             assert rig.app.client.origin(engine.url).open == 0
-            assert rig.app.board.available(engine.url)
+            assert rig.planner.available(engine.url)
 
     run(main())
 
@@ -86,7 +86,7 @@ def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung:
         alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
         async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
             now = [0.0]
-            rig.app.board._clock = lambda: now[0]
+            rig.planner.now = lambda: now[0]
             for number in range(1, 13):
                 reader, writer = await rig.connect()
                 writer.write(request(STREAM))
@@ -102,7 +102,7 @@ def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung:
             assert len(bad.calls) == 1
             assert rig.stats.clients_gave_up == 1
             now[0] += 10.0
-            assert rig.app.board.available(bad.url)  # for a probe
+            assert rig.planner.available(bad.url)  # for a probe
 
     run(main())
 

@@ -159,7 +159,7 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
                     writer.write(request())
                     got = await read_answer(reader)
                     assert (got.status, got.json()["error"]["code"]) == (503, "no_ready_engine")
-                assert rig.app.board.available(engine.url)
+                assert rig.planner.available(engine.url)
                 assert rig.stats.descriptor_shortages == 20
             finally:
                 for descriptor in taken:

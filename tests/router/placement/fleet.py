@@ -15,11 +15,11 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash
 from publisher.groups import GroupSpec
-from router.placement.candidate import Candidate, Choice, PolicySettings, ask
+from router.placement.candidate import Candidate, Choice, Hit, PolicySettings, ask
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load import LoadAccount, Ticket
 from router.placement.policies import ArmState, policy
-from router.placement.rates import RateBook, RateSettings
+from router.placement.rates import FleetRates, RateSettings
 
 RATE = 1 / 1000
 DECODE_S = 0.05
@@ -127,8 +127,8 @@ class Fleet:
             )
             for i in range(engines)
         }
-        self.rates = RateBook(RateSettings(prefill_s_per_token=RATE, long_tokens_min=64, cached_tokens_max=8))
-        self.load = LoadAccount(self.rates)
+        rates = FleetRates(RateSettings(prefill_s_per_token=RATE, long_tokens_min=64, cached_tokens_max=8))
+        self.loads = {engine_id: LoadAccount(rates.engine()) for engine_id in self.engines}
         self.inflight = InflightPrefixes()
         self.outcome = Outcome()
         self._events: list[tuple[float, int, str, Open]] = []
@@ -139,7 +139,7 @@ class Fleet:
             self._until(request.at_s)
             self._place(request)
         self._until(float("inf"))
-        assert self.load.check_integrity() == []
+        assert all(load.check_integrity() == [] for load in self.loads.values())
         assert self.inflight.check_integrity() == []
         for engine in self.engines.values():
             engine.pool.check_integrity()
@@ -153,32 +153,37 @@ class Fleet:
         candidates: list[Candidate] = []
         for engine_id, engine in self.engines.items():
             hit, trunk = engine.pool.find_prefix(probe)
-            load = self.load.load(engine_id, now)
+            account = self.loads[engine_id]
+            load = account.at(now)
             candidates.append(
                 Candidate(
                     engine_id,
-                    hit_tokens=hit,
-                    trunk_tokens=max(trunk, common.blocks.get(engine_id, 0) * BLOCK),
-                    coming_tokens=common.coming.get(engine_id, 0) * BLOCK,
-                    confidence="exact",
+                    Hit(
+                        hit,
+                        trunk_tokens=max(trunk, common.blocks.get(engine_id, 0) * BLOCK),
+                        coming_tokens=common.coming.get(engine_id, 0) * BLOCK,
+                        confidence="exact",
+                    ),
                     queue_s=load.queue_s,
                     running=load.running,
                     waiting=load.waiting,
                     idle_s=load.idle_s,
-                    prefill_s_per_token=self.rates.prefill_s_per_token(engine_id, now),
-                    decode_interference_s=self.rates.decode_interference_s(engine_id),
+                    prefill_s_per_token=account.rates.prefill_s_per_token(now),
+                    decode_interference_s=account.rates.decode_interference_s,
                 )
             )
         prompt = ask(tokens, hashes, prefix_blocks=self.knobs.prefix_blocks)
         choice = self.arm(candidates, prompt, self.knobs, self.state)
-        ticket = self.load.admit(choice.engine_id, uncached_tokens=choice.uncached_tokens, now=now)
-        kept = keeps(tokens, candidates[choice.index].trunk_tokens, alignment=BLOCK, hash_block_size=BLOCK)
+        ticket = self.loads[choice.engine_id].admit(uncached_tokens=choice.uncached_tokens, now=now)
+        kept = keeps(
+            tokens, candidates[choice.index].hit.trunk_tokens, alignment=BLOCK, hash_block_size=BLOCK
+        )
         prefix = self.inflight.add(choice.engine_id, hashes, now, kept)
         engine = self.engines[choice.engine_id]
         pool_request = engine.pool.request(request.prompt, hashes=request.hashes)
         engine.waiting.append(Open(request, choice.engine_id, ticket, prefix, pool_request))
         self.outcome.choices.append(choice)
-        self.outcome.queues.append([self.load.queue_ahead_s(e, now) for e in self.engines])
+        self.outcome.queues.append([load.queue_ahead_s(now) for load in self.loads.values()])
         self._begin(engine, now)
 
     def _begin(self, engine: Engine, now: float) -> None:
@@ -205,9 +210,10 @@ class Fleet:
             engine = self.engines[opened.engine_id]
             if what == "first_token":
                 self.outcome.waits_s.append(now - opened.request.at_s)
-                sample = self.load.first_token(opened.ticket, now)
+                account = self.loads[opened.engine_id]
+                sample = account.first_token(opened.ticket, now)
                 if sample is not None:
-                    self.rates.observe(opened.engine_id, sample, now)
+                    account.rates.observe(sample, now)
                 self.inflight.prefilled(opened.prefix)
                 engine.busy = False
                 self._at(now + len(opened.request.answer) * DECODE_S, "finish", opened)
@@ -216,7 +222,7 @@ class Fleet:
                 engine.pool.extend(opened.pool_request, answer)
                 engine.pool.compute(opened.pool_request, len(answer))
                 engine.pool.finish(opened.pool_request)
-                self.load.finish(opened.ticket, now)
+                self.loads[opened.engine_id].finish(opened.ticket, now)
                 self.inflight.end(opened.prefix, now)
             self._begin(engine, now)
 

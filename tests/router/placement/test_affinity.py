@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from router.placement.affinity import AffinityMap, AffinitySettings, text_tokens
-from router.placement.candidate import Candidate, PolicySettings
+from router.placement.candidate import PolicySettings
 from router.placement.cost import choose
+from tests.router.placement.candidates import make_candidate
 
 
 def test_longest_prefix_per_engine() -> None:
@@ -57,7 +58,9 @@ def test_one_hot_text_does_not_flood_its_engine() -> None:
     for _ in range(100):
         known = affinity.match(keys)
         engines = [
-            Candidate(e, hit_tokens=(est := text_tokens(known.get(e, 0), 800)), trunk_tokens=est, queue_s=q)
+            make_candidate(
+                e, hit_tokens=(est := text_tokens(known.get(e, 0), 800)), trunk_tokens=est, queue_s=q
+            )
             for e, q in queues.items()
         ]
         choice = choose(engines, prompt_tokens, knobs, prompt_key=1)

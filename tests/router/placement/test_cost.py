@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
 from router.placement.cost import choose, cost, within_bound
+from tests.router.placement.candidates import changed, make_candidate
 
 DEFAULTS = PolicySettings()
 RATE = 1 / 8000
@@ -19,13 +20,13 @@ RATE = 1 / 8000
 
 def fleet(count: int, **fields: object) -> list[Candidate]:
     return [
-        msgspec.structs.replace(Candidate(f"http://engine-{i}:8000", prefill_s_per_token=RATE), **fields)
+        changed(make_candidate(f"http://engine-{i}:8000", prefill_s_per_token=RATE), **fields)
         for i in range(count)
     ]
 
 
 def test_cost_is_the_stated_formula() -> None:
-    candidate = Candidate(
+    candidate = make_candidate(
         "e",
         hit_tokens=1000,
         trunk_tokens=5000,
@@ -48,18 +49,18 @@ def test_cost_is_the_stated_formula() -> None:
 
 
 def test_beliefs_beyond_the_prompt_are_clamped_to_all_but_its_last_token() -> None:
-    parts = cost(Candidate("e", hit_tokens=500, trunk_tokens=900, cpu_tokens=50), 100, DEFAULTS)
+    parts = cost(make_candidate("e", hit_tokens=500, trunk_tokens=900, cpu_tokens=50), 100, DEFAULTS)
     assert parts.uncached_tokens == 1
     assert parts.credit_s == 0
     assert parts.load_s == 0
-    low_trunk = cost(Candidate("e", hit_tokens=50, trunk_tokens=10), 100, DEFAULTS)
+    low_trunk = cost(make_candidate("e", hit_tokens=50, trunk_tokens=10), 100, DEFAULTS)
     assert low_trunk.credit_s == 0
     assert low_trunk.trunk_tokens == 50
 
 
 def test_the_exact_hit_wins_on_equal_engines() -> None:
     engines = fleet(4)
-    engines[2] = msgspec.structs.replace(engines[2], hit_tokens=4096, trunk_tokens=4096)
+    engines[2] = changed(engines[2], hit_tokens=4096, trunk_tokens=4096)
     choice = choose(engines, 8192, DEFAULTS)
     assert choice.index == 2
     assert choice.reason == "cheapest"
@@ -68,8 +69,8 @@ def test_the_exact_hit_wins_on_equal_engines() -> None:
 
 
 def test_trunk_draws_siblings_together_and_beta_zero_does_not() -> None:
-    trunk = Candidate("trunk", trunk_tokens=6000, queue_s=0.3)
-    other = Candidate("other")
+    trunk = make_candidate("trunk", trunk_tokens=6000, queue_s=0.3)
+    other = make_candidate("other")
     assert choose([trunk, other], 8000, DEFAULTS).engine_id == "trunk"
     assert choose([trunk, other], 8000, PolicySettings(beta=0.0)).engine_id == "other"
     # whatever draws it there, the account is charged with what the engine has to compute
@@ -80,10 +81,10 @@ def test_trunk_draws_siblings_together_and_beta_zero_does_not() -> None:
 def test_a_cached_prefix_is_worth_its_prefill_and_the_premium_and_no_more(premium: float) -> None:
     knobs = PolicySettings(eviction_premium=premium)
     worth_s = (1 + premium) * 4000 * RATE
-    cached = Candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=worth_s + 0.1)
-    idle = Candidate("idle")
+    cached = make_candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=worth_s + 0.1)
+    idle = make_candidate("idle")
     assert choose([cached, idle], 8000, knobs).engine_id == "idle"
-    shorter = msgspec.structs.replace(cached, queue_s=worth_s - 0.1)
+    shorter = changed(cached, queue_s=worth_s - 0.1)
     assert choose([shorter, idle], 8000, knobs).engine_id == "cached"
 
 
@@ -97,9 +98,9 @@ def test_the_account_is_charged_without_the_premium() -> None:
 
 
 def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
-    gpu = Candidate("gpu", hit_tokens=4000, trunk_tokens=4000)
-    cpu = Candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
-    none = Candidate("none")
+    gpu = make_candidate("gpu", hit_tokens=4000, trunk_tokens=4000)
+    cpu = make_candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
+    none = make_candidate("none")
     slow = PolicySettings(load_s_per_token=RATE / 4)
     assert choose([none, cpu], 8000, slow).engine_id == "cpu"
     assert choose([none, cpu, gpu], 8000, slow).engine_id == "gpu"
@@ -107,11 +108,11 @@ def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
 
 def test_every_medium_costs_its_own_time() -> None:
     knobs = PolicySettings(load_s_per_token=1e-6, storage_load_s_per_token=1e-5)
-    both = Candidate("e", hit_tokens=1000, cpu_tokens=2000, storage_tokens=3000)
+    both = make_candidate("e", hit_tokens=1000, cpu_tokens=2000, storage_tokens=3000)
     parts = cost(both, 8000, knobs)
     assert parts.uncached_tokens == 2000
     assert parts.load_s == pytest.approx(2000 * 1e-6 + 3000 * 1e-5)
-    replace = msgspec.structs.replace
+    replace = changed
     coming = cost(replace(both, coming_tokens=2500), 8000, knobs)  # host memory gives 500 of what is left
     assert coming.load_s == pytest.approx(500 * 1e-6 + 3000 * 1e-5)
     assert cost(replace(both, coming_tokens=4000), 8000, knobs).load_s == pytest.approx(2000 * 1e-5)
@@ -120,37 +121,37 @@ def test_every_medium_costs_its_own_time() -> None:
 
 
 def test_slow_storage_is_worth_less_than_host_memory() -> None:
-    cpu = Candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
-    storage = Candidate("storage", storage_tokens=4000, trunk_tokens=4000)
-    none = Candidate("none")
+    cpu = make_candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
+    storage = make_candidate("storage", storage_tokens=4000, trunk_tokens=4000)
+    none = make_candidate("none")
     assert choose([none, storage, cpu], 8000, DEFAULTS).engine_id == "cpu"
     assert choose([none, storage], 8000, DEFAULTS).engine_id == "storage"
 
 
 def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
     knobs = PolicySettings(load_s_per_token=0.0001)
-    candidate = Candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)
+    candidate = make_candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)
     parts = cost(candidate, 8000, knobs)
     assert parts.uncached_tokens == 5000
     assert parts.load_s == pytest.approx(500 * 0.0001)
-    assert cost(msgspec.structs.replace(candidate, coming_tokens=7000), 8000, knobs).load_s == 0
+    assert cost(changed(candidate, coming_tokens=7000), 8000, knobs).load_s == 0
 
 
 def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
-    cached = Candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.4)  # saves 0.5 s
+    cached = make_candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.4)  # saves 0.5 s
     half = PolicySettings(saving_factor=0.5, eviction_premium=0.0)
-    choice = choose([cached, Candidate("idle")], 8000, half)
+    choice = choose([cached, make_candidate("idle")], 8000, half)
     assert (choice.engine_id, choice.reason) == ("idle", "bounded")
     most = PolicySettings(saving_factor=0.9, eviction_premium=0.0)
-    assert choose([cached, Candidate("idle")], 8000, most).index == 0
+    assert choose([cached, make_candidate("idle")], 8000, most).index == 0
     wide = PolicySettings(saving_factor=0.5, eviction_premium=0.0, queue_gap_s=0.5)
-    assert choose([cached, Candidate("idle")], 8000, wide).index == 0
+    assert choose([cached, make_candidate("idle")], 8000, wide).index == 0
 
 
 def test_the_saving_is_measured_against_the_best_of_the_shortest_queues() -> None:
-    slow = Candidate("a-slow", prefill_s_per_token=3 * RATE)
-    chosen = Candidate("cached", hit_tokens=7200, trunk_tokens=7200, queue_s=0.8)
-    choice = choose([slow, Candidate("fast"), chosen], 8000, PolicySettings(saving_factor=0.5))
+    slow = make_candidate("a-slow", prefill_s_per_token=3 * RATE)
+    chosen = make_candidate("cached", hit_tokens=7200, trunk_tokens=7200, queue_s=0.8)
+    choice = choose([slow, make_candidate("fast"), chosen], 8000, PolicySettings(saving_factor=0.5))
     assert choice.engine_id == "fast"
 
 
@@ -177,17 +178,15 @@ def test_an_engine_that_leaves_moves_only_its_own_cold_prompts() -> None:
 
 def test_noise_of_learned_rates_does_not_draw_every_cold_prompt_to_one_engine() -> None:
     engines = fleet(8)
-    engines = [
-        msgspec.structs.replace(e, prefill_s_per_token=RATE * (1 + 0.002 * i)) for i, e in enumerate(engines)
-    ]
+    engines = [changed(e, prefill_s_per_token=RATE * (1 + 0.002 * i)) for i, e in enumerate(engines)]
     chosen = {choose(engines, 4000, DEFAULTS, prompt_key=key).index for key in range(100)}
     assert chosen == set(range(8))
 
 
 def test_equal_costs_go_to_the_longer_trunk() -> None:
     credit_s = DEFAULTS.beta * (1 + DEFAULTS.eviction_premium) * 4000 * RATE
-    with_trunk = Candidate("with", trunk_tokens=4000, queue_s=credit_s)
-    without = Candidate("without")
+    with_trunk = make_candidate("with", trunk_tokens=4000, queue_s=credit_s)
+    without = make_candidate("without")
     for key in range(20):
         choice = choose([without, with_trunk], 8000, DEFAULTS, prompt_key=key)
         assert (choice.engine_id, choice.reason) == ("with", "tie")
@@ -195,7 +194,7 @@ def test_equal_costs_go_to_the_longer_trunk() -> None:
 
 def test_a_starved_engine_gets_the_next_cold_prompt_even_if_it_seems_slower() -> None:
     engines = fleet(4)
-    slow = msgspec.structs.replace(engines[3], prefill_s_per_token=3 * RATE, idle_s=31.0)
+    slow = changed(engines[3], prefill_s_per_token=3 * RATE, idle_s=31.0)
     choice = choose([*engines[:3], slow], 2000, DEFAULTS)
     assert (choice.index, choice.reason) == (3, "probe")
     fresh = msgspec.structs.replace(slow, idle_s=29.0)
@@ -203,20 +202,20 @@ def test_a_starved_engine_gets_the_next_cold_prompt_even_if_it_seems_slower() ->
 
 
 def test_a_probe_gives_up_no_saving_and_stays_within_its_price() -> None:
-    slow = Candidate("slow", prefill_s_per_token=3 * RATE, idle_s=1e9)
-    warm = Candidate("warm", hit_tokens=1000, trunk_tokens=1000)
+    slow = make_candidate("slow", prefill_s_per_token=3 * RATE, idle_s=1e9)
+    warm = make_candidate("warm", hit_tokens=1000, trunk_tokens=1000)
     assert choose([slow, warm], 2000, DEFAULTS).engine_id == "warm"
-    cold = Candidate("cold")
+    cold = make_candidate("cold")
     assert choose([slow, cold], 20_000, DEFAULTS).engine_id == "cold"  # 5 s dearer
 
 
 def test_an_engine_loaded_by_others_is_not_probed() -> None:
-    busy = Candidate("busy", queue_s=0.9, idle_s=1e9)
-    assert choose([busy, Candidate("free")], 2000, DEFAULTS).engine_id == "free"
+    busy = make_candidate("busy", queue_s=0.9, idle_s=1e9)
+    assert choose([busy, make_candidate("free")], 2000, DEFAULTS).engine_id == "free"
 
 
 def test_a_prompt_of_unknown_length_costs_its_wait() -> None:
-    engines = [Candidate("busy", queue_s=0.9), Candidate("free")]
+    engines = [make_candidate("busy", queue_s=0.9), make_candidate("free")]
     choice = choose(engines, 0, DEFAULTS)
     assert (choice.engine_id, choice.uncached_tokens) == ("free", 1)
 
@@ -253,7 +252,7 @@ def test_ask_takes_its_keys_from_the_hashes() -> None:
 
 def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
     one = st.builds(
-        Candidate,
+        make_candidate,
         engine_id=st.uuids().map(str),
         hit_tokens=st.integers(0, 20_000),
         trunk_tokens=st.integers(0, 20_000),
@@ -325,12 +324,10 @@ def test_queues_never_drift_apart_by_more_than_the_bound(
     for prompt_tokens, holder, share, exact_share, wait_s in requests:
         queues = [max(0.0, queue - wait_s) for queue in queues]
         engines = [
-            Candidate(f"e{i}", queue_s=queue, prefill_s_per_token=RATE) for i, queue in enumerate(queues)
+            make_candidate(f"e{i}", queue_s=queue, prefill_s_per_token=RATE) for i, queue in enumerate(queues)
         ]
         trunk = int(share * prompt_tokens)
-        engines[holder] = msgspec.structs.replace(
-            engines[holder], trunk_tokens=trunk, hit_tokens=int(trunk * exact_share)
-        )
+        engines[holder] = changed(engines[holder], trunk_tokens=trunk, hit_tokens=int(trunk * exact_share))
         choice = choose(engines, prompt_tokens, knobs, prompt_key=prompt_tokens)
         queues[choice.index] += choice.uncached_tokens * RATE
         assert max(queues) - min(queues) <= bound + 1e-9

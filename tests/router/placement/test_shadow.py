@@ -10,7 +10,7 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import GroupSpec
-from router.placement.shadow import HashesOf, ShadowFleet, ShadowHit, ShadowSpec
+from router.placement.shadow import HashesOf, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 
 HYBRID = (
     GroupSpec(0, "full_attention", 16),
@@ -29,39 +29,37 @@ def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1000) for _ in range(count)]
 
 
-def look(fleet: ShadowFleet, prompt: list[int]) -> ShadowHit:
-    return fleet.lookup(prompt, hashes_of(prompt))["e"]
+def look(shadow: Shadow, prompt: list[int]) -> tuple[int, int]:
+    """Hit and trunk."""
+    return shadow.lookup(ShadowPrompt(prompt, hashes_of(prompt)))
 
 
 def test_a_served_prompt_is_a_hit_for_the_next_turn() -> None:
-    fleet, prompt = ShadowFleet(), tokens(random.Random(1), 200)
-    fleet.add("e", ShadowSpec(num_blocks=100))
-    assert look(fleet, prompt) == ShadowHit(0, 0)
-    fleet.served("e", prompt, hashes_of(prompt))
-    assert look(fleet, [*prompt, 1, 2, 3]) == ShadowHit(192, 192)
-    assert look(fleet, prompt[:96]) == ShadowHit(80, 80)  # never the whole prompt
-    fleet.served("elsewhere", prompt, hashes_of(prompt))  # an engine with events: nothing to do
-    assert fleet.stats.prompts == 1
+    prompt, stats = tokens(random.Random(1), 200), ShadowStats()
+    shadow = Shadow(ShadowSpec(num_blocks=100), stats)
+    assert look(shadow, prompt) == (0, 0)
+    shadow.served(prompt, hashes_of(prompt))
+    assert look(shadow, [*prompt, 1, 2, 3]) == (192, 192)
+    assert look(shadow, prompt[:96]) == (80, 80)  # never the whole prompt
+    assert stats.prompts == 1
 
 
 def test_retention_leaves_a_trunk_without_a_hit_until_the_junction_was_visited() -> None:
-    rng, fleet = random.Random(2), ShadowFleet()
-    fleet.add("e", ShadowSpec(groups=HYBRID, num_blocks=200))
+    rng, shadow = random.Random(2), Shadow(ShadowSpec(groups=HYBRID, num_blocks=200))
     system = tokens(rng, 320)
     first, second, third = (system + tokens(rng, 100) for _ in range(3))
-    fleet.served("e", first, hashes_of(first))
-    assert look(fleet, second) == ShadowHit(0, 320)
-    fleet.served("e", second, hashes_of(second))
-    assert look(fleet, third) == ShadowHit(320, 320)
+    shadow.served(first, hashes_of(first))
+    assert look(shadow, second) == (0, 320)
+    shadow.served(second, hashes_of(second))
+    assert look(shadow, third) == (320, 320)
 
 
 def test_a_shadow_forgets_what_its_capacity_cannot_hold() -> None:
-    rng, fleet = random.Random(3), ShadowFleet()
-    fleet.add("e", ShadowSpec(num_blocks=41))  # 640 tokens and the null block
+    rng, shadow = random.Random(3), Shadow(ShadowSpec(num_blocks=41))  # 640 tokens and the null block
     prompts = [tokens(rng, 200) for _ in range(5)]  # 13 blocks each: three fit
     for prompt in prompts:
-        fleet.served("e", prompt, hashes_of(prompt))
-    held = [look(fleet, prompt).hit_tokens for prompt in prompts]
+        shadow.served(prompt, hashes_of(prompt))
+    held = [look(shadow, prompt)[0] for prompt in prompts]
     assert held[0] == 0
     assert held[1] < 192  # its blocks went from the end, as the engine reuses them
     assert held[3] == held[4] == 192
@@ -69,9 +67,8 @@ def test_a_shadow_forgets_what_its_capacity_cannot_hold() -> None:
 
 def test_agrees_with_the_pool_of_the_engine_it_stands_for() -> None:
     """Same prompts, one at a time, no answers: equal predictions at every step, evictions included."""
-    rng, fleet = random.Random(4), ShadowFleet()
+    rng, shadow = random.Random(4), Shadow(ShadowSpec(groups=HYBRID, num_blocks=150, chunk_tokens_max=128))
     scheme = HashScheme()
-    fleet.add("e", ShadowSpec(groups=HYBRID, num_blocks=150, chunk_tokens_max=128))
     truth = HybridBlockPool(HYBRID, num_blocks=150, scheme=scheme, chunk_tokens_max=128)
     systems = [tokens(rng, 160) for _ in range(4)]
     hits = 0
@@ -79,7 +76,7 @@ def test_agrees_with_the_pool_of_the_engine_it_stands_for() -> None:
         prompt = rng.choice(systems) + tokens(rng, rng.randint(10, 300))
         if rng.random() < 0.3:
             systems[rng.randrange(4)] = prompt[: rng.randint(100, len(prompt))]
-        predicted = look(fleet, prompt).hit_tokens
+        predicted = look(shadow, prompt)[0]
         request = truth.request(prompt)
         actual = truth.start(request)
         assert predicted == actual
@@ -87,34 +84,30 @@ def test_agrees_with_the_pool_of_the_engine_it_stands_for() -> None:
         while chunk := truth.next_chunk(request):
             assert truth.compute(request, chunk)
         truth.finish(request)
-        fleet.served("e", prompt, hashes_of(prompt))
+        shadow.served(prompt, hashes_of(prompt))
     assert hits > 0
-    assert fleet.stats.too_large == 0
+    assert shadow.stats.too_large == 0
 
 
 def test_a_prompt_larger_than_the_shadow_is_counted_and_leaves_it_usable() -> None:
-    fleet, rng = ShadowFleet(), random.Random(5)
-    fleet.add("e", ShadowSpec(num_blocks=11))
+    shadow, rng = Shadow(ShadowSpec(num_blocks=11)), random.Random(5)
     large, small = tokens(rng, 1000), tokens(rng, 100)
-    fleet.served("e", large, hashes_of(large))
-    assert fleet.stats.too_large == 1
-    fleet.served("e", small, hashes_of(small))
-    assert look(fleet, [*small, 1]).hit_tokens == 96
+    shadow.served(large, hashes_of(large))
+    assert shadow.stats.too_large == 1
+    shadow.served(small, hashes_of(small))
+    assert look(shadow, [*small, 1])[0] == 96
 
 
-def test_a_reset_empties_and_forgetting_removes() -> None:
-    fleet, prompt = ShadowFleet(), tokens(random.Random(6), 100)
-    fleet.add("e", ShadowSpec())
-    fleet.served("e", prompt, hashes_of(prompt))
-    fleet.reset("e")
-    assert look(fleet, prompt) == ShadowHit(0, 0)
-    assert "e" in fleet
-    assert "num_blocks" in fleet.spec("e").assumed
-    fleet.forget("e")
-    assert "e" not in fleet
-    assert fleet.lookup(prompt, hashes_of(prompt)) == {}
+def test_a_reset_empties() -> None:
+    shadow, prompt = Shadow(ShadowSpec()), tokens(random.Random(6), 100)
+    shadow.served(prompt, hashes_of(prompt))
+    assert look(shadow, prompt) != (0, 0)
+    shadow.reset()
+    assert look(shadow, prompt) == (0, 0)
+    assert "num_blocks" in shadow.spec.assumed
+    assert look(shadow, []) == (0, 0)
 
 
 def test_look_ahead_schemes_are_refused() -> None:
     with pytest.raises(ValueError, match="look ahead"):
-        ShadowFleet().add("e", ShadowSpec(scheme=HashScheme(lookahead=1)))
+        Shadow(ShadowSpec(scheme=HashScheme(lookahead=1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.breaker import Breaker, BreakerBoard, BreakerSettings
+from router.proxy.breaker import Breaker, BreakerSettings
 
 S = BreakerSettings()
 
@@ -223,44 +223,13 @@ def test_closed_means_few_failures(outcomes: list[bool]) -> None:
         assert run < S.failures_max
 
 
-def test_board_knows_engines_by_id_and_forgets() -> None:
-    now = [0.0]
-    board = BreakerBoard(lambda: now[0])
-    board.record("a", True)
-    assert board.available("a")
-    for _ in range(S.failures_max):
-        board.record("a", False)
-    assert not board.available("a")
-    assert board.available("b")
-    assert board.open_engines() == ["a"]
-    board.refused("b", 1, 2.0)
-    board.refused("b", 2, 2.0)
-    assert board.open_engines() == ["a", "b"]
-    now[0] = 0.5
-    assert board.available("a")
-    board.begin("a")
-    assert not board.available("a")
-    board.forget("a")
-    assert board.available("a")
-    now[0] = 2.0
-    assert board.open_engines() == []
-
-
-def test_the_board_says_for_how_long_an_engine_asked_to_be_left_alone() -> None:
-    now = [100.0]
-    board = BreakerBoard(lambda: now[0])
-    assert board.waits_s("e") == 0
-    board.refused("e", 1, 7)
-    board.refused("e", 2, 7)
-    assert board.waits_s("e") == 7
-    board.begin("e")
-    now[0] += 1
-    board.begin("e")
-    now[0] += 1.5
-    assert board.waits_s("e") == 4.5
-    now[0] += 7.5
-    assert board.waits_s("e") == 0
-    for _ in range(5):
-        board.record("f", ok=False)
-    assert not board.available("f")
-    assert board.waits_s("f") == 0  # broken, but it did not ask
+def test_says_for_how_long_the_engine_asked_to_be_left_alone() -> None:
+    breaker = _wishing(7.0)
+    assert breaker.waits_s(0.0) == 7.0
+    breaker.begin(0.0)
+    breaker.begin(1.0)
+    assert breaker.waits_s(2.5) == 4.5
+    assert breaker.waits_s(10.0) == 0.0
+    broken = _opened()
+    assert not broken.allows(0.0)
+    assert broken.waits_s(0.0) == 0.0  # broken, but it did not ask

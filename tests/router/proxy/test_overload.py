@@ -37,7 +37,7 @@ def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
             for number in range(5):
                 assert (await ask(rig, request(different(number)))).status == 200
             assert len(busy.calls) == 2  # the second refusal shows that it was not the request
-            await until(lambda: rig.app.board.available(busy.url), "the time is over")
+            await until(lambda: rig.planner.available(busy.url), "the time is over")
             await ask(rig)
             assert len(busy.calls) == 3
 
@@ -51,7 +51,7 @@ def test_one_refused_request_keeps_nobody_else_away() -> None:
             writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
 
         async with Engine(moody) as engine, routing(engine.url) as rig:
-            rig.app.board._clock = lambda: 0.0  # all of it happens at once
+            rig.planner.now = lambda: 0.0  # all of it happens at once
             for number in range(20):
                 assert (await ask(rig, request(b'{"model": "m", "messages": "evil"}'))).status == 429
                 assert (await ask(rig, request(different(number)))).status == 200
@@ -71,7 +71,7 @@ def test_too_many_requests_without_a_time_is_no_failure() -> None:
             for _ in range(30):
                 assert (await ask(rig)).status == 200
             assert len(busy.calls) == 30
-            assert rig.app.board.available(busy.url)
+            assert rig.planner.available(busy.url)
 
     run(main())
 
@@ -101,7 +101,7 @@ def test_an_engines_wish_is_bounded() -> None:
             await ask(rig)
             await ask(rig, request(different(1)))
             assert len(one.calls) == 2
-            await until(lambda: rig.app.board.available(one.url), "back")
+            await until(lambda: rig.planner.available(one.url), "back")
 
     run(main())
 
@@ -118,7 +118,7 @@ def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
             while not back.calls:
                 assert (await ask(rig, request(STREAM))).status == 200
             await until(lambda: len(back.calls) == 1, "asked again")
-            assert rig.app.board.available(f"http://127.0.0.1:{port}")
+            assert rig.planner.available(f"http://127.0.0.1:{port}")
             server.close()
             await back_off(back)
 
@@ -141,7 +141,7 @@ def test_poisonous_requests_do_not_close_the_fleet() -> None:
         ):
             for _ in range(5):
                 assert (await ask(rig)).status == 500
-            assert rig.app.board.available(one.url)
-            assert rig.app.board.available(two.url)
+            assert rig.planner.available(one.url)
+            assert rig.planner.available(two.url)
 
     run(main())

@@ -293,6 +293,6 @@ def test_connections_are_kept_and_bounded() -> None:
             got = [await one for one in asked]
             assert sorted(one.status for one in got) == [200] * 4 + [503] * 2
             await until(lambda: rig.app.client.origin(engine.url).open == 2, "two are kept")
-            assert rig.app.board.available(engine.url)
+            assert rig.planner.available(engine.url)
 
     run(main())

@@ -9,8 +9,6 @@ from publisher.events import BlockStored, encode_tokens
 from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.placement.load import LoadAccount
-from router.placement.rates import RateBook
 from router.replication.gossip.load import LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.schema.registry import EngineFacts
@@ -66,10 +64,9 @@ def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_
             for name in ("one", "two"):
                 await replicas[name].mirror.flush()
 
-            account = LoadAccount(RateBook())
             models = dict.fromkeys(("writer", "reader", "stranger"), MODEL)
             sight = IndexLookup(
-                lambda: replicas.reader, Own("reader"), LoadGossip("two", account.own, started=1),
+                lambda: replicas.reader, Own("reader"), LoadGossip("two", lambda now: {}, started=1),
                 clock=asyncio.get_running_loop().time,
             )  # fmt: skip
             look = await sight.look(Prompt(PROMPT), models)

@@ -11,7 +11,15 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import ARMS, arms_of
-from router.simulate.run.router_view import NOTHING, Blind, History, PrefixHit, Rules, Truth, history_blocks
+from router.simulate.run.router_view import (
+    NOTHING,
+    Blind,
+    ExactRules,
+    History,
+    PrefixHit,
+    Truth,
+    history_blocks,
+)
 from router.simulate.workload.requests import block_hashes
 from tests.router.simulate.support import FULL, HYBRID, request
 
@@ -73,7 +81,7 @@ def test_the_truth_is_what_the_pools_hold() -> None:
 
 def test_rules_follow_the_engines_retention_without_events() -> None:
     spec = ShadowSpec(groups=HYBRID, num_blocks=100, scheme=HashScheme(hash_block_size=64), assumed=())
-    rules = Rules(2, spec)
+    rules = ExactRules(2, spec)
     one = request(0, 1300, 0, 1)
     hashes = block_hashes(one, 64)
     assert rules.look(1300, hashes) == [NOTHING, NOTHING]

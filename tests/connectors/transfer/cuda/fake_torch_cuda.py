@@ -56,6 +56,10 @@ class Event:
         return (end.at - self.at) * 1e3
 
 
+class Graph:
+    def replay(self) -> None: ...
+
+
 def on_cpu(function: Any) -> Any:
     def made(*arguments: Any, **options: Any) -> Any:
         if "cuda" in str(options.get("device", "")):
@@ -80,6 +84,8 @@ def replace_cuda() -> None:
         "_sleep": lambda cycles: None,
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": lambda graph, capture_error_mode: contextlib.nullcontext(),
     }
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
@@ -96,7 +102,13 @@ def main() -> int:
     transfer_checks.control = lambda machine: transfer_checks.Check("control", True)
     transfer_checks.error_path = lambda: transfer_checks.Check("error path", True)
     transfer.QUICK = replace(
-        transfer.QUICK, pieces=(4,), rounds=1, round_bytes=1 << 20, products=2, piece_bytes=(4096, 65536)
+        transfer.QUICK,
+        pieces=(4,),
+        rounds=1,
+        round_bytes=1 << 20,
+        products=2,
+        steps=2,
+        piece_bytes=(4096, 65536),
     )
     sys.argv = ["transfer", "--quick", "--out", str(Path(sys.argv[1]))]
     return transfer.main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.placement.load import LoadAccount, OthersLoad
-from router.placement.rates import RateBook
+from router.placement.rates import FleetRates
 from router.replication.gossip.load import LoadGossip
 from router.replication.leases.heartbeat import Heartbeat
 
@@ -73,27 +73,27 @@ def test_a_pulse_is_dead_after_the_limit_and_forgotten_on_demand() -> None:
 
 
 def test_the_load_of_others_is_waited_for_and_the_gauges_do_not_count_it_twice() -> None:
-    account = LoadAccount(RateBook())
+    account = LoadAccount(FleetRates().engine())
     others = OthersLoad(running=3, waiting=2, tokens=4000)
-    rate = account.rates.prefill_s_per_token(E, 0.0)
-    empty = account.load(E, 0.0, others)
+    rate = account.rates.prefill_s_per_token(0.0)
+    empty = account.at(0.0, others)
     assert (empty.running, empty.waiting, empty.foreign) == (3, 2, 5)
     assert empty.queue_s == 4000 * rate
-    account.report(E, running=3, waiting=2, now=0.0)
-    shown = account.load(E, 0.0, others)
+    account.report(running=3, waiting=2, now=0.0)
+    shown = account.at(0.0, others)
     assert (shown.running, shown.waiting, shown.foreign) == (3, 2, 5)
     assert shown.queue_s == 4000 * rate
-    alone = account.load(E, 0.0)
+    alone = account.at(0.0)
     assert (alone.running, alone.waiting) == (3, 2)
 
 
 def test_own_load_is_told_without_that_of_others() -> None:
-    account = LoadAccount(RateBook())
-    account.report(E, running=5, waiting=5, now=0.0)
-    assert account.own(0.0) == {}
-    ticket = account.admit(E, uncached_tokens=1000, now=0.0)
-    assert account.own(0.0) == {E: OthersLoad(0, 1, 1000)}
+    account = LoadAccount(FleetRates().engine())
+    account.report(running=5, waiting=5, now=0.0)
+    assert account.own(0.0) is None
+    ticket = account.admit(uncached_tokens=1000, now=0.0)
+    assert account.own(0.0) == OthersLoad(0, 1, 1000)
     account.first_token(ticket, 0.1)
-    assert account.own(0.1) == {E: OthersLoad(1, 0, 0)}
+    assert account.own(0.1) == OthersLoad(1, 0, 0)
     account.finish(ticket, 0.2)
-    assert account.own(0.2) == {}
+    assert account.own(0.2) is None

@@ -22,9 +22,9 @@ from router.openai.errors import ApiError
 from router.prompts.prompt import Prompt
 from router.prompts.reader import COMPLETION, PromptReader
 from router.tools.doctor.evidence import ProbeEvidence, ProbeRequest
-from router.tools.doctor.http import Http, HttpAnswer
-from router.tools.doctor.listener import EventListener
-from router.tools.doctor.parity import inbound
+from router.tools.doctor.gather.http import Http, HttpAnswer
+from router.tools.doctor.gather.listener import EventListener
+from router.tools.doctor.gather.parity import inbound
 
 _FIRST_TOKENS = 600
 """Where the layout is not known yet: four of the largest common blocks (128) and a little."""
@@ -124,7 +124,7 @@ class Prober:
 
     async def _send(self, text: str, *, await_events: bool = True) -> ProbeRequest:
         prompt = await self._read(text)
-        hit = EngineHit(self._engine.engine_id, "unknown", why_unknown="its tokens could not be had")
+        hit = EngineHit("unknown", why_unknown="its tokens could not be had")
         if prompt is not None:
             hit = self._scope.predict(prompt, [self._engine.engine_id])[self._engine.engine_id]
         batches = self._heard()

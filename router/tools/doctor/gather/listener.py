@@ -20,8 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 from publisher.events import DecodedBatch
 from router.feeds.sockets import MessageReader, Slice
 from router.feeds.wire import Frame, WireError, parse_live, parse_replay
-from router.tools.doctor.event_counts import EventCounts
-from router.tools.doctor.observation import Connectivity, Observation, ReplayState
+from router.tools.doctor.gather.event_counts import EventCounts
+from router.tools.doctor.gather.observation import Connectivity, Observation, ReplayState
 
 _HELD_MAX = 20_000
 _STRANGE_MAX = 16

@@ -11,7 +11,7 @@ from router.openai.request import InboundRequest
 from router.prompts.prompt import Prompt
 from router.prompts.reader import CHAT, COMPLETION, PromptReader
 from router.tools.doctor.evidence import PromptParity
-from router.tools.doctor.http import Http, HttpAnswer
+from router.tools.doctor.gather.http import Http, HttpAnswer
 
 _ODD = "naïve café 你好 🙂 x==1\n\n\tdef f(): return '<&>'  3.14159 ..."
 
