@@ -27,7 +27,14 @@ from publisher.groups import Family, SpecClass
 from router.index.base import WORD_BITS, Plane, Rows, Words
 from router.index.learn.layout import CacheLayout
 from router.index.media import GPU
-from router.index.rules.eagle import ClassTable, dropping_window, fixed_point, longest, order_matters
+from router.index.rules.eagle import (
+    ClassTable,
+    dropping_window,
+    fixed_point,
+    inside_full,
+    longest,
+    order_matters,
+)
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
@@ -58,7 +65,7 @@ def evaluate(
     """
     boundaries = max(0, num_tokens - 1) // layout.alignment
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in layout.classes]
-    if order_matters(layout):
+    if order_matters(layout, loading=loading):
         tables = [_table(rows, layout, c, v, word) for c, v in zip(layout.classes, valid, strict=True)]
         hit = [boundary * layout.alignment for boundary in fixed_point(tables, boundaries)]
     else:
@@ -138,6 +145,11 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
 
 def _table(rows: Rows, layout: CacheLayout, spec_class: SpecClass, valid: Words, word: int) -> ClassTable:
     """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
+    if spec_class.family is Family.FULL and spec_class.block_size > layout.alignment:
+        per_block, drops = spec_class.block_size // layout.hash_block_size, spec_class.spec.is_eagle
+        units = _class_presence(rows, spec_class, word)
+        drops = drops and not layout.lookahead
+        return ClassTable(spec_class.family, inside_full(units, len(valid), per_block=per_block, drops=drops))
     if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
         plain = longest(valid)
         return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)
