@@ -22,11 +22,12 @@ from router.app import Router
 from router.config.errors import ConfigError
 from router.config.load import Loaded
 from router.config.schema import Config
-from router.http.server import ProxyServer, listen_config
-from router.http.side_server import url_of
+from router.http.descriptors import connections_held
+from router.http.server.server import ProxyServer, listen_config
+from router.http.server.side_server import url_of
+from router.http.server.stats import ListenStats
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.proxy.stats import ListenStats
 from router.replication.redis.settings import SettingsError, redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
@@ -160,12 +161,13 @@ def make_server(router: Router) -> RouterServer:
     stats = ListenStats()
     router.listen_stats = stats
     config = router.config
+    held = connections_held(config.listen.connections_max)
     server = RouterServer(
         listen_config(
             router,
             host=config.server.host,
             port=config.server.port,
-            listen=config.listen,
+            listen=msgspec.structs.replace(config.listen, connections_max=held),
             stats=stats,
             lifespan="on",
         )

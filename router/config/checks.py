@@ -16,10 +16,12 @@ from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
+from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
-from router.placement.shadow import ShadowFleet
+from router.placement.shadow import Shadow
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
 _MAY_BE_ZERO = frozenset(
     {
         "drain_delay_s",
@@ -71,6 +73,13 @@ def _check_ops(config: Config) -> None:
         )
 
 
+def _check_listen(listen: ListenSettings) -> None:
+    if listen.client_share_max > 1:
+        raise ConfigError(
+            f"listen.client_share_max = {listen.client_share_max}: expected more than 0 and at most 1"
+        )
+
+
 def _check_access_log(settings: AccessLogSettings) -> None:
     for name in ("path", "key_file"):
         text = getattr(settings, name)
@@ -100,6 +109,7 @@ def check_config(config: Config) -> None:
     _check_server(config.server)
     _check_ops(config)
     _check_access_log(config.access_log)
+    _check_listen(config.listen)
     for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):
@@ -154,7 +164,7 @@ def _check_kinds(name: str, model: ModelConfig) -> None:
 
 def _check_shadow(name: str, model: ModelConfig) -> None:
     try:
-        ShadowFleet().add("", model.shadow_spec())
+        Shadow(model.shadow_spec())
     except ValueError as error:
         raise ConfigError(f"models.{name}.shadow: {error}") from None
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import MINIMAL, Rendered
+
+from tests.charts.chart import MINIMAL, Rendered
 
 NAMESPACE = 'namespace="llm"'
 MINUTES = 30
@@ -17,16 +18,19 @@ MINUTES = 30
 Series = dict[str, str]
 
 
-def router(pod: str, *, up: int = 1, requests: int = 600, errors: int = 0, **engines: int) -> Series:
-    """What one router is scraped for: so many requests and errors a minute, and engines by name."""
+def router(
+    pod: str, *, up: int = 1, slow: bool = False, statuses: dict[str, int] | None = None, **engines: int
+) -> Series:
+    """What one router is scraped for: answers a minute by status, first tokens, and engines by name."""
     labels = f'{NAMESPACE}, pod="kvatlas-{pod}"'
     series = {f"up{{{labels}}}": f"{up}x{MINUTES}"}
     if up:
-        series[f"kvatlas_proxy_requests_total{{{labels}}}"] = f"0+{requests}x{MINUTES}"
-        series[f'kvatlas_proxy_errors_total{{{labels}, reason="engine_timeout"}}'] = f"0+{errors}x{MINUTES}"
-        series[f'kvatlas_proxy_errors_total{{{labels}, reason="model_not_found"}}'] = (
-            f"0+{requests}x{MINUTES}"
-        )
+        for status, count in ({"200": 600, "404": 600} | (statuses or {})).items():
+            of = f'{labels}, model="m", engine="e", status="{status}"'
+            series[f"kvatlas_requests_total{{{of}}}"] = f"0+{count}x{MINUTES}"
+        for le in ("1", "30", "+Inf"):
+            name = f'kvatlas_time_to_first_token_seconds_bucket{{{labels}, model="m", le="{le}"}}'
+            series[name] = f"0+{0 if slow and le == '1' else 600}x{MINUTES}"
     for engine, answers in engines.items():
         series[f'kvatlas_engine_up{{{labels}, engine="{engine}"}}'] = f"{answers}x{MINUTES}"
     return series
@@ -40,7 +44,11 @@ STATES: dict[str, tuple[Series, set[str]]] = {
     "nothing is scraped": ({}, {"KvatlasDown"}),
     "every router is away": (router("a", up=0), {"KvatlasDown", "KvatlasRouterDown"}),
     "one router of two is away": (router("a", up=0) | router("b", one=1), {"KvatlasRouterDown"}),
-    "engines fail": (router("a", errors=90, one=1), {"KvatlasErrors"}),
+    "a few requests fail": (router("a", statuses={"503": 6}, one=1), set()),
+    "many requests fail": (router("a", statuses={"503": 90}, one=1), {"KvatlasErrors"}),
+    "answers break off": (router("a", statuses={"broken_stream": 90}, one=1), {"KvatlasErrors"}),
+    "clients leave": (router("a", statuses={"client_gone": 90}, one=1), set()),
+    "first tokens are slow": (router("a", slow=True, one=1), {"KvatlasSlowFirstToken"}),
 }
 
 

@@ -26,8 +26,8 @@ from router.placement import explain
 from router.placement.candidate import Cost, Reason
 from router.placement.load import EngineLoad
 from router.prompts.stats import REASONS as NOT_LOCAL
-
-from .pages import ROOT, inline_code
+from tests.docs.pages import inline_code
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "glossary.md"
 
@@ -74,3 +74,17 @@ def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) ->
     text = PAGE.read_text(encoding="utf-8")
     assert keys
     assert [key for key in keys if f"{key}`" not in text] == []
+
+
+def test_every_error_code_is_explained() -> None:
+    """Codes are written as literals: the second argument of ``ApiError``, the first of ``bad_request``."""
+    known, found = set(inline_code(PAGE)), set()
+    for path in (ROOT / "router").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                place = {"ApiError": 1, "bad_request": 0}.get(node.func.id)
+                code = node.args[place] if place is not None and len(node.args) > place else None
+                if isinstance(code, ast.Constant):
+                    found.add(code.value)
+    assert len(found) > 20
+    assert found - known == set()

@@ -9,8 +9,8 @@ import pytest
 
 from router.cli import app
 from router.config.load import SECTIONS
-
-from .pages import ROOT, anchors, command_lines, connector_metrics, files, inline_code, links, pages
+from tests.docs.pages import anchors, command_lines, connector_metrics, files, inline_code, links, pages
+from tests.support.paths import ROOT
 
 MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
 """Paths of the machine this was written on, and hosts that an installation may not need."""
@@ -73,6 +73,14 @@ def test_metrics_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"\bkvatlas_[a-z_]+", text)):
         assert name in listed, f"{page_id(page)}: {name}"
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if "decisions" not in p.parts], ids=page_id)
+def test_files_exist(page: Path) -> None:
+    pattern = re.compile(r"(router|publisher|connectors|tests|scripts|charts)/[\w./-]+")
+    for text in inline_code(page):
+        if pattern.fullmatch(text):
+            assert (ROOT / text).exists(), f"{page_id(page)}: {text}"
 
 
 def test_the_readme_starts_with_two_commands() -> None:

@@ -6,10 +6,11 @@ with the EAGLE flag looks one block further and drops it. That breaks the rule i
 are smaller than the alignment, a run that reaches block 0 but not back over the whole window loses a whole
 alignment unit; where a second class drops too, a prefix shortened by that one is not asked for a block
 behind it again; and a window of one token needs only the block it drops, but the block before too when it is
-asked again. Full attention with one other class is asked once, then nothing is asked again. And where hits
-may end inside a block of full attention, the engine sees that a longer part of the block is there only up to
-the prefix that the class before left over. So the engine's own loop is done here, for 64 engines at once: each class answers "the
-longest prefix of at most L" from a table over L.
+asked again (full attention with one other class is asked once, then nothing is asked again). And where hits
+may end inside a block of full attention, the engine sees that a longer part of a block is there only up to
+the prefix that the class before left over, so of several such classes only the first follows the rule. So the
+engine's own loop is done here, for 64 engines at once: each class answers "the longest prefix of at most L"
+from a table over L.
 
 Facts: ``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32.
 Boundaries are numbered in alignment units; tables have a row per limit 0..boundaries, a column per engine.

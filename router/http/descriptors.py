@@ -1,0 +1,62 @@
+"""File descriptors: every connection takes one, and the process may have only so many.
+
+The soft limit is raised as far as needed; what cannot be held is said at the start. Running out is this
+process's own trouble, never an engine's.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import time
+
+import structlog
+
+_log = structlog.get_logger()
+_PER_CONNECTION = 2  # the client's and, while it is answered, the engine's
+_OTHERS = 256  # event streams, polls, log files, listening sockets
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
+_SAY_EVERY_S = 10.0
+_REMEDY = "raise the limit (ulimit -n, LimitNOFILE= of a systemd unit, ulimits of a container)"
+
+
+def needed(connections_max: int) -> int:
+    """File descriptors for so many client connections."""
+    return connections_max * _PER_CONNECTION + _OTHERS
+
+
+def connections_held(connections_max: int) -> int:
+    """Raise the soft limit for this many client connections; how many the process can hold then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed(connections_max)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections_max
+    held = max(1, (soft - _OTHERS) // _PER_CONNECTION)
+    _log.warning(
+        "listen.connections_max cannot be held: too few file descriptors",
+        connections_max=connections_max,
+        held=held,
+        limit=soft,
+        needed=wanted,
+        remedy=_REMEDY,
+    )
+    return held
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this error says that there are no more file descriptors; told in the log, now and then."""
+    if getattr(error, "errno", None) not in _EXHAUSTED:
+        return False
+    now = time.monotonic()
+    if now >= _Said.next_at:
+        _Said.next_at = now + _SAY_EVERY_S
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        _log.error("out of file descriptors", limit=limit, remedy=_REMEDY)
+    return True
+
+
+class _Said:
+    next_at = 0.0
