@@ -13,7 +13,7 @@ from router.config.errors import ConfigError
 from router.config.load import SECTIONS, load, parse_engine, plain_keys
 from router.config.schema import ANY_MODEL, Config
 from router.fleet.identity import Engine
-from router.placement.shadow import ShadowFleet
+from router.placement.shadow import Shadow
 from router.serve import check, describe
 
 EXAMPLE = f"""
@@ -249,7 +249,7 @@ def test_what_is_no_engine(text: str) -> None:
 def test_retention_of_hybrid_engines_does_not_trouble_an_assumed_shadow() -> None:
     config = load(None, environ={}, models={"m": {"retention_interval": 128}}).config
     assert config.model("m").retention() == 128
-    ShadowFleet().add("e", config.model("m").shadow_spec())
+    Shadow(config.model("m").shadow_spec())
 
 
 def test_what_can_only_be_seen_by_building_is_named_too(tmp_path: Path) -> None:
