@@ -88,6 +88,12 @@ class Followers:
         if followed is not None and followed.feed is not None:
             followed.feed.distrust(reason)
 
+    def computed(self, engine_id: str, since: float) -> None:
+        """An engine's answer shows that it stored blocks since then (clock seconds)."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.computed(since)
+
     def stop_all(self) -> None:
         """Stop following every engine."""
         for engine_id in list(self._followed):
