@@ -20,8 +20,7 @@ import structlog
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
-from router.fleet.identity import Engine as Address
-from router.fleet.identity import EngineId
+from router.fleet.identity import EngineAddress, EngineId
 from router.fleet.status import EngineStatus
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
@@ -109,7 +108,7 @@ class Accounts:
         self.affinity.forget(engine_id)
 
 
-class Asked(msgspec.Struct, gc=False):
+class PromptView(msgspec.Struct, gc=False):
     """One prompt as all engines are asked about it: what is searched for all of them at once, by engine id.
 
     ``held`` is what the index says, ``common`` and ``coming`` what the prompt shares with prompts in flight
@@ -137,7 +136,7 @@ class Engine(EngineStatus):
 
     def __init__(
         self,
-        address: Address,
+        address: EngineAddress,
         accounts: Accounts,
         *,
         fleet_changed: Callable[[], None] = lambda: None,
@@ -224,7 +223,7 @@ class Engine(EngineStatus):
             layout = self._elsewhere.layout(self.engine_id)
         return layout
 
-    def candidate(self, asked: Asked, now: float) -> Candidate:
+    def candidate(self, asked: PromptView, now: float) -> Candidate:
         """This engine for one prompt: what it has of it, how much it has to do, how fast it is."""
         name, rates = self.engine_id, self.rates
         rate, interference_s = rates.at(now)
@@ -240,7 +239,7 @@ class Engine(EngineStatus):
             interference_s,
         )
 
-    def hit(self, asked: Asked) -> Hit:
+    def hit(self, asked: PromptView) -> Hit:
         """What this engine has of a prompt, discounted by what its feed has missed."""
         name = self.engine_id
         common = asked.common.get(name, 0)
