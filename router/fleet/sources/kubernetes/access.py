@@ -19,6 +19,7 @@ from lightkube.config.client_adapter import verify_cluster
 from lightkube.config.models import Cluster, User
 
 from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.base import CannotStartError
 
 _TOKEN_BYTES_MAX = 64 * 1024
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -26,7 +27,7 @@ _EXEC_VERSIONS = {"client.authentication.k8s.io/v1": "client.authentication.k8s.
 """What lightkube does not know by name; the answer's place of the token is the same."""
 
 
-class AccessError(Exception):
+class AccessError(CannotStartError):
     """The API server cannot be asked; the message names the key or file, and the remedy."""
 
 
