@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 
 from router.fleet.desired import STATIC, Roster
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import CannotStartError, Sighting, Source, SourceStats
 from router.fleet.sources.engine_list import check_address
@@ -27,7 +27,7 @@ class FleetSources:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineAddress],
         settings: FleetSettings,
         roster: Roster,
         *,
