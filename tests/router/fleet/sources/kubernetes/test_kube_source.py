@@ -316,9 +316,7 @@ def test_any_selector_is_passed_on_as_it_is_written(tmp_path: Path) -> None:
         async with kube_api() as kube:
             selector = "app in (vllm,sglang),tier!=test,!legacy"
             async with seeing(kube, tmp_path, selector=selector):
-                async with asyncio.timeout(WAIT_S):
-                    while kube.watches == 0:
-                        await asyncio.sleep(0.005)
+                await until(lambda: kube.watches > 0, "a watch")
             assert kube.selectors == {selector}
 
     run(main())
