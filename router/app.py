@@ -279,6 +279,7 @@ class Router:
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
+            events_due=self.followers.computed,
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:

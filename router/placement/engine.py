@@ -43,6 +43,8 @@ _CONFIDENCE: dict[str, Confidence] = {
     "shadow": "shadow",
 }
 _NO_SCHEME = HashScheme()
+_EVENTS_DUE_TOKENS = 4096
+"""Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
 _NO_ACCESS_LOG = AccessLogSettings()
 
 
@@ -128,7 +130,7 @@ class Engine(EngineStatus):
     """See the module. ``leaving`` are told when it closes, each once, the engine being whole until then."""
 
     __slots__ = (
-        *("_accounts", "_elsewhere", "_leaving"),
+        *("_accounts", "_elsewhere", "_events_due", "_leaving"),
         *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "shadow"),
     )
 
@@ -140,6 +142,7 @@ class Engine(EngineStatus):
         fleet_changed: Callable[[], None] = lambda: None,
         elsewhere: SharedView | None = None,
         leaving: tuple[Callable[[Engine], None], ...] = (),
+        events_due: Callable[[EngineId, float], None] = lambda engine_id, since: None,
     ) -> None:
         super().__init__(address, fleet_changed=fleet_changed)
         self.breaker = Breaker()
@@ -155,6 +158,7 @@ class Engine(EngineStatus):
         self._accounts = accounts
         self._elsewhere = elsewhere
         self._leaving = leaving
+        self._events_due = events_due
         self.closed = False
         """It has left the fleet: nothing more is to be kept of it."""
 
@@ -177,6 +181,16 @@ class Engine(EngineStatus):
         if self.shadow is not None:
             self.shadow.reset()
         self._accounts.inflight.forget(self.engine_id)
+
+    def computed(self, tokens: int, since: float) -> None:
+        """Its answer shows that it computed so many tokens of a prompt since then (clock seconds): where they
+        fill blocks, the feed that follows it here has to hear of them."""
+        if self.feed is None:
+            return
+        layout = self.layout
+        longest = 0 if layout is None else max(spec_class.block_size for spec_class in layout.classes)
+        if tokens >= (2 * longest or _EVENTS_DUE_TOKENS):
+            self._events_due(self.engine_id, since)
 
     def begin_shadow(self, spec: ShadowSpec) -> None:
         """It publishes no events: stand in for them, unless that is being done already."""
