@@ -30,11 +30,11 @@ from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import Engine
+from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings
 from router.observe.receipts import Outcome
 from router.placement import policies
-from router.proxy.stats import ListenStats
 from router.replication.settings import IndexSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -251,14 +251,14 @@ def _sources() -> Sources:
     router = Router(
         Config(engines=(Engine("http://engine:8000"),), index=index, access_log=AccessLogSettings(path="log"))
     )
+    for engine in router.fleet:
+        engine.feed = FeedStats()
     if router.shared is not None:
         router.shared.scope("model")
     sources = Sources(
         router.fleet,
-        {"http://engine:8000": FeedStats()},
         router.scopes,
-        router.books,
-        router.proxy.board,
+        router.accounts,
         router.proxy.stats,
         router.reader.stats,
         ListenStats,

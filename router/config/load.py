@@ -22,11 +22,12 @@ from router.config.schema import Config, ModelConfig, ServerConfig
 from router.feeds.base import FeedSettings
 from router.fleet.identity import Engine
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
-from router.http.cors import CorsSettings
+from router.http.server.cors import CorsSettings
+from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
-from router.proxy.settings import ListenSettings, ProxySettings
+from router.proxy.settings import ProxySettings
 from router.replication.redis.settings import has_password
 from router.replication.settings import IndexSettings
 

@@ -16,13 +16,14 @@ from router.api.admin.settings import AdminSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import Engine
 from router.fleet.settings import FleetSettings
-from router.http.cors import CorsSettings
+from router.http.server.cors import CorsSettings
+from router.http.server.settings import ListenSettings
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.proxy.settings import ListenSettings, ProxySettings
+from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
 ANY_MODEL = "*"
