@@ -293,6 +293,7 @@ def test_explain_shows_every_engine_class_by_class() -> None:
             assert told["prompt"] == {
                 "tokens": raw.parse().usage.prompt_tokens,
                 "read": "local",
+                "by": rig.router.reader.tokenized_by(MODEL),
                 "skips_cache": False,
             }
             assert told["choice"]["engine"] == raw.headers["x-kvatlas-engine"]
