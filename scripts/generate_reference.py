@@ -251,14 +251,14 @@ def _sources() -> Sources:
     router = Router(
         Config(engines=(Engine("http://engine:8000"),), index=index, access_log=AccessLogSettings(path="log"))
     )
+    for engine in router.fleet:
+        engine.feed = FeedStats()
     if router.shared is not None:
         router.shared.scope("model")
     sources = Sources(
         router.fleet,
-        {"http://engine:8000": FeedStats()},
         router.scopes,
-        router.books,
-        router.proxy.board,
+        router.accounts,
         router.proxy.stats,
         router.reader.stats,
         ListenStats,

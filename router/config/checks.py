@@ -18,7 +18,7 @@ from router.fleet.identity import Engine
 from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
-from router.placement.shadow import ShadowFleet
+from router.placement.shadow import Shadow
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -164,7 +164,7 @@ def _check_kinds(name: str, model: ModelConfig) -> None:
 
 def _check_shadow(name: str, model: ModelConfig) -> None:
     try:
-        ShadowFleet().add("", model.shadow_spec())
+        Shadow(model.shadow_spec())
     except ValueError as error:
         raise ConfigError(f"models.{name}.shadow: {error}") from None
 

@@ -138,7 +138,7 @@ class _Demo:
         self.started_s = time.monotonic()
         self._outcomes: asyncio.Queue[ChatOutcome] = asyncio.Queue()
         for router in routers:
-            router.books.receipts.listener = self._receipt
+            router.accounts.receipts.listener = self._receipt
 
     def done(self, outcome: ChatOutcome) -> None:
         """One request ended."""
@@ -173,11 +173,11 @@ class _Demo:
 
     def summary(self) -> dict[str, Any]:
         """The final figures (docs: README, "Try it")."""
-        books = [router.books.receipts for router in self.routers]
-        compared = sum(book.total(outcome) for book in books for outcome in ("exact", "over", "under"))
+        sums = [engine.receipts.outcomes for router in self.routers for engine in router.fleet]
+        compared = sum(one.get(outcome, 0) for one in sums for outcome in ("exact", "over", "under"))
         return {
             **self.ours.as_json(),
-            "predicted_exact": sum(book.total("exact") for book in books),
+            "predicted_exact": sum(one.get("exact", 0) for one in sums),
             "predicted_total": compared,
             "baseline": {"policy": "round-robin", **self.baseline.tally().as_json()},
         }

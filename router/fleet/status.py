@@ -8,6 +8,7 @@ seen up serves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -86,6 +87,19 @@ class EngineStatus:
     def serves(self, model: str) -> bool:
         return any(card.id == model for card in self._models)
 
+    def close(self) -> None:
+        """It left the fleet: whatever was kept of it goes. Called once, by the fleet."""
+
+
+E = TypeVar("E", bound=EngineStatus)
+E_co = TypeVar("E_co", bound=EngineStatus, covariant=True)
+
+
+class EngineFactory(Protocol[E_co]):
+    """Makes the fleet's object of an engine: an ``EngineStatus``, or more than that."""
+
+    def __call__(self, engine: Engine, /, *, fleet_changed: Callable[[], None]) -> E_co: ...
+
 
 class Reassigned(msgspec.Struct):
     """What an assignment changed, by base URL and by engine id."""
@@ -102,27 +116,29 @@ class Reassigned(msgspec.Struct):
     """Ids of engines that left."""
 
 
-class Fleet:
-    """All engines."""
+class Fleet(Generic[E]):
+    """All engines, each one object from when it comes until it leaves (``close``)."""
 
-    def __init__(self, engines: Iterable[Engine] = ()) -> None:
-        self._configured = {engine.engine_id: engine for engine in engines}
+    def __init__(self, engines: Iterable[Engine] = (), make: EngineFactory[E] | None = None) -> None:
+        self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
+        self._configured: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
-        self._ready: dict[str | None, list[EngineStatus]] = {}
-        self._status = {name: self._new(engine) for name, engine in self._configured.items()}
+        self._ready: dict[str | None, list[E]] = {}
+        self._adapters: frozenset[str] | None = None
+        self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
-    def __iter__(self) -> Iterator[EngineStatus]:
+    def __iter__(self) -> Iterator[E]:
         return iter(self._status.values())
 
     def __len__(self) -> int:
         return len(self._status)
 
-    def get(self, engine_id: str) -> EngineStatus | None:
+    def get(self, engine_id: str) -> E | None:
         """The engine's status, or None if there is no such engine."""
         return self._status.get(engine_id)
 
-    def ranks(self, base_url: str) -> list[EngineStatus]:
+    def ranks(self, base_url: str) -> list[E]:
         """The engines of one server."""
         return [status for status in self._status.values() if status.engine.base_url == base_url]
 
@@ -133,16 +149,18 @@ class Fleet:
     def replace(self, base_url: str, engines: Sequence[Engine]) -> tuple[list[str], list[str]]:
         """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
         wanted = {engine.engine_id: engine for engine in engines}
-        gone = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
+        gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
         for engine_id in gone:
-            del self._status[engine_id]
-        changed = []
+            self._status.pop(engine_id).close()
+        changed: list[str] = []
         for engine_id, engine in wanted.items():
-            status = self._status.setdefault(engine_id, self._new(engine))
-            if status.engine != engine:
+            status = self._status.get(engine_id)
+            if status is None:
+                status = self._status[engine_id] = self._new(engine)
+            elif status.engine != engine:
                 status.engine = engine
                 changed.append(engine_id)
-        self._ready.clear()
+        self._changed()
         return changed, gone
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
@@ -175,7 +193,7 @@ class Fleet:
     def _why_held(self, engine: Engine) -> str:
         return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
 
-    def ready(self, model: str | None) -> list[EngineStatus]:
+    def ready(self, model: str | None) -> list[E]:
         """Engines that answer, are not held and serve ``model`` (None: any), in a stable order; not to be
         changed."""
         found = self._ready.get(model)
@@ -186,10 +204,22 @@ class Fleet:
                 self._ready[model] = found
         return found
 
-    def _new(self, engine: Engine) -> EngineStatus:
-        status = EngineStatus(engine, fleet_changed=self._ready.clear)
+    def _new(self, engine: Engine) -> E:
+        status = self._make(engine, fleet_changed=self._changed)
         status.held = self._why_held(engine)
         return status
+
+    def is_adapter(self, model: str) -> bool:
+        """Whether any engine serves ``model`` as a LoRA of another one."""
+        if self._adapters is None:
+            self._adapters = frozenset(
+                card.id for status in self._status.values() for card in status.models if card.parent
+            )
+        return model in self._adapters
+
+    def _changed(self) -> None:
+        self._ready.clear()
+        self._adapters = None
 
     def knows(self, model: str) -> bool:
         """Whether any engine, also one that is down now, was ever seen to serve ``model``."""

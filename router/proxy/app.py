@@ -15,6 +15,7 @@ from typing import cast
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestBook, RequestRecord
+from router.openai.apis import PROMPT_APIS
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -25,11 +26,10 @@ from router.openai.errors import (
     method_not_allowed,
 )
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
-from router.openai.request import InboundRequest, Planner
-from router.proxy.breaker import BreakerBoard
-from router.proxy.forward import Forwarder, Outbound
+from router.openai.request import InboundRequest
+from router.proxy.forward import Forwarder, Outbound, Planner
 from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import COMPLETION_PATHS, POST_PATHS, Verdict, judge
+from router.proxy.paths import POST_PATHS, Verdict, judge
 from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
@@ -55,19 +55,17 @@ class ProxyApp:
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        board: BreakerBoard | None = None,
         requests: RequestBook | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.board = board or BreakerBoard(clock)
         self.requests = requests or RequestBook(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
         )
         self._forwarder = Forwarder(
-            planner, self.client, self.board, settings=self.settings, stats=self.stats, clock=clock
+            planner, self.client, settings=self.settings, stats=self.stats, clock=clock
         )
 
     def close(self) -> None:
@@ -177,7 +175,7 @@ class ProxyApp:
 
     @staticmethod
     async def _peek(path: str, method: str, body: bytes) -> Peek:
-        completion = method == "POST" and path in COMPLETION_PATHS
+        completion = method == "POST" and path in PROMPT_APIS
         if completion and not body:
             raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
         if not completion and not may_be_object(body):

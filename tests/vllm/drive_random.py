@@ -1,8 +1,8 @@
 """Random mixes of groups and traffic through vLLM's real scheduler, held against all that predicts it.
 
-Usage, under vLLM's interpreter with the repository in PYTHONPATH: ``drive_random.py --model DIR --seed S
---mixes N [--first K] [--out DIR] [--mix NAME]...``. One JSON line per mix: what ran, and the first
-difference or null; a last line with the total. Mix ``S_KKK`` is the K-th of seed S; ``--mix`` runs single
+Usage, under vLLM's interpreter: ``-m tests.vllm.drive_random --model DIR --seed S --mixes N [--first K]
+[--out DIR] [--mix NAME]...``. One JSON line per mix: what ran, and the first difference or null; a last line
+with the total. Mix ``S_KKK`` is the K-th of seed S; ``--mix`` runs single
 ones again. With ``--out`` the traces of mixes that differ are kept there, for ``kvatlas verify``.
 
 Held against vLLM at every probe: what the index predicts (the trace is replayed by ``kvatlas verify``; live
@@ -26,10 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from drive_scheduler import DifferenceError, Pair
-from pool_load import Ask
-from random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
-from real_scheduler import Prompt, RealEngine, Setup
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
@@ -46,6 +42,10 @@ from router.index.rules.hits import evaluate
 from router.index.rules.offload import loaded, reach
 from router.index.store.memory import MemoryIndex
 from router.tools.verify.run import ProbePrompt, verify_trace
+from tests.publisher.pool.pool_load import Ask
+from tests.vllm.drive_scheduler import DifferenceError, Pair
+from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
+from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 V033 = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2]) >= (0, 33)
 ENGINE = "live"

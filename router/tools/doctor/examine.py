@@ -35,11 +35,11 @@ from router.tools.doctor.evidence import (
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.gauges import read_engine_gauges
-from router.tools.doctor.http import Http
-from router.tools.doctor.listener import EventListener
-from router.tools.doctor.parity import compare
-from router.tools.doctor.probe import Prober
+from router.tools.doctor.gather.gauges import read_engine_gauges
+from router.tools.doctor.gather.http import Http
+from router.tools.doctor.gather.listener import EventListener
+from router.tools.doctor.gather.parity import compare
+from router.tools.doctor.gather.probe import Prober
 from router.tools.ops_client import ops_headers
 
 _DETECTION_S_MAX = 20.0

@@ -104,7 +104,7 @@ def run_index_verify(
 
     ``engines`` add to the addresses that the index knows, or replace them; what they leave out stays.
     """
-    given = {engine.engine_id: engine for engine in engines}
+    given: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
 
     async def show(client: Client, scopes: list[ScopeBooks]) -> int:
         diffs: list[EngineDiff] = []
