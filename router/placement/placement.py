@@ -112,6 +112,11 @@ class Placement(Attempt):
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
 
+    def made_response(self, response_id: str | None) -> None:
+        """See ``Attempt``."""
+        if response_id is not None and not self.engine.closed:
+            self._accounts.responses.record(response_id, self.engine_id)
+
     def _begun(self, now: float) -> None:
         self._answered = True
         engine = self.engine
@@ -203,6 +208,8 @@ class Placement(Attempt):
             trunk_tokens=hit.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
+            api=PROMPT_APIS.get(self.request.path, ""),
+            read=read.source if isinstance(read, Prompt) else "",
             reason=decision.choice.reason,
             index_problem=decision.index_problem,
             ttft_s=self._ttft_s,

@@ -138,7 +138,7 @@ def decode_chat(body: bytes) -> ChatBody:
         raise _wrong_messages() from None
     except _INVALID as error:
         try:
-            return _CHAT.decode(_reencoded(body, error))
+            return _CHAT.decode(_reencoded(body, error, ChatBody))
         except msgspec.ValidationError:
             raise _wrong_messages() from None
 
@@ -150,7 +150,7 @@ def decode_completion(body: bytes) -> CompletionBody:
     except msgspec.ValidationError as error:
         raise invalid_json(error) from None
     except _INVALID as error:
-        return _COMPLETION.decode(_reencoded(body, error))
+        return _COMPLETION.decode(_reencoded(body, error, CompletionBody))
 
 
 Struct = TypeVar("Struct")
@@ -234,10 +234,12 @@ def decode_any(raw: msgspec.Raw) -> Any:
         raise invalid_json(error) from None
 
 
-def _reencoded(body: bytes, error: Exception) -> bytes:
-    """A body only Python's JSON parser accepts, in a form the fast one reads too."""
+def _reencoded(body: bytes, error: Exception, fields: type[msgspec.Struct]) -> bytes:
+    """The prompt's part of a body only Python's JSON parser accepts, in a form the fast one reads too."""
+    found = decode_leniently(body, error)
+    wanted = {name: found[name] for name in fields.__struct_fields__ if name in found}
     try:
-        return json.dumps(decode_leniently(body, error), ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(wanted, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise NotLocalError("unusual_json") from None
 
