@@ -31,7 +31,7 @@ from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_gr
 from router.app import Router
 from router.config.schema import ANY_MODEL, Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
@@ -72,7 +72,9 @@ class Bench:
 
     def __init__(self, engines: int, turns: int = 8) -> None:
         self.body = chat(turns)
-        listed = tuple(Address(f"http://10.0.0.{i}:8000", events=f"inproc://{i}") for i in range(engines))
+        listed = tuple(
+            EngineAddress(f"http://10.0.0.{i}:8000", events=f"inproc://{i}") for i in range(engines)
+        )
         model = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
         self.router = Router(Config(engines=listed, models={ANY_MODEL: model}))
         self.router.proxy.client.exchange = self._exchange  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from router.feeds.base import FeedStats
 from router.feeds.manager import Followers, Following
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
 from router.http.server.cors import Cors
@@ -265,7 +265,7 @@ class Router:
         """See ``FleetListener``."""
         engine.load.report(running=running, waiting=waiting, now=self._clock())
 
-    def _make_engine(self, address: Address, *, fleet_changed: Callable[[], None]) -> Engine:
+    def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """The one place where engines are made, and where it is said what they leave behind when they go."""
         return Engine(
             address,
@@ -279,6 +279,7 @@ class Router:
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
+            events_due=self.followers.computed,
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:

@@ -3,8 +3,8 @@ one.
 
 ``place`` is what the proxy calls; ``explain`` makes the same decision and shows its workings without
 forwarding anything. What is searched for all engines at once (index rows, prompts in flight, text affinity,
-other replicas) is looked up first and goes into ``Asked``; then one loop over the engines. A decision does
-not wait after its look-ups: what it knows of the engines is of one moment.
+other replicas) is looked up first and goes into ``PromptView``; then one loop over the engines. A decision
+does not wait after its look-ups: what it knows of the engines is of one moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from router.openai.errors import model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
 from router.placement.candidate import Ask, PolicySettings, ask
-from router.placement.engine import NO_LOOK, Accounts, Asked, Engine, Look, SharedView
+from router.placement.engine import NO_LOOK, Accounts, Engine, Look, PromptView, SharedView
 from router.placement.placement import Decision, Placement
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
@@ -36,7 +36,7 @@ from router.proxy.attempt import Fields
 
 
 class Planner:
-    """Implements ``router.openai.request.Planner``. ``retention`` is a model's, in tokens; None: all
+    """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all
     blocks."""
 
     def __init__(
@@ -158,11 +158,11 @@ class Planner:
         now: float,
         *,
         detail: bool,
-    ) -> Asked:
+    ) -> PromptView:
         """The prompt before these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
         if prompt.skips_cache:
-            return Asked(tokens, look.hits, others=look.load)
+            return PromptView(tokens, look.hits, others=look.load)
         held: dict[str, EngineHit] = dict(look.hits)
         of_model: dict[str, list[str]] = {}
         guessed = False
@@ -187,15 +187,15 @@ class Planner:
             for engine_id, blocks in found.coming.items():
                 coming[engine_id] = min(blocks * unit, last)
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if guessed else None
-        return Asked(tokens, held, common, coming, look.load, shadows)
+        return PromptView(tokens, held, common, coming, look.load, shadows)
 
-    def _asked_by_text(self, read: TextAffinity | None, look: Look) -> Asked:
+    def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""
         if read is None or not read.keys:
-            return Asked(0, others=look.load)
+            return PromptView(0, others=look.load)
         matched = self._accounts.affinity.match(read.keys)
         common = {engine_id: text_tokens(count, CHUNK_BYTES) for engine_id, count in matched.items()}
-        return Asked(text_tokens(len(read.keys), CHUNK_BYTES), common=common, others=look.load)
+        return PromptView(text_tokens(len(read.keys), CHUNK_BYTES), common=common, others=look.load)
 
     def _question(self, prompt: Prompt, scheme: HashScheme) -> Ask:
         hashes = prompt.hashes(scheme)

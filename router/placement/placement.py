@@ -160,6 +160,8 @@ class Placement(Attempt):
             receipt = self._receipt(usage)
             engine.receipts.add(receipt)
             accounts.receipts.add(receipt)
+            if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
+                engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
             if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
                 engine.residency.writer.doubt()
         if accounts.access is not None and self.request.path in PROMPT_APIS:

@@ -28,7 +28,7 @@ from router.openai.errors import (
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
-from router.proxy.forward import Forwarder, Outbound, Planner
+from router.proxy.forward import Forwarder, Outbound, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import POST_PATHS, Verdict, judge
 from router.proxy.screen import Rules, may_be_object, screen
@@ -51,7 +51,7 @@ class ProxyApp:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Placer,
         settings: ProxySettings | None = None,
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -66,7 +66,7 @@ class Refusal(msgspec.Struct, gc=False):
     body: bytes
 
 
-class Planner(Protocol):
+class Placer(Protocol):
     """Chooses the engine for a request."""
 
     async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Attempt:
@@ -79,7 +79,7 @@ class Forwarder:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Placer,
         client: UpstreamClient,
         *,
         settings: ProxySettings,

@@ -16,7 +16,7 @@ import uvloop
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.settings import ListenSettings
 from router.serve import RouterServer, make_server
@@ -126,9 +126,9 @@ class Rig:
         return self.router.proxy.stats.requests_active == 0
 
 
-def configure(*engines: SimulatedEngine | Engine, **changes: Any) -> Config:
+def configure(*engines: SimulatedEngine | EngineAddress, **changes: Any) -> Config:
     """A configuration for tests: free port, local tokenizer, decisions shown, frequent polls."""
-    listed = tuple(e if isinstance(e, Engine) else Engine(e.base_url) for e in engines)
+    listed = tuple(e if isinstance(e, EngineAddress) else EngineAddress(e.base_url) for e in engines)
     defaults: dict[str, Any] = {
         "server": ServerConfig(port=0, expose_decision=True),
         "engines": listed,

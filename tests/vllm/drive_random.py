@@ -33,7 +33,7 @@ from vllm.v1.request import RequestStatus
 from connectors.hits.resolver import HitResolver
 from connectors.messages.keys import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
-from publisher.events import BlockHash, decode_batch
+from publisher.events import BlockHash, BlockStored, decode_batch
 from publisher.groups import GroupSpec
 from router.index.base import Plane, Rows
 from router.index.learn.layout import ModelFacts, make_layout
@@ -153,7 +153,7 @@ class Judge:
         self._path = path
         self._lines: list[str] = []
         self._seq = 0
-        self._unseen = set(range(len(mix.layout.groups)))
+        self._unseen = {(index, group["block_size"]) for index, group in enumerate(mix.layout.groups)}
         self._fleet = FleetResidency(facts_of(mix))
         self._resolver = None if mix.lookahead else Resolver(real, mix)
         self.silent = False
@@ -168,7 +168,8 @@ class Judge:
         for payload in payloads:
             batch = decode_batch(payload)
             self._fleet.apply(ENGINE, batch)
-            self._unseen -= {getattr(event, "group_idx", None) for event in batch.events}
+            stored = [event for event in batch.events if isinstance(event, BlockStored)]
+            self._unseen -= {(event.group_idx, event.block_size) for event in stored}
             self._write({"events": base64.b64encode(payload).decode(), "seq": self._seq})
             self._seq += 1
             self.silent = False
@@ -188,9 +189,9 @@ class Judge:
         self.counts["probes"] += 1
         self.counts["hit_tokens"] += hit
         self.counts["live_exact"] += found.hit_tokens == hit
+        self._write({"probe": {"token_ids": ask.token_ids, **prompt_of(ask).extras()}, "hit_tokens": hit})
         if found.hit_tokens > hit and not self._unseen:
             raise DifferenceError(f"live: vLLM {hit}, index promised {found.hit_tokens} ({found.mode})")
-        self._write({"probe": {"token_ids": ask.token_ids, **prompt_of(ask).extras()}, "hit_tokens": hit})
 
     def verdict(self) -> str | None:
         """Write the trace; what ``kvatlas verify`` says of it: None if it is exact."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from router.fleet.desired import FleetFullError, Roster
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import SourceStats
 from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
@@ -45,7 +45,7 @@ class FleetDesk:
             "sources": {name: msgspec.to_builtins(stats) for name, stats in self._sources().items()},
         }
 
-    def add(self, engine: Address) -> tuple[bool, dict[str, Any]]:
+    def add(self, engine: EngineAddress) -> tuple[bool, dict[str, Any]]:
         """An engine more, or another address of one. False where it was there just so."""
         engine = msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
         try:

@@ -144,7 +144,10 @@ class TestWorker:
             self.reached = True
             self.closed = False
 
-        def submit(self, job: TransferJob) -> None:
+        def mark(self) -> None:
+            return None
+
+        def submit(self, job: TransferJob, after: object = None) -> None:
             self.submitted.append(job)
 
         def poll(self) -> list[TransferResult]:

@@ -65,7 +65,7 @@ class KeyedBySlot:
         self._engine = engine
         self.poll, self.wait, self.close = engine.poll, engine.wait, engine.close
 
-    def submit(self, job: TransferJob) -> None:
+    def submit(self, job: TransferJob, after: Any = None) -> None:
         groups = tuple(
             GroupMoves(
                 moves.group_idx,
@@ -75,7 +75,7 @@ class KeyedBySlot:
             )
             for moves in job.groups
         )
-        self._engine.submit(TransferJob(job.job_id, job.direction, groups))
+        self._engine.submit(TransferJob(job.job_id, job.direction, groups), after)
 
 
 class TestStagedTransfers(TransferEngineContract):

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from publisher.engine import EngineSettings, SimulatedEngine
 from router import __version__
 from router.config.schema import ANY_MODEL, Config, ServerConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.placement.candidate import PolicySettings
 from router.proxy.settings import ProxySettings
@@ -41,7 +41,7 @@ async def free_port() -> int:
 def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:
     async def main() -> None:
         port = await free_port()
-        config = configure(Engine(f"http://127.0.0.1:{port}"))
+        config = configure(EngineAddress(f"http://127.0.0.1:{port}"))
         async with routing(config, wait=False) as rig:
             assert await rig.ask("GET", "/health") == (200, {"status": "ok"})
             status, body = await rig.ask("GET", "/ready")
@@ -70,7 +70,7 @@ def test_ready_waits_for_a_cold_feed_but_not_for_ever() -> None:
     async def main() -> None:
         silent = f"tcp://127.0.0.1:{await free_port()}"
         async with running({"publish_events": False}) as (engine,):
-            known = Engine(engine.base_url, events=silent)
+            known = EngineAddress(engine.base_url, events=silent)
             patient = configure(known, fleet=FleetSettings(poll_interval_s=0.1, warm_up_s_max=1000.0))
             async with routing(patient, wait=False) as rig:
                 while not rig.router.fleet.ready(None):
@@ -92,7 +92,7 @@ def test_ready_waits_for_a_cold_feed_but_not_for_ever() -> None:
 def test_an_engine_that_joins_cold_does_not_make_the_router_unready() -> None:
     async def main() -> None:
         port = await free_port()
-        late = Engine(f"http://127.0.0.1:{port}", events=f"tcp://127.0.0.1:{await free_port()}")
+        late = EngineAddress(f"http://127.0.0.1:{port}", events=f"tcp://127.0.0.1:{await free_port()}")
         fleet = FleetSettings(poll_interval_s=0.1, poll_down_interval_s=0.05, warm_up_s_max=1000.0)
         async with (
             running({}) as (first,),

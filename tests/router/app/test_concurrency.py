@@ -14,7 +14,7 @@ import pytest
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
 from router.placement.placement import Placement
@@ -237,7 +237,7 @@ def test_stopping_does_not_wait_for_engines_that_hang() -> None:
         server = await asyncio.start_server(hang, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server:
-            async with routing(configure(Engine(f"http://127.0.0.1:{port}")), wait=False) as rig:
+            async with routing(configure(EngineAddress(f"http://127.0.0.1:{port}")), wait=False) as rig:
                 assert (await rig.ask("GET", "/ready"))[0] == 503
             stopped.set()
             server.close()
@@ -250,7 +250,7 @@ def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.Monkey
         async with (
             running({}, {}) as (a, b),
             fronting(a) as front,
-            routing(configure(Engine(front.base_url), b)) as rig,
+            routing(configure(EngineAddress(front.base_url), b)) as rig,
         ):
             faults = 0
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet
@@ -125,7 +125,7 @@ class Watch:
 
 @asynccontextmanager
 async def watching(
-    *engines: Callable[[str], Engine],
+    *engines: Callable[[str], EngineAddress],
     settings: FleetSettings = QUICK,
     answers: dict[str, object] | None = None,
 ) -> AsyncIterator[Watch]:
@@ -142,7 +142,7 @@ async def watching(
         def close(self) -> None:
             listener.told.append(("gone", self.engine_id))
 
-    fleet = Fleet([make(server.base_url) for make in engines or (Engine,)], Watched)
+    fleet = Fleet([make(server.base_url) for make in engines or (EngineAddress,)], Watched)
     async with listening, aiohttp.ClientSession() as session:
         poller = FleetPoller(fleet, listener, settings, session)
         polling = asyncio.create_task(poller.run())

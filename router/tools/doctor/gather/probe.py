@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.index.learn.hash_scheme import Detection
 from router.index.model import EngineHit, FleetResidency
 from router.openai.apis import COMPLETION
@@ -55,7 +55,7 @@ class Prober:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineAddress,
         *,
         model: str,
         scope: FleetResidency,

@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.layout.blocks import CacheView, GroupPages, Region
+from connectors.messages.jobs import StepJobs
 from connectors.transfer import cuda_lane
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine
 from connectors.transfer.host import HostTransferEngine
+from connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
-from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
+from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver, FakeEvent
 
 WAIT_S = 30.0
 DMA_ONLY = Calibration()
@@ -87,9 +89,15 @@ class Bench:
     def row(self, slot: int) -> set[int]:
         return set(self.rows.read()[slot * PAGE : (slot + 1) * PAGE].tolist())
 
-    def submit(self, job_id: int, direction: Direction, blocks: list[int], slots: list[int]) -> None:
+    @staticmethod
+    def job(job_id: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
         moves = GroupMoves(0, np.array(blocks, np.int64), np.array(slots, np.int64))
-        self.engine.submit(TransferJob(job_id, direction, (moves,)))
+        return TransferJob(job_id, direction, (moves,))
+
+    def submit(
+        self, job_id: int, direction: Direction, blocks: list[int], slots: list[int], after: Any = None
+    ) -> None:
+        self.engine.submit(self.job(job_id, direction, blocks, slots), after)
 
     def until_sent(self, name: str, count: int = 1) -> None:
         """Until so many of these have been enqueued; bounded by the test's own time limit."""
@@ -130,6 +138,66 @@ def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: i
     assert [bench.block(block) for block in (2, 3, 4)] == [{2}, {3}, {4}]
     bench.engine.close()
     assert device.violations == []
+
+
+class LongPass:
+    """A forward pass that runs on the computing stream until it is told to end; other streams go on."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.over = FakeEvent(recorded=1)
+        with device._lock:
+            device.compute.ops.append(("wait", self.over, 1))
+            device.log.append(("forward", "compute"))
+
+    def end(self) -> None:
+        self.over.reached = 1
+
+
+def test_a_load_runs_beside_a_forward_pass_that_was_launched_after_its_mark(benches: Any) -> None:
+    bench = benches()
+    bench.rows.write(np.repeat(np.arange(8, dtype=np.uint8), PAGE))
+    zero = lambda: bench.write_block(3, 0)  # noqa: E731
+    bench.device.enqueue(bench.device.compute, zero, "zero")
+    before = bench.engine.mark()
+    forward = LongPass(bench.device)
+    bench.submit(1, Direction.LOAD, [3], [3], after=before)
+    bench.submit(2, Direction.LOAD, [4], [4], after=before)
+    bench.submit(3, Direction.LOAD, [5], [5])
+    assert bench.engine.wait([1, 2], WAIT_S)
+    assert [bench.block(block) for block in (3, 4)] == [{3}, {4}]
+    assert not bench.engine.wait([3], 0.05), "a job without a mark waits for what was launched before it"
+    forward.end()
+    assert bench.engine.wait([3], WAIT_S)
+
+
+def test_the_connectors_worker_has_its_loads_run_beside_the_forward_pass(benches: Any) -> None:
+    """vLLM binds a step's metadata, launches the pass, and asks for the loads only then."""
+    bench = benches()
+    bench.rows.write(np.repeat(np.arange(8, dtype=np.uint8), PAGE))
+    worker = OffloadWorker(None, lambda view, device: bench.engine)
+    worker.use_engine(bench.engine)
+    step = StepJobs(loads=[bench.job(1, Direction.LOAD, [3], [3])], load_requests={1: "a"})
+    step.stores = [bench.job(2, Direction.STORE, [4], [4])]
+    worker.bind(step)
+    forward = LongPass(bench.device)
+    bench.device.enqueue(bench.device.compute, lambda: bench.write_block(4, 9), "compute")
+    worker.start_load_kv(step)
+    worker.wait_for_save(step)
+    assert bench.engine.wait([1], WAIT_S)
+    assert worker.poll() == ({"a"}, set())
+    assert not bench.engine.wait([2], 0.05), "a store reads what the pass computes"
+    forward.end()
+    assert bench.engine.wait([2], WAIT_S)
+    assert bench.row(4) == {9}
+
+
+def test_marks_give_their_events_back(benches: Any) -> None:
+    bench = benches()
+    for turn in range(1, 41):
+        mark = bench.engine.mark()
+        bench.submit(turn, Direction.LOAD, [1], [1], after=mark)
+        assert bench.engine.wait([turn], WAIT_S)
+    assert bench.device.events_made <= 5
 
 
 def test_each_direction_waits_for_the_computing_stream_on_a_stream_of_its_own(benches: Any) -> None:

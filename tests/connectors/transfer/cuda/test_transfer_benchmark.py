@@ -42,8 +42,8 @@ def without(job: TransferJob) -> TransferJob:
 class LosingEngine(HostTransferEngine):
     """Leaves out the last block of every job."""
 
-    def submit(self, job: TransferJob) -> None:
-        super().submit(without(job))
+    def submit(self, job: TransferJob, after: object = None) -> None:
+        super().submit(without(job), after)
 
 
 class LosingMachine(HostMachine):

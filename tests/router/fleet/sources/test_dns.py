@@ -14,7 +14,7 @@ import dns.message
 import pytest
 from dns.rdatatype import SRV, A, RdataType
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.dns import DnsSource, ResolveError, Resolver
@@ -96,7 +96,7 @@ def test_srv_records_tell_ports_and_the_lowest_priority_counts() -> None:
             server.extra = [("b.example", a("10.0.0.2"))]  # sent along, so it is not asked for
             async with seeing(server, "_http._tcp.vllm.example.", events_port=5557, replay_port=5558) as seen:
                 await seen.sees("http://10.0.0.1:8001", "http://10.0.0.2:8002")
-                assert seen.latest[0].engine == Engine(
+                assert seen.latest[0].engine == EngineAddress(
                     "http://10.0.0.1:8001", None, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"
                 )
                 assert ("b.example", A) not in server.asked

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FileSettings
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.engine_list import BadListError, read_list
@@ -187,7 +187,7 @@ def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
 def test_json_and_toml_say_the_same() -> None:
     as_json = b'{"engines": [{"base_url": "http://a:1", "events": "tcp://a:2", "drain": false}]}'
     as_toml = b'[[engines]]\nbase_url = "http://a:1"\nevents = "tcp://a:2"\n'
-    wanted = [Sighting(Engine("http://a:1", None, "tcp://a:2"))]
+    wanted = [Sighting(EngineAddress("http://a:1", None, "tcp://a:2"))]
     assert read_list(as_json, is_json=True) == read_list(as_toml, is_json=False) == wanted
 
 

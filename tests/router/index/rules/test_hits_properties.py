@@ -105,7 +105,7 @@ def test_equals_what_the_engine_finds(case: tuple[CacheLayout, int, Units]) -> N
     assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
 
 
-EAGLE_WINDOWS = [
+ORDERED = [
     (full(0, 32), window(1, 128, 16, is_eagle=True)),
     (full(0, 32), window(1, 96, 16), window(2, 64, 16, is_eagle=True)),
     (full(0), window(1, 48, is_eagle=True), window(2, 64, is_eagle=True)),
@@ -113,11 +113,18 @@ EAGLE_WINDOWS = [
     (window(0, 48, 32, is_eagle=True), window(1, 64, is_eagle=True)),
     (window(0, 48, is_eagle=True), window(1, 64, 32, is_eagle=True)),
     (full(0, 64), window(1, 1, 16, is_eagle=True), window(2, 200, 32, is_eagle=True)),
+    (full(0), window(1, 1, is_eagle=True), window(2, 64)),
+    (full(0, 32), window(1, 1, 16, is_eagle=True)),
+    (full(0, is_eagle=True), full(1), window(2, 1, is_eagle=True), mamba(3, "align")),
+    (full(0, 48), mamba(1, "align", 32), full(2, 64)),
+    (full(0, 64), full(1, 48), full(2, 16), mamba(3, "align", 32)),
+    (full(0, 64, is_eagle=True), mamba(1, "align", 32), full(2, 48)),
+    (full(0, 64), full(1, 32, is_eagle=True), mamba(2, "align", 64), window(3, 40, 16)),
 ]
 
 
-@pytest.mark.parametrize("groups", EAGLE_WINDOWS)
-def test_eagle_windows_equal_what_the_engine_finds(groups: tuple[GroupSpec, ...]) -> None:
+@pytest.mark.parametrize("groups", ORDERED)
+def test_where_the_order_matters_hits_equal_what_the_engine_finds(groups: tuple[GroupSpec, ...]) -> None:
     layout = make_layout(groups, ModelFacts(), None)
     assert order_matters(layout)
     rng = random.Random(str(groups))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.tools.doctor import registry
 from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
@@ -35,7 +35,7 @@ def test_one_engine_under_two_names() -> None:
             await look(engine.base_url, probe=True)
             other = engine.base_url.replace("127.0.0.1", "localhost")
             addresses = {"events": engine.events_endpoint, "replay": engine.replay_endpoint}
-            found = await look(engine.base_url, Engine(other, **addresses))
+            found = await look(engine.base_url, EngineAddress(other, **addresses))
             found.expect("fleet.duplicates", Severity.ERROR, "the same", "two names")
 
     run(main())

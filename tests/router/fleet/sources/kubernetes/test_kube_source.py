@@ -197,7 +197,7 @@ def test_the_api_server_restarts(tmp_path: Path) -> None:
 def test_a_connection_that_died_unnoticed_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.sources.kubernetes.client._SILENCE_S", 0.1)
+    monkeypatch.setattr("router.fleet.sources.kubernetes.reflector._SILENCE_S", 0.1)
 
     async def main() -> None:
         async with kube_api() as kube:
@@ -305,6 +305,61 @@ def test_an_object_that_is_not_understood_costs_only_itself(tmp_path: Path) -> N
             await seen.sees({B: ""})
             assert seen.source.stats.refused == 1
             assert kube.lists == 1
+
+    run(main())
+
+
+def test_text_with_other_ends_of_lines_does_not_break_a_watch(tmp_path: Path) -> None:
+    """Python takes U+0085 and two more for the end of a line; the API server sends them as they are."""
+
+    async def main() -> None:
+        async with kube_api() as kube, seeing(kube, tmp_path) as seen:
+            await seen.sees({})
+            kube.ascii = False
+            await kube.put(PODS, pod("a", "10.0.0.1", annotations={"note": "one\x85two\u2028three\u2029"}))
+            await seen.sees({A: ""})
+            assert seen.source.stats.errors == {}
+
+    run(main())
+
+
+def test_any_selector_is_passed_on_as_it_is_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kube_api() as kube:
+            selector = "app in (vllm,sglang),tier!=test,!legacy"
+            async with seeing(kube, tmp_path, selector=selector):
+                async with asyncio.timeout(WAIT_S):
+                    while kube.watches == 0:
+                        await asyncio.sleep(0.005)
+            assert kube.selectors == {selector}
+
+    run(main())
+
+
+def test_watches_that_end_at_once_are_spaced_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kube_api() as kube:
+            kube.brief = 3
+            async with seeing(kube, tmp_path) as seen:
+                await seen.until(lambda: kube.watches == 4, "four watches")
+                await kube.put(PODS, pod("a", "10.0.0.1"))
+                await seen.sees({A: ""})
+                assert kube.begun_s[3] - kube.begun_s[0] >= 1.0  # three pauses of at least half a second
+                assert kube.lists == 1
+
+    run(main())
+
+
+def test_a_page_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.sources.kubernetes.transport._PAGE_BYTES_MAX", 4000)
+
+    async def main() -> None:
+        async with kube_api() as kube:
+            for number in range(10):
+                await kube.put(PODS, pod(f"p{number}", f"10.0.1.{number}"))
+            async with seeing(kube, tmp_path) as seen:
+                await seen.until(lambda: "bad_answer" in seen.source.stats.errors, "refused")
+                assert "a page is over 4000 bytes" in seen.source.stats.last_error
 
     run(main())
 
