@@ -22,7 +22,7 @@ from router.openai.apis import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.config import PromptSettings
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.tokenizer import Ids
+from router.prompts.tokens.ids import Ids
 from router.prompts.tokens.truncation import ids_of
 
 Headers = dict[str, str]

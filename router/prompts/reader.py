@@ -138,6 +138,14 @@ class PromptReader:
         """The loaded tokenizer and templates of a configured model, for ``doctor`` and tests."""
         return self._local.get(name)
 
+    def tokenized_by(self, model: str) -> str | None:
+        """The library that tokenizes this model's prompts, and why not a faster one; None: an engine does."""
+        try:
+            local = self._local.get(self._target(model).name)
+        except NotLocalError:
+            return None
+        return None if local is None else local.tokenizer.name
+
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
         path = request.path.rstrip("/")
@@ -183,7 +191,9 @@ class PromptReader:
         target = self._target(request.model)
         extras = _extras(target, parsed)
         if isinstance(parsed, GenerateBody):
-            return self._prompt_of(_given_tokens(parsed), target, extras, parsed, source="local")
+            return self._prompt_of(
+                _given_tokens(parsed), target, extras, parsed, source="local", by="the request"
+            )
         local = self._local.get(target.name)
         if local is None:
             raise NotLocalError("no_tokenizer")
@@ -200,7 +210,14 @@ class PromptReader:
                 chat = chat.as_chat(self._conversions, lambda: local.traits)
             entry = await local.chat(chat, extras, scope, len(request.body))
         self.stats.multi_prompt += count > 1
-        return Prompt(entry, self.stats, source="local", num_prompts=count, skips_cache=parsed.skips_cache())
+        return Prompt(
+            entry,
+            self.stats,
+            source="local",
+            by=local.tokenizer.name,
+            num_prompts=count,
+            skips_cache=parsed.skips_cache(),
+        )
 
     async def _read_elsewhere(
         self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str
@@ -232,7 +249,7 @@ class PromptReader:
         if found is None:
             return None
         try:
-            return self._prompt_of(found, target, extras, parsed, source="engine")
+            return self._prompt_of(found, target, extras, parsed, source="engine", by=base_url)
         except NotLocalError:
             return None
 
@@ -244,6 +261,7 @@ class PromptReader:
         parsed: Parsed | None,
         *,
         source: Literal["local", "engine"],
+        by: str,
     ) -> Prompt:
         # With an adapter the engine may put its name into item identifiers: depends on its flags.
         if found.multimodal and target.lora_name is not None:
@@ -255,6 +273,7 @@ class PromptReader:
             entry,
             self.stats,
             source=source,
+            by=by,
             num_prompts=found.num_prompts,
             skips_cache=parsed is not None and parsed.skips_cache(),
         )

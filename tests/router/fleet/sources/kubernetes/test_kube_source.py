@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,8 +18,8 @@ from router.fleet.sources.kubernetes.source import KubernetesSource
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
 from tests.support.pki import make_authority, make_certificate
+from tests.support.waiting import run, until
 
-WAIT_S = 20.0
 Told = dict[str, str]
 
 
@@ -41,10 +40,7 @@ class Seeing:
         return self.told[-1] if self.told else None
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, f"never happened: {what}; {self.now} {self.source.stats}"
-            await asyncio.sleep(0.005)
+        await until(condition, lambda: f"{what}; {self.now} {self.source.stats}")
 
     async def sees(self, wanted: Told) -> None:
         await self.until(lambda: self.now == wanted, f"{wanted}")
@@ -69,14 +65,6 @@ async def seeing(kube: FakeKube, tmp_path: Path, **changes: Any) -> AsyncIterato
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
-
-
-def run(main: Any) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await main
-
-    asyncio.run(limited())
 
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
@@ -328,9 +316,7 @@ def test_any_selector_is_passed_on_as_it_is_written(tmp_path: Path) -> None:
         async with kube_api() as kube:
             selector = "app in (vllm,sglang),tier!=test,!legacy"
             async with seeing(kube, tmp_path, selector=selector):
-                async with asyncio.timeout(WAIT_S):
-                    while kube.watches == 0:
-                        await asyncio.sleep(0.005)
+                await until(lambda: kube.watches > 0, "a watch")
             assert kube.selectors == {selector}
 
     run(main())
