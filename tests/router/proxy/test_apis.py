@@ -17,7 +17,9 @@ from router.proxy.paths import Verdict, judge
 from router.proxy.screen import Rules, screen
 from router.proxy.sse import SseRelay
 from router.proxy.usage import read_response_id, read_usage
-from tests.support.proxy_rig import SSE_HEAD, Engine, chunk, routing, run, unused_port, writes
+from tests.support.ports import free_port
+from tests.support.proxy_rig import SSE_HEAD, Engine, chunk, routing, writes
+from tests.support.waiting import run
 
 USAGES: list[tuple[dict[str, Any], Usage]] = [
     (
@@ -137,7 +139,7 @@ def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None:
 def test_errors_before_an_answer_at_the_proxy() -> None:
     async def main() -> None:
         async with (
-            routing(f"http://127.0.0.1:{unused_port()}") as rig,
+            routing(f"http://127.0.0.1:{free_port()}") as rig,
             aiohttp.ClientSession() as session,
         ):
             body = {"model": "m", "max_tokens": 3, "messages": []}
