@@ -288,6 +288,7 @@ def unreachable(node: Node, full_blocks: int) -> bool:
     return any(sum(g == FULL for g in above.keys.values()) < full_blocks for above in node.up())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [2000, 4000])
 def test_keeping_boundaries_saves_more_tokens_than_recency(slots: int) -> None:
     saved = {

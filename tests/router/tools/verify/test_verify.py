@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from router.tools.verify.command import run_verify
-from tests.support.examples import PROFILE
 from tests.support.paths import ROOT
 
 RECORDED = ROOT / "tests" / "data" / "traces"
@@ -44,7 +43,7 @@ def run_json(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> tuple[int
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(PROFILE == "dev", reason="long; make test-all replays them")
+@pytest.mark.long
 def test_further_recorded_truth_is_predicted_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     if not MORE.is_dir():
         pytest.skip("no ../shared/traces beside this repository")
