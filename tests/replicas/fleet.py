@@ -17,7 +17,7 @@ from publisher.engine import EngineSettings
 from replicas.servers import Replica, replicas
 from router.demo.run import engine_process
 from router.replication.redis.client import connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.index.command import verify_scope
 from router.tools.index.scan import read_books

@@ -8,18 +8,7 @@ if the server loses the last one.
 
 from __future__ import annotations
 
-import hashlib
-
-
-class Script:
-    """Source and the name the server knows it by."""
-
-    __slots__ = ("sha", "source")
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-
+from router.replication.redis.client import Script
 
 _CREATE = """
 local function create(p, w, epoch, home, nonce, ttl)
@@ -247,5 +236,14 @@ if not lease or string.match(lease, '^(%d+)|') ~= ARGV[2] then return 0 end
 local holder = string.match(lease, '^%d+|%d+|(.*)$')
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%s|%.0f|%s', ARGV[2], ms, holder))
 return 1
+"""
+)
+
+APPEND = Script(
+    """
+-- stream; entries kept, life in s, entries...
+for i = 3, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'f', ARGV[i]) end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return #ARGV - 2
 """
 )
