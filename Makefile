@@ -40,9 +40,11 @@ charts: $(CHARTS) ## The Helm chart, rendered and checked against the schemas of
 chart-docs: $(CHARTS) ## Write the chart's schema and table of values anew from its values.yaml
 	@$(BIN)/python scripts/generate_chart_reference.py
 
-lint: $(DEV) ## Style and likely mistakes
+lint: $(DEV) ## Style, likely mistakes, import layers, structure
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python scripts/check_structure.py
 
 format: $(DEV) ## Rewrite what `lint` can mend by itself
 	@$(BIN)/ruff check --fix .

@@ -2,33 +2,44 @@
 
     python -m benchmarks.transfer [--quick] [--out FILE] [--host]
 
-Needs torch, triton and numpy and an NVIDIA GPU, nothing else; takes less than eight minutes, ``--quick`` less
-than three. Writes a report as Markdown to benchmarks/results/transfer_<device>.md. ``--host`` does the same
-with plain memory and the CPU's engine, against memcpy, on any machine, and prints the report.
+Needs this checkout, torch, triton and numpy and an NVIDIA GPU, nothing else; takes less than ten minutes,
+``--quick`` less than four. Writes a report as Markdown to FILE, by default to
+benchmarks/results/transfer_<device>.md, and writes it anew after everything it measured: whatever ends the
+run, what was measured until then is there. ``--host`` does the same with plain memory and the CPU's engine,
+against memcpy, on any machine, and prints the report.
 
 Exit code: 0 everything correct (goals for speed may be missed: the report says which), 1 something was copied
-wrongly, 2 there is no GPU.
+wrongly, 2 there is no GPU, 3 something could not be measured (the report says what and why) or the report
+could not be written.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import os
 import re
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from benchmarks import transfer_checks, transfer_rates
-from benchmarks.transfer_checks import Check
-from benchmarks.transfer_machine import CudaMachine, HostMachine, Machine
-from benchmarks.transfer_rates import FULL, KIB, QUICK, Cell, Scale, Slowdown
-from connectors.transfer.base import Direction
+from benchmarks import transfer_beside, transfer_checks, transfer_rates
+from benchmarks.transfer_gpu import CudaMachine
+from benchmarks.transfer_machine import HostMachine, Machine
+from benchmarks.transfer_rates import FULL, QUICK, Cell, Scale, StuckError
+from benchmarks.transfer_report import Findings, gbps, report_of, size_text
 
 RESULTS = Path(__file__).parent / "results"
-GOAL_PIECES = 256
-"""Goals are for jobs of at least so many pieces; smaller ones are bounded by the time to start a copy."""
+TIME_MAX_S = 570.0
+"""After this the run ends by itself, whatever hangs: machines are lent for ten minutes."""
+BESIDE_S = 60.0
+"""For matrix products, and again for decode-like steps."""
+BROKE_OFF = 3
+
+T = TypeVar("T")
+Save = Callable[[Findings], None]
 
 
 def main() -> int:
@@ -41,196 +52,160 @@ def main() -> int:
     )
     parser.add_argument("--error-path", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.host:
-        machine: Machine = HostMachine()
-    elif reason := _no_gpu():
+    if not arguments.host and (reason := _no_gpu()):
         print(f"no GPU to measure: {reason}; --host measures the CPU's engine", file=sys.stderr)
         return 2
-    else:
-        machine = CudaMachine()
+    try:
+        machine: Machine = HostMachine() if arguments.host else CudaMachine()
+    except Exception as error:  # noqa: BLE001  # any failure is a line of the report
+        return _never_began(error, arguments.out)
     if arguments.error_path:
         wrong = transfer_checks.provoke_error(machine)
         print(wrong or "every job failed as it should", flush=True)
         os._exit(bool(wrong))  # the device's context is gone: nothing can be torn down in order
-    report, correct = measure(machine, QUICK if arguments.quick else FULL)
     out = arguments.out or (None if arguments.host else RESULTS / f"transfer_{_slug(machine.title)}.md")
-    if out is None:
-        print(report)
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(report, encoding="utf-8")
-        print(f"report: {out}")
-    return 0 if correct else 1
+    found = Findings(machine.title, machine.facts, machine.computes)
+    try:
+        save = _saver(out)
+        save(found)
+    except OSError as error:
+        print(f"--out {out}: {error}; name a file that can be written", file=sys.stderr)
+        return BROKE_OFF
+    with _time_limit(found, save, TIME_MAX_S):
+        hung = not measure(machine, QUICK if arguments.quick else FULL, found, save)
+    print(report_of(found) if out is None else f"report: {out}", flush=True)
+    if hung:
+        os._exit(found.exit_code)  # ending in order would wait for what hangs
+    return found.exit_code
 
 
-def measure(machine: Machine, scale: Scale) -> tuple[str, bool]:
-    """The report, and whether everything was copied correctly. Speed is measured only if it was."""
+def measure(machine: Machine, scale: Scale, found: Findings, save: Save) -> bool:
+    """Fill ``found``, saving it after every step. False: something hangs, so nothing more can be done here.
+
+    Speed is measured only if no copy was wrong. What raises becomes a line of ``found.broken``.
+    """
     started = time.monotonic()
-    notes: list[str] = []
 
     def say(text: str) -> None:
-        notes.append(text.capitalize())
-        print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
+        found.notes.append(text.capitalize())
+        _progress(f"[{time.monotonic() - started:5.0f} s] {text}")
 
-    checks = []
-    for check in transfer_checks.run_checks(machine):
-        checks.append(check)
-        print(f"{'ok  ' if check.ok else 'FAIL'} {check.name} {check.detail}", file=sys.stderr, flush=True)
-    correct = all(check.ok for check in checks)
-    cells: list[Cell] = []
-    slow: list[Slowdown] = []
-    if correct:
-        for cell in transfer_rates.measure(machine, scale, say):
-            cells.append(cell)
-            print(_progress(cell), file=sys.stderr, flush=True)
-        slow = transfer_rates.beside(machine, scale)
-    machine.close()
-    say(f"took {time.monotonic() - started:.0f} s")
-    return report_of(machine, checks, cells, slow, notes), correct
-
-
-def report_of(
-    machine: Machine, checks: list[Check], cells: list[Cell], slow: list[Slowdown], notes: list[str]
-) -> str:
-    """The Markdown."""
-    date = dt.datetime.now(dt.UTC).date()
-    passed = sum(check.ok for check in checks)
-    lines = [
-        f"# Transfers on {machine.title}",
-        "",
-        f"{date}, by `python -m benchmarks.transfer`. {' '.join(f'{note}.' for note in notes)}",
-        "",
-        *_table(("what", "value"), [list(fact) for fact in machine.facts]),
-        "",
-        *(_goals_section(cells, slow) if machine.computes else []),
-        "## Correctness",
-        "",
-        f"{passed} of {len(checks)} checks passed.",
-        "",
-        *_table(
-            ("check", "result"),
-            [[c.name, "ok" if c.ok else f"FAILED {c.detail}".replace("|", "/")] for c in checks],
-        ),
-    ]
-    if cells:
-        lines += ["", *_rates_section(cells)]
-    if slow:
-        lines += ["", *_slowdown_section(slow)]
-    return "\n".join(lines) + "\n"
-
-
-def _goals_section(cells: list[Cell], slow: list[Slowdown]) -> list[str]:
-    return ["## Goals", "", *_table(("goal", "worst case", "met"), goals(cells, slow)), ""]
-
-
-def goals(cells: list[Cell], slow: list[Slowdown]) -> list[list[str]]:
-    """Each goal with its worst case."""
-    rows = []
-    for name, least, fits in (
-        ("pieces of 64 KiB and more: 90 % of one big copy", 0.90, lambda size: size >= 64 * KIB),
-        ("pieces of 16 KiB: 60 % of one big copy", 0.60, lambda size: size == 16 * KIB),
-    ):
-        for direction in Direction:
-            own = [
-                cell
-                for cell in cells
-                if cell.direction is direction and cell.pieces >= GOAL_PIECES and fits(cell.piece_bytes)
-            ]
-            worst = min(own, key=lambda cell: cell.share, default=None)
-            if worst is None:
-                rows.append([f"{name}, {direction.value}", "not measured", "-"])
-                continue
-            told = f"{worst.share:.0%} ({worst.pieces} x {_size(worst.piece_bytes)})"
-            rows.append([f"{name}, {direction.value}", told, "met" if worst.share >= least else "MISSED"])
-    stores = [entry for entry in slow if entry.direction is Direction.STORE and entry.covered]
-    if not stores:
-        rows.append(["stores slow matrix products by at most 3 %", "not measured", "-"])
+    try:
+        for check in _each(transfer_checks.all_checks(machine), found):
+            found.checks.append(check)
+            _progress(f"{'ok  ' if check.ok else 'FAIL'} {check.name} {check.detail}")
+            save(found)
+        if found.correct:
+            for cell in transfer_rates.measure(machine, scale, say):
+                _take_cell(cell, found)
+                save(found)
+            if machine.computes:
+                until = time.monotonic() + BESIDE_S
+                for slow in _each(transfer_beside.slowdowns(machine, scale), found, until):
+                    found.slow.append(slow)
+                    save(found)
+            until = time.monotonic() + BESIDE_S
+            for step in _each(transfer_beside.step_times(machine, scale), found, until):
+                found.steps.append(step)
+                save(found)
+        machine.close()
+    except StuckError as error:
+        found.broken.append(f"nothing after this was measured: {error}")
+        hung = True
+    except Exception as error:  # noqa: BLE001  # any failure is a line of the report
+        found.broken.append(f"nothing after this was measured: {_text(error)}")
+        hung = False
     else:
-        most = max(stores, key=lambda entry: entry.percent)
-        told = f"{most.percent:.1f} % ({_size(most.piece_bytes)} pieces)"
-        rows.append(
-            ["stores slow matrix products by at most 3 %", told, "met" if most.percent <= 3.0 else "MISSED"]
-        )
-    return rows
+        hung = False
+    found.ended = True
+    say(f"took {time.monotonic() - started:.0f} s")
+    save(found)
+    return not hung
 
 
-def _rates_section(cells: list[Cell]) -> list[str]:
-    lines = [
-        "## Rates",
-        "",
-        "GB/s. *one copy*: the same bytes in one piece, the limit of the link; *share*: what the engine",
-        "reaches of it. *call per piece*: a cudaMemcpyAsync for each (memmove with --host). *torch index*:",
-        "gather, copy and scatter by torch (numpy with --host). Small jobs are submitted up to 64 at a time.",
-        f"Goals look at jobs of {GOAL_PIECES} pieces and more.",
-    ]
-    titles = (
-        (Direction.LOAD, "Loads: host to device"),
-        (Direction.STORE, "Stores: device to host"),
-        (None, "Both at once"),
-    )
-    for direction, title in titles:
-        columns = ["engine", "one copy"] + (["call per piece", "torch index"] if direction else [])
-        rows = [
-            [
-                _size(cell.piece_bytes),
-                str(cell.pieces),
-                _size(cell.piece_bytes * cell.pieces),
-                *(_gbps(cell.rates.get(column)) for column in columns),
-                f"{cell.share:.0%}",
-            ]
-            for cell in cells
-            if cell.direction is direction
-        ]
-        lines += ["", f"### {title}", "", *_table(("piece", "pieces", "job", *columns, "share"), rows)]
-    return lines
+def _each(
+    parts: Iterator[tuple[str, Callable[[], T]]], found: Findings, until: float | None = None
+) -> Iterator[T]:
+    """What each part gives. One that raises, or comes after ``until``, is a line instead."""
+    for name, run in parts:
+        if until is not None and time.monotonic() > until:
+            found.notes.append(f"Time is over: {name} and what follows is not measured")
+            return
+        try:
+            result = run()
+        except StuckError:
+            raise
+        except Exception as error:  # noqa: BLE001  # any failure is a line of the report
+            found.broken.append(f"{name}: {_text(error)}")
+            _progress(f"not measured: {found.broken[-1]}")
+        else:
+            yield result
 
 
-def _slowdown_section(slow: list[Slowdown]) -> list[str]:
-    rows = [
-        [
-            "loads" if entry.direction is Direction.LOAD else "stores",
-            _size(entry.piece_bytes),
-            f"{entry.percent:+.1f} %",
-            _gbps(entry.rate),
-            "yes" if entry.covered else "NO: transfers ended first",
-        ]
-        for entry in slow
-    ]
-    return [
-        "## What computing loses meanwhile",
-        "",
-        "Matrix products (8192 x 8192, bf16) beside uninterrupted transfers, against the same alone before",
-        "and after; medians.",
-        "",
-        *_table(
-            ("transfers", "piece", "products take", "transfer rate alone, GB/s", "covered to the end"), rows
-        ),
-    ]
-
-
-def _table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(head)} |",
-        f"| {' | '.join('---' for _ in head)} |",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-
-
-def _progress(cell: Cell) -> str:
+def _take_cell(cell: Cell, found: Findings) -> None:
+    found.cells.append(cell)
     direction = cell.direction.value if cell.direction else "both"
-    rates = ", ".join(f"{name} {_gbps(rate)}" for name, rate in cell.rates.items())
-    return f"{direction:5} {cell.pieces:6} x {_size(cell.piece_bytes):8} {rates}"
+    name = f"{direction:5} {cell.pieces:6} x {size_text(cell.piece_bytes):8}"
+    _progress(f"{name} " + ", ".join(f"{column} {gbps(rate)}" for column, rate in cell.rates.items()))
+    for column, error in cell.errors.items():
+        found.broken.append(f"{' '.join(name.split())}, {column}: not measured: {error}")
+        _progress(found.broken[-1])
 
 
-def _gbps(rate: float | None) -> str:
-    return "" if rate is None else f"{rate / 1e9:.1f}" if rate >= 1e9 else f"{rate / 1e9:.2f}"
+class _time_limit:  # noqa: N801  # used like a function
+    """Ends the process, with what was found, where the run takes too long: a driver's call may hang."""
+
+    def __init__(self, found: Findings, save: Save, limit_s: float) -> None:
+        self._found, self._save = found, save
+        self._limit_s = limit_s
+        self._timer = threading.Timer(limit_s, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self._found.broken.append(f"nothing after this was measured: {self._limit_s:.0f} s were over")
+        self._save(self._found)
+        _progress(self._found.broken[-1])
+        os._exit(self._found.exit_code)
 
 
-def _size(size_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:g} {name}"
-    return f"{size_bytes} B"
+def _saver(out: Path | None) -> Save:
+    """Replaces the report as a whole: a reader, or a copy of the folder, never sees half of one."""
+    if out is None:
+        return lambda found: None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+
+    def save(found: Findings) -> None:
+        with lock:
+            draft = out.with_name(f".{out.name}.part")
+            draft.write_text(report_of(found), encoding="utf-8")
+            draft.replace(out)
+
+    return save
+
+
+def _never_began(error: Exception, out: Path | None) -> int:
+    """The device or its calibration failed: say so, in the report too if its place is known."""
+    print(f"this machine cannot be measured: {_text(error)}", file=sys.stderr)
+    if out is not None:
+        found = Findings("a machine that cannot be measured", [], computes=False, broken=[_text(error)])
+        found.ended = True
+        _saver(out)(found)
+    return BROKE_OFF
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _slug(title: str) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,15 +93,15 @@ def replay(view: CacheView, base: int, memory: Bytes, rows: Bytes, job: Transfer
                     at += region.piece_bytes
 
 
-def run_checks(machine: Machine) -> Iterator[Check]:
-    """Everything, one check after the other."""
+def all_checks(machine: Machine) -> Iterator[tuple[str, Callable[[], Check]]]:
+    """Every check by its name, run when called. One that raises says nothing of the copies."""
     for layout in layouts():
         for way in (*machine.ways, ""):
-            yield round_trip(machine, layout, way)
-    yield ordering(machine)
+            yield f"{layout.name}, {way or 'as calibrated'}", partial(round_trip, machine, layout, way)
+    yield "order with the computing stream", partial(ordering, machine)
     if machine.computes:
-        yield control(machine)
-        yield error_path()
+        yield "control of that order", partial(control, machine)
+        yield "a device error", error_path
 
 
 @contextlib.contextmanager

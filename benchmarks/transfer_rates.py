@@ -1,16 +1,20 @@
-"""How fast a transfer engine copies, beside what else could be used, and what it costs computing.
+"""How fast a transfer engine copies, beside what else could be used.
 
 A cell is a piece size and a number of pieces per job, scattered over the cache and the pool so that hardly
 anything can be joined. Small jobs are submitted many at a time, and so are the copies they are compared with.
-Rates are the best of several rounds: other work on the machine only ever takes away.
+Rates are the best of several rounds: other work on the machine only ever takes away. A round is long against
+the 0.2 ms between two looks of an engine's ``wait``, which would otherwise count as time of the copies.
+
+A cell that fails is a line of the report, not the end: its error is kept, and the next one gets an engine and
+memory of its own. Only jobs that never end are the end (``StuckError``): what comes after would hang too.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +24,14 @@ from connectors.transfer.base import Direction, GroupMoves, TransferEngine, Tran
 from connectors.transfer.host_pool import PinnedHostPool
 
 KIB, MIB = 1 << 10, 1 << 20
-WAIT_S = 120.0
+WAIT_S = 60.0
+JOBS_MAX = 256
+"""Of one round."""
+COLUMNS = ("engine", "one copy", "call per piece", "torch index")
+
+
+class StuckError(Exception):
+    """Jobs that did not end: the device, or the engine over it, hangs."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +42,41 @@ class Scale:
     pieces: tuple[int, ...]
     job_bytes_max: int
     round_bytes: int
-    """Jobs are repeated until a round moves this much (or 64 jobs)."""
+    """Jobs are repeated until a round moves this much (or JOBS_MAX jobs)."""
     indexed_bytes_max: int
     each_pieces_max: int
     rounds: int
     products: int
+    steps: int
+    """Decode-like steps of one measurement."""
     budget_s: float
+    """For all rates together; what comes after it has bounds of its own."""
 
 
 FULL = Scale(
-    piece_bytes=tuple(size * KIB for size in (4, 8, 16, 32, 64, 256, 1024, 4096)),
+    # What the goals look at comes first, in case the time is over before the end.
+    piece_bytes=tuple(size * KIB for size in (16, 64, 4, 32, 256, 8, 1024, 4096)),
     pieces=(16, 256, 4096, 65536),
     job_bytes_max=1024 * MIB,
-    round_bytes=256 * MIB,
+    round_bytes=1024 * MIB,
     indexed_bytes_max=64 * MIB,
     each_pieces_max=4096,
     rounds=5,
     products=60,
-    budget_s=270.0,
+    steps=1000,
+    budget_s=240.0,
 )
 QUICK = Scale(
-    piece_bytes=tuple(size * KIB for size in (4, 16, 64, 1024)),
+    piece_bytes=tuple(size * KIB for size in (16, 64, 4, 1024)),
     pieces=(16, 1024),
     job_bytes_max=256 * MIB,
-    round_bytes=64 * MIB,
+    round_bytes=1024 * MIB,
     indexed_bytes_max=32 * MIB,
     each_pieces_max=1024,
     rounds=3,
     products=40,
-    budget_s=90.0,
+    steps=300,
+    budget_s=75.0,
 )
 
 
@@ -72,23 +89,19 @@ class Cell:
     piece_bytes: int
     pieces: int
     rates: dict[str, float | None] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    """By column: why it could not be measured."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether engine and limit of the link are both known."""
+        return bool(self.rates.get("engine") and self.rates.get("one copy"))
 
     @property
     def share(self) -> float:
         """Of the rate of one big copy of the same bytes."""
         whole = self.rates.get("one copy")
         return (self.rates.get("engine") or 0.0) / whole if whole else 0.0
-
-
-@dataclass(frozen=True)
-class Slowdown:
-    """How much longer matrix products take while this is copied, in percent; ``covered``: until their end."""
-
-    direction: Direction
-    piece_bytes: int
-    percent: float
-    rate: float
-    covered: bool
 
 
 class Field:
@@ -103,7 +116,11 @@ class Field:
         region = Region(self.memory.address, piece_bytes, (0,), piece_bytes)
         self.view = CacheView((GroupPages(0, (region,), piece_bytes),), self.blocks, piece_bytes)
         self.pool: PinnedHostPool = machine.pool(self.blocks * piece_bytes, piece_bytes)
-        self.engine: TransferEngine = machine.engine(self.view, self.pool)
+        try:
+            self.engine: TransferEngine = machine.engine(self.view, self.pool)
+        except BaseException:
+            self.pool.close()
+            raise
         self._rng = np.random.default_rng(3)
         self._last_job = 0
 
@@ -118,40 +135,76 @@ class Field:
         return self._last_job
 
     def finish(self, job_ids: list[int]) -> None:
-        """Raises RuntimeError if any of them failed."""
+        """Raises RuntimeError if any of them failed, StuckError if any did not end."""
         if not self.engine.wait(job_ids, WAIT_S):
-            raise RuntimeError(f"jobs of {self.piece_bytes} byte pieces did not end within {WAIT_S:.0f} s")
-        failed = [result.error for result in self.engine.poll() if not result.ok]
+            raise StuckError(f"jobs of {self.piece_bytes} byte pieces did not end within {WAIT_S:.0f} s")
+        self.ended()
+
+    def ended(self) -> set[int]:
+        """Ids of the jobs that ended since the last call. Raises RuntimeError if any of them failed."""
+        results = self.engine.poll()
+        failed = [result.error for result in results if not result.ok]
         if failed:
             raise RuntimeError(f"jobs failed: {failed[0]}")
+        return {result.job_id for result in results}
 
     def close(self) -> None:
         self.engine.close()
         self.pool.close()
 
+    def __enter__(self) -> Field:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Nothing of a stuck engine can be closed: it would be waited for.
+        if kind is None or not issubclass(kind, StuckError):
+            self.close()
+
 
 def measure(machine: Machine, scale: Scale, say: Callable[[str], None]) -> Iterator[Cell]:
-    """Every cell; stops early, and says so, when the time is over."""
+    """Every cell, also those that failed; stops early, and says so, when the time is over.
+
+    Raises StuckError.
+    """
     until = time.monotonic() + scale.budget_s
     for piece_bytes in scale.piece_bytes:
         counts = [n for n in scale.pieces if n * piece_bytes <= scale.job_bytes_max]
         # Twice the largest job, so that scattered pieces are far apart.
-        place = Field(machine, piece_bytes, max(2 * counts[-1] * piece_bytes, scale.round_bytes))
+        size_bytes = max(2 * counts[-1] * piece_bytes, min(scale.round_bytes, 256 * MIB))
+        place: Field | None = None
         try:
-            for pieces in counts:
+            for pieces, direction in itertools.product(counts, (Direction.LOAD, Direction.STORE, None)):
                 if time.monotonic() > until:
                     say(f"time is over: {pieces} pieces of {piece_bytes} bytes and more are not measured")
                     return
-                for direction in (Direction.LOAD, Direction.STORE, None):
-                    yield _cell(place, direction, pieces, scale)
+                cell = Cell(direction, piece_bytes, pieces)
+                try:
+                    place = place or Field(machine, piece_bytes, size_bytes)
+                except Exception as error:  # noqa: BLE001  # any failure is a line of the report
+                    cell.errors = dict.fromkeys(("engine", "one copy"), _text(error))
+                else:
+                    _fill(cell, place, scale)
+                yield cell
+                if cell.errors and place is not None:  # what failed may have left it useless
+                    place.close()
+                    place = None
+        except StuckError:
+            place = None
+            raise
         finally:
-            place.close()
+            if place is not None:
+                place.close()
 
 
-def _cell(place: Field, direction: Direction | None, pieces: int, scale: Scale) -> Cell:
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _fill(cell: Cell, place: Field, scale: Scale) -> None:
+    """Measure each column; one that fails leaves its error. Raises StuckError."""
+    direction, pieces = cell.direction, cell.pieces
     size = pieces * place.piece_bytes
-    repeats = max(1, min(64, scale.round_bytes // size))
-    cell = Cell(direction, place.piece_bytes, pieces)
+    repeats = max(1, min(JOBS_MAX, scale.round_bytes // size))
     directions = list(Direction) if direction is None else [direction]
     moves = {way: [place.moves(pieces) for _ in range(min(repeats, 4))] for way in directions}
     total = size * repeats * len(directions)
@@ -180,13 +233,21 @@ def _cell(place: Field, direction: Direction | None, pieces: int, scale: Scale) 
             ]
         place.machine.copy_whole(copies)
 
-    cell.rates["engine"] = _rate(by_engine, total, scale.rounds)
-    cell.rates["one copy"] = _rate(whole, total, scale.rounds)
+    first = moves[directions[0]][0]
+    columns: dict[str, Callable[[], float | None]] = {
+        "one copy": lambda: _rate(whole, total, scale.rounds),
+        "engine": lambda: _rate(by_engine, total, scale.rounds),
+    }
     if direction is not None:
-        first = moves[direction][0]
-        cell.rates["call per piece"] = _each(place, direction, first, scale)
-        cell.rates["torch index"] = _indexed(place, direction, first, scale)
-    return cell
+        columns["call per piece"] = lambda: _each(place, direction, first, scale)
+        columns["torch index"] = lambda: _indexed(place, direction, first, scale)
+    for column, measure_column in columns.items():
+        try:
+            cell.rates[column] = measure_column()
+        except StuckError:
+            raise
+        except Exception as error:  # noqa: BLE001  # any failure is a line of the report
+            cell.errors[column] = _text(error)
 
 
 def _each(place: Field, direction: Direction, moves: GroupMoves, scale: Scale) -> float | None:
@@ -225,42 +286,3 @@ def _rate(run: Callable[[], None], size: int, rounds: int) -> float:
         run()
         best = min(best, time.perf_counter() - started)
     return size / best
-
-
-def slowdowns(machine: Machine, scale: Scale) -> Iterator[Slowdown]:
-    """Matrix products alone and beside transfers, in turns; medians."""
-    alone_s = min(machine.compute_seconds(scale.products) for _ in range(3))
-    for direction, sizes in ((Direction.STORE, (16, 64, 1024)), (Direction.LOAD, (4, 16, 64, 1024))):
-        for piece_bytes in (size * KIB for size in sizes):
-            place = Field(machine, piece_bytes, 128 * MIB)
-            try:
-                yield _slowdown(place, direction, alone_s, scale)
-            finally:
-                place.close()
-
-
-def _slowdown(place: Field, direction: Direction, alone_s: float, scale: Scale) -> Slowdown:
-    machine = place.machine
-    moves = place.moves(max(32 * MIB // place.piece_bytes, 1))
-    job_bytes = len(moves.slots) * place.piece_bytes
-    pilot = [place.submit(direction, moves) for _ in range(8)]
-    started = time.perf_counter()
-    place.finish(pilot)
-    rate = len(pilot) * job_bytes / max(time.perf_counter() - started, 1e-6)
-    # Enough to last longer than submitting them and the products together.
-    jobs_needed = min(max(int(4 * alone_s * rate / job_bytes) + 2, 4), 2000)
-    ratios, covered = [], True
-    for _ in range(scale.rounds):
-        alone = machine.compute_seconds(scale.products)
-        jobs = [place.submit(direction, moves) for _ in range(jobs_needed)]
-        beside = machine.compute_seconds(scale.products)
-        covered = covered and not place.engine.wait(jobs, 0.0)
-        place.finish(jobs)
-        again = machine.compute_seconds(scale.products)
-        ratios.append(beside / ((alone + again) / 2))
-    return Slowdown(direction, place.piece_bytes, 100 * (float(np.median(ratios)) - 1), rate, covered)
-
-
-def beside(machine: Any, scale: Scale) -> list[Slowdown]:
-    """Slowdowns where the machine computes beside copying; none elsewhere."""
-    return list(slowdowns(machine, scale)) if machine.computes else []

@@ -25,22 +25,24 @@ from router.api.ops import OpsPort
 from router.api.readiness import Judge, Readiness
 from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import Upkeep
+from router.feeds.base import FeedStats
 from router.feeds.manager import Followers, Following
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
-from router.fleet.status import EngineStatus, Fleet
-from router.http.cors import Cors
+from router.fleet.status import Fleet
+from router.http.server.cors import Cors
+from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
-from router.placement.books import Books
 from router.placement.decide import Planner
+from router.placement.engine import Accounts, Engine
+from router.placement.load import OthersLoad
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.app import ProxyApp
-from router.proxy.breaker import BreakerBoard
-from router.proxy.stats import ListenStats
 from router.replication.service import SharedIndex
 
 _log = structlog.get_logger()
@@ -51,23 +53,23 @@ class Router:
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.fleet = Fleet(config.engines)
-        self.books = Books.empty(clock, config.access_log)
+        self.accounts = Accounts(clock, config.access_log)
         self.shared = (
-            SharedIndex(config.index, self.books.load, clock=clock) if config.index.is_shared else None
+            SharedIndex(config.index, self._own_load, clock=clock) if config.index.is_shared else None
         )
         self.scopes = Scopes(self._facts, None if self.shared is None else self.shared.index_of)
-        self.followers = Followers(self.scopes, clock=clock, settings=config.feeds)
+        self.followers = Followers(self.scopes, clock=clock, settings=config.feeds, told=self._feed_is)
         self._following: Following = self.followers
         if self.shared is not None:
             self.shared.attach(self.followers, self.scopes)
-            self.books.inflight = self.shared.inflight
+            self.accounts.inflight = self.shared.inflight
             self._following = self.shared
+        self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
         self._upkeep = Upkeep(self.fleet, self.scopes, self.followers, clock=clock)
-        self._poller: FleetPoller | None = None
+        self._poller: FleetPoller[Engine] | None = None
         self.roster = Roster(engines_max=max(config.fleet.engines_max, len(config.engines)))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
         self._in_clients_names: aiohttp.ClientSession | None = None
@@ -80,14 +82,13 @@ class Router:
             config.prompts,
             self._post,
             engine_url=self._engine_url,
-            is_adapter=self._is_adapter,
+            is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._judge = Judge(
             self.fleet,
-            feed_state=self.planner.feed_state,
             unheard=self.fleet_sources.unheard,
             index_problem=lambda: "" if self.shared is None else self.shared.problem,
             clock=clock,
@@ -96,10 +97,8 @@ class Router:
         self.admin = self._open_admin()
         self._sources = Sources(
             self.fleet,
-            self.followers.stats,
             self.scopes,
-            self.books,
-            self.proxy.board,
+            self.accounts,
             self.proxy.stats,
             self.reader.stats,
             lambda: self.listen_stats,
@@ -119,14 +118,11 @@ class Router:
             )
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
-        board = BreakerBoard(self._clock)
         planner = Planner(
             fleet=self.fleet,
             scopes=self.scopes,
-            feeds=self.followers.stats,
             reader=self.reader,
-            books=self.books,
-            board=board,
+            accounts=self.accounts,
             settings=self.config.policy,
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
@@ -137,9 +133,7 @@ class Router:
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
         )
-        return planner, ProxyApp(
-            planner, self.config.proxy, clock=self._clock, board=board, requests=requests
-        )
+        return planner, ProxyApp(planner, self.config.proxy, clock=self._clock, requests=requests)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""
@@ -201,8 +195,8 @@ class Router:
             if self.shared is not None:
                 works.append(self.shared.run())
             background = [tasks.create_task(work) for work in works]
-            if self.books.access is not None:
-                self.books.access.start()
+            if self.accounts.access is not None:
+                self.accounts.access.start()
             try:
                 yield
             finally:
@@ -211,8 +205,8 @@ class Router:
                 if self.shared is not None:
                     await self.shared.close()
                 self._following.stop_all()
-                if self.books.access is not None:
-                    await asyncio.to_thread(self.books.access.close)
+                if self.accounts.access is not None:
+                    await asyncio.to_thread(self.accounts.access.close)
                 self.proxy.close()
                 self.reader.close()
                 self._in_clients_names = self._tasks = self._poller = None
@@ -237,54 +231,69 @@ class Router:
         desk = FleetDesk(
             self.roster,
             self.fleet,
-            self.books,
+            self._clock,
             sources=lambda: self.fleet_sources.stats,
-            feed_state=self.planner.feed_state,
             apply=self._assign,
         )
         return AdminOffice(self.config.admin, desk, clock=self._clock)
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
-    def engine_up(self, status: EngineStatus) -> None:
+    def engine_up(self, engine: Engine) -> None:
         """See ``FleetListener``."""
-        base, engine_id = status.base_model, status.engine_id
+        base, address = engine.base_model, engine.engine
         if base is None or self._tasks is None:
             return
         configured = self.config.model(base).lora_paths
-        adapters = {card.id: card.root for card in status.models if card.parent is not None and card.root}
+        adapters = {card.id: card.root for card in engine.models if card.parent is not None and card.root}
         self._lora(base).update({name: path for name, path in adapters.items() if name not in configured})
-        if not self._following.follows(status.engine, base):  # new, moved, or another model: known anew
-            self._following.stop(engine_id)
-            self.scopes.remove(engine_id)
-        self.scopes.assign(engine_id, base)
-        if not status.publishes_events:
-            if engine_id not in self.books.shadows:
-                self.books.shadows.add(engine_id, self.config.model(base).shadow_spec())
-        elif not self._following.follows(status.engine, base):
-            self.books.shadows.forget(engine_id)
-            self._following.follow(status.engine, base, self._tasks)
+        if not self._following.follows(address, base):  # new, moved, or another model: known anew
+            self._following.stop(engine.engine_id)
+            self.scopes.remove(engine.engine_id)
+        engine.residency = self.scopes.assign(engine.engine_id, base)
+        if not engine.publishes_events:
+            engine.begin_shadow(self.config.model(base).shadow_spec())
+        elif not self._following.follows(address, base):
+            engine.shadow = None
+            self._following.follow(address, base, self._tasks)
 
-    def engine_down(self, status: EngineStatus) -> None:
+    def engine_down(self, engine: Engine) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
-        self.books.shadows.reset(status.engine_id)
-        self.books.inflight.forget(status.engine_id)
+        engine.reset()
 
-    def engine_gone(self, engine_id: str) -> None:
+    def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""
-        self._following.stop(engine_id)
-        self.scopes.remove(engine_id)
-        self.books.forget(engine_id)
-        self._upkeep.forget(engine_id)
-        self.proxy.client.forget(engine_id.partition("#")[0])
-        self.proxy.board.forget(engine_id)
-        self.proxy.requests.forget(engine_id)
+        engine.load.report(running=running, waiting=waiting, now=self._clock())
 
-    def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:
-        """See ``FleetListener``."""
-        self.books.load.report(engine_id, running=running, waiting=waiting, now=self._clock())
+    def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
+        """The one place where engines are made, and where it is said what they leave behind when they go."""
+        return Engine(
+            address,
+            self.accounts,
+            fleet_changed=fleet_changed,
+            elsewhere=None if self.shared is None else self.shared.sight,
+            leaving=(
+                lambda engine: self._following.stop(engine.engine_id),
+                lambda engine: self.scopes.remove(engine.engine_id),
+                lambda engine: self._upkeep.forget(engine.engine_id),
+                lambda engine: self.proxy.requests.forget(engine.engine_id),
+                lambda engine: self.proxy.client.forget(engine.engine.base_url),
+            ),
+            events_due=self.followers.computed,
+        )
 
-    def audit(self, status: EngineStatus) -> None:
+    def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
+        """A feed began, or was stopped."""
+        engine = self.fleet.get(engine_id)
+        if engine is not None:
+            engine.feed = stats
+
+    def _own_load(self, now: float) -> dict[str, OthersLoad]:
+        """What this router alone has in flight, for other replicas."""
+        loads = ((engine.engine_id, engine.load.own(now)) for engine in self.fleet)
+        return {engine_id: load for engine_id, load in loads if load is not None}
+
+    def audit(self, status: Engine) -> None:
         """See ``Upkeep``."""
         self._upkeep.audit(status)
 
@@ -315,12 +324,9 @@ class Router:
     def _engine_url(self, model: str | None) -> str | None:
         """The least loaded engine of this model: none is to tokenize for the whole fleet."""
         now = self._clock()
-        ready = [s for s in self.fleet.ready(model) if self.proxy.board.available(s.engine_id)]
-        loads = [(self.books.load.load(s.engine_id, now), s.engine.base_url) for s in ready]
+        ready = [engine for engine in self.fleet.ready(model) if engine.breaker.allows(now)]
+        loads = [(engine.load.at(now), engine.engine.base_url) for engine in ready]
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
-
-    def _is_adapter(self, model: str) -> bool:
-        return any(card.id == model and card.parent for s in self.fleet for card in s.models)
 
     def _lora(self, model: str) -> dict[str, str]:
         """LoRA paths of a model: configured ones, completed by what its engines say. One dict, shared."""

@@ -23,11 +23,11 @@ from router.config.errors import ConfigError
 from router.config.load import Loaded
 from router.config.schema import Config
 from router.http.descriptors import connections_held
-from router.http.server import ProxyServer, listen_config
-from router.http.side_server import url_of
+from router.http.server.server import ProxyServer, listen_config
+from router.http.server.side_server import url_of
+from router.http.server.stats import ListenStats
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.proxy.stats import ListenStats
 from router.replication.redis.settings import SettingsError, redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index

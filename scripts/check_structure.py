@@ -30,7 +30,16 @@ LONE_TASKS = frozenset[str]()
 SINGLE_PROTOCOLS = frozenset[str]()
 """Protocols with one fulfilling class."""
 
-CALLED_FROM_OUTSIDE = frozenset[str]()
+CALLED_FROM_OUTSIDE = frozenset(
+    {
+        *("on_message_begin", "on_url", "on_header"),  # httptools
+        *("on_headers_complete", "on_message_complete"),  # httptools
+        *("eof_received", "pause_writing"),  # asyncio
+        *("handle_exit", "capture_signals"),  # uvicorn
+        "index_verify",  # cyclopts
+        "get_cached_block",  # vLLM's managers
+    }
+)
 """Names that a framework calls."""
 
 

@@ -61,11 +61,22 @@ class TransferResult:
     failed_keys: tuple[bytes, ...] = ()
 
 
+StreamMark = object
+"""A point in the work of a device's computing stream; only the engine that made it looks inside."""
+
+
 class TransferEngine(Protocol):
     """Copies rows asynchronously. ``submit`` never blocks and never raises for a job's own fault."""
 
-    def submit(self, job: TransferJob) -> None:
-        """Take a job. Work submitted to the current device stream before this call is seen by it."""
+    def mark(self) -> StreamMark | None:
+        """The end of what is enqueued on the current device stream now. Never blocks, never raises.
+
+        Any number of jobs may be submitted after it. None: the engine needs no marks, or can take none.
+        """
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
+        """Take a job. It sees the work enqueued on the device stream before ``after``, and need not wait for
+        what came later; None: before this call."""
 
     def poll(self) -> list[TransferResult]:
         """The jobs that ended since the last call, each exactly once; never blocks."""

@@ -1,8 +1,8 @@
 """Copies rows between a GPU's KV cache and pinned host memory, beside the model and without waiting for it.
 
-``submit`` records an event on the computing stream and queues the job; a thread spells jobs out and enqueues
-them on one stream per direction, both of the lowest priority, behind that event: a store reads what was
-computed before it was submitted, a load overwrites nothing that earlier work still has to zero. Loads go
+``mark`` records an event on the computing stream, ``submit`` queues a job behind one; a thread spells jobs
+out and enqueues them on one stream per direction, both of the lowest priority, behind that event: a store
+reads what was computed before it, a load overwrites nothing that earlier work still has to zero. Loads go
 before stores, because requests wait for them. ``poll`` asks the events behind each part.
 
 Always holds: a job is reported once, and well only after its last byte arrived; ``submit`` and ``poll`` never
@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from connectors.layout.blocks import CacheView
-from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
 from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
 from connectors.transfer.cuda_device import Device, TorchDevice
-from connectors.transfer.cuda_lane import EventPool, Lane, Part, PreparedJob, QueuedJob
+from connectors.transfer.cuda_lane import EventPool, Lane, Mark, Part, PreparedJob, QueuedJob
 from connectors.transfer.cuda_mover import MoveCounts, Mover
 from connectors.transfer.driver import CudaDriver, Driver
 from connectors.transfer.host_pool import PinnedHostPool
@@ -134,7 +134,22 @@ class CudaTransferEngine:
         """How often enqueueing stopped because ``inflight_bytes_max`` were on their way."""
         return sum(lane.throttled for lane in self._lanes.values())
 
-    def submit(self, job: TransferJob) -> None:
+    def mark(self) -> StreamMark | None:
+        """An event on the computing stream; None: the device is dead, and so is the engine now."""
+        return self._mark()
+
+    def _mark(self) -> Mark | None:
+        if self._failure:
+            return None
+        try:
+            return Mark(self._events, self._device)
+        except Exception as error:
+            log.exception("recording an event on the computing stream failed")
+            with self._changed:
+                self._fail(error)
+            return None
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         """Take a job; whatever is wrong with it, or with the device, shows in its result."""
         refusal = self._plan.refusal(job)
         with self._changed:
@@ -150,10 +165,15 @@ class CudaTransferEngine:
             elif not refusal and job.direction is Direction.STORE and self._full(lane):
                 self.stores_dropped += 1
                 refusal = f"{len(lane.waiting)} stores are waiting, no more are taken"
+            ready = None
             if not refusal:
-                refusal = self._queue(job, lane)
+                ready = after if isinstance(after, Mark) else self._mark()
+                refusal = self._failure
             if refusal:
                 self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
+            else:
+                self._unfinished[job.job_id] = job
+                lane.waiting.append(QueuedJob(job, ready, self._clock()))
             self._changed.notify_all()
 
     def poll(self) -> list[TransferResult]:
@@ -185,18 +205,6 @@ class CudaTransferEngine:
 
     def _full(self, lane: Lane) -> bool:
         return len(lane.waiting) >= self._queued_stores_max
-
-    def _queue(self, job: TransferJob, lane: Lane) -> str:
-        """Empty, or why the device did not take the event that the job has to wait for."""
-        try:
-            ready = self._events.take()
-            self._device.record(ready, self._device.current_stream())
-        except Exception as error:
-            log.exception("recording an event on the computing stream failed")
-            return self._fail(error)
-        self._unfinished[job.job_id] = job
-        lane.waiting.append(QueuedJob(job, ready, self._clock()))
-        return ""
 
     def _retire(self) -> None:
         """Report what has arrived. The lock is held."""
@@ -263,9 +271,10 @@ class CudaTransferEngine:
         prepared = lane.current
         if queued is not None:
             prepared = Lane.prepare(queued, self._plan, self._host_chunk_bytes)
-            self._device.wait(lane.stream, queued.ready)
+            if queued.ready is not None:
+                self._device.wait(lane.stream, queued.ready.event)
+                queued.ready = None
             with self._changed:
-                self._events.give(queued.ready)
                 lane.current = prepared
         if prepared is not None:
             self._send(lane, prepared)

@@ -25,7 +25,7 @@ PART_BYTES_MAX = 32 << 20
 
 
 class EventPool:
-    """Events that are used again: creating one costs more than recording it."""
+    """Events that are used again: creating one costs more than recording it. Any thread may take and give."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -45,12 +45,26 @@ class EventPool:
         self._free.append(event)
 
 
+class Mark:
+    """An event recorded on the computing stream; goes back to its pool when no job refers to it any more."""
+
+    def __init__(self, events: EventPool, device: Device) -> None:
+        """Raises what the device raises."""
+        self._events = events
+        self.event = events.take()
+        device.record(self.event, device.current_stream())
+
+    def __del__(self) -> None:
+        if hasattr(self, "event"):
+            self._events.give(self.event)
+
+
 @dataclass(slots=True)
 class QueuedJob:
-    """A job that waits to be enqueued. ``ready``: recorded on the computing stream when it was submitted."""
+    """A job that waits to be enqueued. ``ready``: what it has to wait for; None: the wait is enqueued."""
 
     job: TransferJob
-    ready: EventHandle
+    ready: Mark | None
     submitted_at: float
 
 

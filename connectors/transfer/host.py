@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from connectors.layout.blocks import CacheView
-from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
 from connectors.transfer.plan import HostMemory, TransferPlan, merge_adjacent
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,13 @@ class HostTransferEngine:
         self._thread = threading.Thread(target=self._run, name="kvatlas-host-copy", daemon=True)
         self._thread.start()
 
-    def submit(self, job: TransferJob) -> None:
+    def mark(self) -> StreamMark | None:
+        """None: what computes in host memory has ended when a job is submitted."""
+        return None
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         """Take a job; whatever is wrong with it shows in its result."""
+        del after
         refusal = self._plan.refusal(job)
         with self._changed:
             if job.job_id in self._unfinished:

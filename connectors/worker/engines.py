@@ -8,7 +8,7 @@ from typing import Any
 
 from connectors.errors import ConfigError
 from connectors.layout.blocks import CacheView, LayoutError, row_bytes_from_config
-from connectors.transfer.base import TransferEngine, TransferJob, TransferResult
+from connectors.transfer.base import StreamMark, TransferEngine, TransferJob, TransferResult
 from connectors.transfer.host_pool import PinnedHostPool
 
 
@@ -20,8 +20,11 @@ class EngineWithPool:
         self._pool = pool
         self._closed = False
 
-    def submit(self, job: TransferJob) -> None:
-        self._engine.submit(job)
+    def mark(self) -> StreamMark | None:
+        return self._engine.mark()
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
+        self._engine.submit(job, after)
 
     def poll(self) -> list[TransferResult]:
         return self._engine.poll()

@@ -23,7 +23,14 @@ from connectors.layout.blocks import CacheView
 from connectors.store.base import BlockStore, Deadline
 from connectors.store.frame import FRAME_BYTES
 from connectors.store.namespace import Namespace
-from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
+from connectors.transfer.base import (
+    Direction,
+    GroupMoves,
+    StreamMark,
+    TransferEngine,
+    TransferJob,
+    TransferResult,
+)
 from connectors.worker.staged_jobs import Chunk, StagedJob, StagedView, StagingSettings, staging_row_bytes
 from connectors.worker.store_threads import StagedValue, StoreTask, StoreThreads
 
@@ -85,7 +92,10 @@ class StagedTransfers:
 
     # -- the transfer engine's interface -----------------------------------------------------------------
 
-    def submit(self, job: TransferJob) -> None:
+    def mark(self) -> StreamMark | None:
+        return self._copies.mark()
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         if job.job_id in self._jobs:
             log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
             return
@@ -96,7 +106,10 @@ class StagedTransfers:
         except ValueError as error:
             self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, str(error)))
             return
-        taken = StagedJob.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction))
+        # Its blocks are its own from here on, so one mark serves all its chunks, however late they are
+        # copied: none waits for a forward pass that was launched meanwhile.
+        after = self._copies.mark() if after is None else after
+        taken = StagedJob.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction), after)
         self._jobs[job.job_id] = taken
         self._queues[0 if job.direction is Direction.LOAD else 1].append(taken)
         self._advance()
@@ -200,7 +213,8 @@ class StagedTransfers:
                     GroupMoves(group, np.array(ids, np.int64), np.array(rows, np.int64))
                     for group, (ids, rows) in by_group.items()
                 ),
-            )
+            ),
+            chunk.job.after,
         )
 
     def _visit_store(self, chunk: Chunk) -> None:

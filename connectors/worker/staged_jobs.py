@@ -11,7 +11,7 @@ from connectors.layout.blocks import CacheView
 from connectors.store.base import Deadline
 from connectors.store.frame import DIGEST_BYTES, FRAME_BYTES
 from connectors.store.namespace import Namespace
-from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class StagedJob:
     deadline: Deadline
     waiting: deque[list[Block]]
     """Chunks that have no rows yet."""
+    after: StreamMark | None = None
+    """What the device computed before it was submitted; every chunk is copied after that."""
     running: int = 0
     overdue: bool = False
     failed: set[bytes] = field(default_factory=set)
@@ -53,7 +55,14 @@ class StagedJob:
     bytes_by_group: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: TransferJob, epoch: int, chunk_blocks: int, limit_s: float) -> StagedJob:
+    def of(
+        cls,
+        job: TransferJob,
+        epoch: int,
+        chunk_blocks: int,
+        limit_s: float,
+        after: StreamMark | None = None,
+    ) -> StagedJob:
         """Cut a sound job into chunks."""
         blocks = [
             Block(moves.group_idx, int(block_id), key)
@@ -61,7 +70,7 @@ class StagedJob:
             for block_id, key in zip(moves.block_ids, moves.keys, strict=True)
         ]
         chunks = deque(blocks[at : at + chunk_blocks] for at in range(0, len(blocks), chunk_blocks))
-        return cls(job.job_id, job.direction, epoch, time.monotonic(), Deadline(limit_s), chunks)
+        return cls(job.job_id, job.direction, epoch, time.monotonic(), Deadline(limit_s), chunks, after)
 
     def result(self) -> TransferResult:
         """How it ended; it did when nothing waits or runs."""

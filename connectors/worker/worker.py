@@ -15,7 +15,7 @@ from connectors.layout.blocks import CacheView
 from connectors.layout.tensors import view_of_tensors
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.tally import Tally
-from connectors.transfer.base import TransferEngine, TransferJob, TransferResult
+from connectors.transfer.base import StreamMark, TransferEngine, TransferJob, TransferResult
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class OffloadWorker:
         self._waiting: dict[int, str] = {}
         """Load jobs under way and the requests that wait for them."""
         self._ended: list[TransferResult] = []
+        self._before_forward: StreamMark | None = None
+        """Taken before the step's forward pass was launched, if the step has loads."""
 
     @property
     def engine(self) -> TransferEngine:
@@ -60,19 +62,30 @@ class OffloadWorker:
         """Move blocks with this engine, for caches that are not registered as tensors."""
         self._engine = engine
 
+    def bind(self, step: StepJobs) -> None:
+        """Hear of a step before its forward pass is launched.
+
+        vLLM asks for loads only after that, to launch the pass early. Whatever their blocks still need (being
+        zeroed, or copied from) is enqueued already, and no request of this pass reads or writes them: loads
+        wait for this point of the computing stream and run beside the pass, not after it.
+        """
+        self._before_forward = self.engine.mark() if step.loads else None
+
     def start_load_kv(self, step: StepJobs) -> None:
         """Begin the step's loads. A job without blocks is one that the scheduler knows cannot be done."""
+        after, self._before_forward = self._before_forward, None
         for job in step.loads:
             self._waiting[job.job_id] = step.load_requests[job.job_id]
             if job.groups:
-                self.engine.submit(job)
+                self.engine.submit(job, after)
             else:
                 self._ended.append(_impossible(job))
 
     def wait_for_save(self, step: StepJobs) -> None:
         """Begin the step's stores, after its forward pass was launched; waits for nothing."""
+        after = self.engine.mark() if step.stores else None
         for job in step.stores:
-            self.engine.submit(job)
+            self.engine.submit(job, after)
 
     def poll(self) -> tuple[set[str], set[str]]:
         """(Requests whose load ended since the last call, those of them that failed)."""

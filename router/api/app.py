@@ -19,11 +19,12 @@ from starlette.requests import ClientDisconnect
 from router import __version__
 from router.api.metrics import Sources, render_metrics
 from router.api.readiness import Readiness
-from router.fleet.status import EngineStatus, Fleet
+from router.fleet.status import Fleet
 from router.openai.body import decode_leniently, peek_any_size
 from router.openai.errors import ApiError, bad_request, body_too_large, echoed
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
+from router.placement.engine import Engine
 from router.placement.explain import explain
 
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
@@ -44,7 +45,7 @@ def create_control(
     refusal: Callable[[str], ApiError],
 ) -> FastAPI:
     """The application for ``is_control`` paths of the public port; ``refusal`` is for those it has not."""
-    app = _create(planner, sources, readiness)
+    app = _create(sources, readiness)
 
     @app.api_route("/metrics", methods=_METHODS)
     @app.api_route(CONTROL_PREFIX + "{rest:path}", methods=_METHODS)
@@ -63,13 +64,13 @@ def create_ops(
     body_bytes_max: int,
 ) -> FastAPI:
     """The application with everything, for the ops port."""
-    app = _create(planner, sources, readiness)
+    app = _create(sources, readiness)
     _add_metrics(app, sources)
     _add_insight(app, planner, sources, body_bytes_max)
     return app
 
 
-def _create(planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> FastAPI:
+def _create(sources: Sources, readiness: Callable[[], Readiness]) -> FastAPI:
     app = FastAPI(
         title="kvatlas",
         version=__version__,
@@ -79,7 +80,7 @@ def _create(planner: Planner, sources: Sources, readiness: Callable[[], Readines
         redirect_slashes=False,
     )
     add_errors(app)
-    _add_health(app, planner, sources, readiness)
+    _add_health(app, sources, readiness)
     _add_models(app, sources.fleet)
     return app
 
@@ -130,7 +131,7 @@ def _get(app: FastAPI, path: str) -> Callable[[Any], Any]:
     return app.api_route(path, methods=["GET", "HEAD"])
 
 
-def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Callable[[], Readiness]) -> None:
+def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readiness]) -> None:
     @_get(app, "/health")
     async def health() -> dict[str, str]:
         """The process lives."""
@@ -140,7 +141,7 @@ def _add_health(app: FastAPI, planner: Planner, sources: Sources, readiness: Cal
     async def ready() -> JSONResponse:
         """200 once at least one engine answers and its feed has caught up (or had its time)."""
         state = readiness()
-        engines = {status.engine_id: _brief(planner, status) for status in sources.fleet}
+        engines = {status.engine_id: _brief(status) for status in sources.fleet}
         content = {"ready": state.ready, "reason": state.reason, "engines": engines}
         return JSONResponse(content, 200 if state.ready else 503)
 
@@ -156,7 +157,7 @@ def _add_metrics(app: FastAPI, sources: Sources) -> None:
         return Response(render_metrics(sources), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_models(app: FastAPI, fleet: Fleet) -> None:
+def _add_models(app: FastAPI, fleet: Fleet[Engine]) -> None:
     @_get(app, "/v1/models")
     async def models() -> Response:
         """Models of all engines that are up."""
@@ -181,7 +182,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     @_get(app, "/kvatlas/engines")
     async def engines() -> Response:
         """Every engine as the router sees it."""
-        return json_answer([_full(planner, sources, status) for status in sources.fleet])
+        return json_answer([_full(sources, status) for status in sources.fleet])
 
     @_get(app, "/kvatlas/sources")
     async def fleet_sources() -> Response:
@@ -195,14 +196,14 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         return json_answer(
             [
                 {**msgspec.to_builtins(r), "hit_by_medium": r.by_medium, "outcome": r.outcome}
-                for r in sources.books.receipts.latest
+                for r in sources.accounts.receipts.latest
             ]
         )
 
     @_get(app, "/kvatlas/access_log")
     async def access_log() -> Response:
         """Lengths and keyed prefix hashes of the latest requests, for `kvatlas advise --router`."""
-        log = sources.books.access
+        log = sources.accounts.access
         if log is None:
             raise ApiError(
                 404,
@@ -223,7 +224,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        return json_answer(explain(await planner.explain(inbound), planner.feed_state))
+        return json_answer(explain(await planner.explain(inbound)))
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
@@ -251,38 +252,32 @@ def json_answer(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _brief(planner: Planner, status: EngineStatus) -> dict[str, Any]:
+def _brief(status: Engine) -> dict[str, Any]:
     return {
         "up": status.up,
         "problem": status.problem,
         "held": status.held,
-        "feed": planner.feed_state(status.engine_id),
+        "feed": status.feed_state,
     }
 
 
-def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str, Any]:
-    feed = sources.feeds.get(status.engine_id)
-    engine = sources.scopes.engine(status.engine_id)
-    load = sources.books.load.load(status.engine_id, sources.books.now())
-    receipts = sources.books.receipts.engines.get(status.engine_id)
+def _full(sources: Sources, status: Engine) -> dict[str, Any]:
+    feed, now = status.feed, sources.accounts.now()
+    engine = None if status.residency is None else status.residency.writer
     return {
         "engine": status.engine_id,
         "up": status.up,
         "problem": status.problem,
         "held": status.held,
         "models": [card.id for card in status.models],
-        "available": sources.board.available(status.engine_id),
+        "available": status.breaker.allows(now),
         "publishes_events": status.publishes_events,
         "kv_usage": status.kv_usage,
         "kv_cached": None if engine is None else engine.cached_share(status.pool_blocks),
         "feed": None if feed is None else msgspec.to_builtins(feed),
-        "feed_state": planner.feed_state(status.engine_id),
+        "feed_state": status.feed_state,
         "followed_by": None if sources.shared is None else sources.shared.follower(status.engine_id),
-        "mode": "shadow"
-        if status.engine_id in sources.books.shadows
-        else None
-        if engine is None
-        else engine.mode,
+        "mode": "shadow" if status.shadow is not None else None if engine is None else engine.mode,
         "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
         "assumed_scheme": None
         if engine is None or engine.assumed is None
@@ -290,7 +285,7 @@ def _full(planner: Planner, sources: Sources, status: EngineStatus) -> dict[str,
         "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
         "shared_stores": [] if engine is None else sorted(engine.stores),
         "rejected_events": {} if engine is None else dict(engine.rejected),
-        "load": msgspec.to_builtins(load),
-        "receipts": {} if receipts is None else receipts.outcomes,
-        "drifting": receipts is not None and receipts.drifting,
+        "load": msgspec.to_builtins(status.load.at(now)),
+        "receipts": status.receipts.outcomes,
+        "drifting": status.receipts.drifting,
     }

@@ -18,18 +18,18 @@ from prometheus_client.metrics_core import Metric
 
 from router import __version__
 from router.api.admin.stats import AdminStats
-from router.feeds.base import FeedState, FeedStats
+from router.feeds.base import FeedState
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
+from router.http.server.stats import ListenStats
 from router.index.models import Scopes
 from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestBook
-from router.placement.books import Books
+from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
-from router.proxy.breaker import BreakerBoard
-from router.proxy.stats import ListenStats, ProxyStats
+from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
 _GAUGES = frozenset(
@@ -64,11 +64,9 @@ _NOT_NUMBERS = frozenset({"state", "reason"})
 class Sources(msgspec.Struct):
     """Where the numbers are; all of them live objects."""
 
-    fleet: Fleet
-    feeds: Mapping[str, FeedStats]
+    fleet: Fleet[Engine]
     scopes: Scopes
-    books: Books
-    board: BreakerBoard
+    accounts: Accounts
     proxy: ProxyStats
     prompts: PromptStats
     listen: Callable[[], ListenStats | None]
@@ -92,7 +90,7 @@ class RouterCollector:
         if s.requests is not None:
             yield from _requests(s.requests)
         yield from self._engines()
-        yield from _by_engine("feed", s.feeds)
+        yield from _by_engine("feed", {e.engine_id: e.feed for e in s.fleet if e.feed is not None})
         yield from self._residency()
         yield from self._removals()
         yield from self._receipts()
@@ -102,11 +100,11 @@ class RouterCollector:
         if listen is not None:
             yield from _numbers("listen", listen)
         yield from _numbers("prompts", s.prompts)
-        yield from _numbers("inflight", s.books.inflight.stats)
-        yield from _numbers("affinity", s.books.affinity.stats)
-        yield from _numbers("shadow", s.books.shadows.stats)
-        if s.books.access is not None:
-            yield from _numbers("access_log", s.books.access.stats)
+        yield from _numbers("inflight", s.accounts.inflight.stats)
+        yield from _numbers("affinity", s.accounts.affinity.stats)
+        yield from _numbers("shadow", s.accounts.shadow_stats)
+        if s.accounts.access is not None:
+            yield from _numbers("access_log", s.accounts.access.stats)
         if s.shared is not None:
             yield from _numbers("lease", s.shared.keeper.stats)
             yield from _numbers("look", s.shared.sight.stats)
@@ -142,14 +140,14 @@ class RouterCollector:
             "1 for the state that the feed of the engine's KV events is in",
             labels=["engine", "state"],
         )
-        open_engines = set(s.board.open_engines())
+        now = s.accounts.now()
         for status in s.fleet:
             up.add_metric([status.engine_id], float(status.up))
             held.add_metric([status.engine_id], float(bool(status.held)))
-            opened.add_metric([status.engine_id], float(status.engine_id in open_engines))
+            opened.add_metric([status.engine_id], float(not status.breaker.allows(now)))
             if status.kv_usage is not None:
                 usage.add_metric([status.engine_id], status.kv_usage)
-            stats = s.feeds.get(status.engine_id)
+            stats = status.feed
             for state in FeedState if stats is not None else ():
                 states.add_metric(
                     [status.engine_id, str(state)], float(stats is not None and stats.state == state)
@@ -200,7 +198,7 @@ class RouterCollector:
             rows.add_metric([model], stats.patterns)
             unknown.add_metric([model], stats.unknown_removals)
         for status in self._sources.fleet:
-            engine = self._sources.scopes.engine(status.engine_id)
+            engine = None if status.residency is None else status.residency.writer
             if engine is not None:
                 mode.add_metric([status.engine_id, engine.mode], 1.0)
                 for reason, count in engine.rejected.items():
@@ -226,7 +224,7 @@ class RouterCollector:
             labels=["engine"],
         )
         for status in self._sources.fleet:
-            engine = self._sources.scopes.engine(status.engine_id)
+            engine = None if status.residency is None else status.residency.writer
             if engine is not None:
                 removals = engine.removals
                 read.add_metric([status.engine_id, str(removals.semantics)], 1.0)
@@ -276,7 +274,10 @@ class RouterCollector:
             "Predicted minus reported hit tokens, per request",
             labels=["engine"],
         )
-        for engine_id, sums in self._sources.books.receipts.engines.items():
+        for status in self._sources.fleet:
+            engine_id, sums = status.engine_id, status.receipts
+            if not sums.outcomes:
+                continue
             for outcome, count in sums.outcomes.items():
                 outcomes.add_metric([engine_id, outcome], count)
             predicted.add_metric([engine_id], sums.predicted_tokens)
@@ -291,7 +292,6 @@ class RouterCollector:
         yield from (outcomes, farthest, predicted, by_medium, actual, lengths, drifting, errors)
 
     def _load(self) -> Iterator[Metric]:
-        load = self._sources.books.load
         queue = GaugeMetricFamily(
             "kvatlas_queue_ahead_seconds",
             "Prefill work queued at the engine, by the router's account",
@@ -302,12 +302,12 @@ class RouterCollector:
             "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
             labels=["engine"],
         )
-        now = self._sources.books.now()
+        now = self._sources.accounts.now()
         for status in self._sources.fleet:
-            queue.add_metric([status.engine_id], load.queue_ahead_s(status.engine_id, now))
-            rate.add_metric([status.engine_id], load.rates.prefill_s_per_token(status.engine_id, now))
+            queue.add_metric([status.engine_id], status.load.queue_ahead_s(now))
+            rate.add_metric([status.engine_id], status.rates.prefill_s_per_token(now))
         yield from (queue, rate)
-        yield from _numbers("load", load.stats)
+        yield from _numbers("load", self._sources.accounts.load_stats)
 
 
 def render_metrics(sources: Sources) -> bytes:

@@ -17,8 +17,8 @@ from router.api.admin.door import Doorkeeper
 from router.api.admin.tokens import TokenFile
 from router.api.app import error_answer
 from router.config.schema import Config
-from router.http.server import listen_config
-from router.http.side_server import SIDE_LISTEN, SideServer
+from router.http.server.server import listen_config
+from router.http.server.side_server import SIDE_LISTEN, SideServer
 from router.openai.errors import ApiError
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from router.feeds.base import FeedState
-from router.fleet.status import EngineStatus, Fleet
+from router.fleet.status import Fleet
+from router.placement.engine import Engine
 
 _WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
 
@@ -28,16 +29,14 @@ class Judge:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Fleet[Engine],
         *,
-        feed_state: Callable[[str], str],
         unheard: Callable[[], Sequence[str]],
         index_problem: Callable[[], str],
         clock: Callable[[], float],
         warm_up_s_max: float,
     ) -> None:
         self._fleet = fleet
-        self._feed_state = feed_state
         self._unheard = unheard
         self._index_problem = index_problem
         self._clock = clock
@@ -66,5 +65,5 @@ class Judge:
             return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
         return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
 
-    def _warm(self, status: EngineStatus) -> bool:
-        return not status.publishes_events or self._feed_state(status.engine_id) in _WARM_STATES
+    def _warm(self, status: Engine) -> bool:
+        return not status.publishes_events or status.feed_state in _WARM_STATES

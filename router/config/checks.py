@@ -14,11 +14,11 @@ import msgspec
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.engine_list import check_address
+from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
-from router.placement.shadow import ShadowFleet
-from router.proxy.settings import ListenSettings
+from router.placement.shadow import Shadow
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -164,7 +164,7 @@ def _check_kinds(name: str, model: ModelConfig) -> None:
 
 def _check_shadow(name: str, model: ModelConfig) -> None:
     try:
-        ShadowFleet().add("", model.shadow_spec())
+        Shadow(model.shadow_spec())
     except ValueError as error:
         raise ConfigError(f"models.{name}.shadow: {error}") from None
 
@@ -181,7 +181,7 @@ def _check_numbers(section: str, settings: msgspec.Struct) -> None:
             raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
 
 
-def check_engine(engine: Engine) -> None:
+def check_engine(engine: EngineAddress) -> None:
     """Addresses that can be used. Raises ``ConfigError``."""
     try:
         check_address(engine)

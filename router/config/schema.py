@@ -14,15 +14,16 @@ from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
 from router.api.admin.settings import AdminSettings
 from router.feeds.base import FeedSettings
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.http.cors import CorsSettings
+from router.http.server.cors import CorsSettings
+from router.http.server.settings import ListenSettings
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.proxy.settings import ListenSettings, ProxySettings
+from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
 ANY_MODEL = "*"
@@ -191,7 +192,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``kvatlas serve`` can be told."""
 
     server: ServerConfig = ServerConfig()
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
     fleet: FleetSettings = FleetSettings()

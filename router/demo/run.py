@@ -24,7 +24,7 @@ from router.demo.load import ChatLoad, ChatOutcome
 from router.demo.store import store_process
 from router.demo.summary import Tally
 from router.demo.table import live_table
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
 from router.replication.redis.settings import SettingsError, redacted
@@ -138,7 +138,7 @@ class _Demo:
         self.started_s = time.monotonic()
         self._outcomes: asyncio.Queue[ChatOutcome] = asyncio.Queue()
         for router in routers:
-            router.books.receipts.listener = self._receipt
+            router.accounts.receipts.listener = self._receipt
 
     def done(self, outcome: ChatOutcome) -> None:
         """One request ended."""
@@ -173,11 +173,11 @@ class _Demo:
 
     def summary(self) -> dict[str, Any]:
         """The final figures (docs: README, "Try it")."""
-        books = [router.books.receipts for router in self.routers]
-        compared = sum(book.total(outcome) for book in books for outcome in ("exact", "over", "under"))
+        sums = [engine.receipts.outcomes for router in self.routers for engine in router.fleet]
+        compared = sum(one.get(outcome, 0) for one in sums for outcome in ("exact", "over", "under"))
         return {
             **self.ours.as_json(),
-            "predicted_exact": sum(book.total("exact") for book in books),
+            "predicted_exact": sum(one.get("exact", 0) for one in sums),
             "predicted_total": compared,
             "baseline": {"policy": "round-robin", **self.baseline.tally().as_json()},
         }
@@ -258,7 +258,7 @@ async def _ready(router: Router, server: RouterServer) -> None:
 def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> Config:
     return Config(
         server=ServerConfig(port=port, ops_port=0, expose_decision=True),
-        engines=tuple(Engine(url) for url in urls),
+        engines=tuple(EngineAddress(url) for url in urls),
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
         index=msgspec.structs.replace(index, replica=replica, lookup_timeout_s=_LOOKUP_S),

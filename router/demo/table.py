@@ -13,6 +13,7 @@ from router.app import Router
 from router.demo.summary import Tally
 from router.fleet.status import EngineStatus
 from router.observe.receipts import EngineReceipts
+from router.placement.engine import Engine
 
 
 def live_table(
@@ -33,7 +34,8 @@ def live_table(
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", no_wrap=True)
     for status in router.fleet:
-        sums = [r.books.receipts.engines.get(status.engine_id, EngineReceipts()) for r in routers]
+        same = [r.fleet.get(status.engine_id) for r in routers]
+        sums = [engine.receipts for engine in same if engine is not None]
         tally = per_engine.get(status.engine_id, Tally())
         table.add_row(
             status.engine_id.removeprefix("http://"),
@@ -43,7 +45,7 @@ def live_table(
             _exact(sums),
             _held(routers, status),
             _ms(tally.ttft_ms(0.5)),
-            _feed(routers, status.engine_id),
+            _feed(routers, status),
         )
     return Group(table, Text(_compare(ours, baseline)))
 
@@ -69,13 +71,12 @@ def _held(routers: Sequence[Router], status: EngineStatus) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def _feed(routers: Sequence[Router], engine_id: str) -> str:
+def _feed(routers: Sequence[Router], engine: Engine) -> str:
     """State of the feed, and which of several routers follows it."""
-    state = routers[0].planner.feed_state(engine_id)
     if len(routers) == 1:
-        return state
-    who = next((str(n) for n, r in enumerate(routers, 1) if engine_id in r.followers.stats), "nobody")
-    return f"{state} at {who}"
+        return engine.feed_state
+    who = next((str(n) for n, r in enumerate(routers, 1) if engine.engine_id in r.followers.stats), "nobody")
+    return f"{engine.feed_state} at {who}"
 
 
 def _exact(sums: list[EngineReceipts]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
 from router.feeds.base import FeedState
 from router.feeds.manager import Followers
-from router.fleet.status import EngineStatus, Fleet
+from router.fleet.status import EngineStatus
 from router.index.models import Scopes
 
 _log = structlog.get_logger()
@@ -24,7 +24,12 @@ class Upkeep:
     """See the module; ``detect`` and ``audit_all`` run until cancelled."""
 
     def __init__(
-        self, fleet: Fleet, scopes: Scopes, followers: Followers, *, clock: Callable[[], float]
+        self,
+        fleet: Iterable[EngineStatus],
+        scopes: Scopes,
+        followers: Followers,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._scopes = scopes

@@ -29,6 +29,8 @@ from router.feeds.recovery.replay_answers import ReplayAnswers
 from router.feeds.recovery.snapshot_answers import SnapshotAnswers
 from router.feeds.wire import Frame
 
+NEVER_OWED = float("-inf")
+
 
 class FeedMachine:
     """See the module's docstring. ``stats`` is updated in place."""
@@ -47,7 +49,7 @@ class FeedMachine:
         self._connected = False
         self._connection_seen = False  # by the socket's monitor, not just implied by a message
         self._ever_connected = False
-        self._traffic_expected = False
+        self._owed_since = NEVER_OWED
         self._live_seq = NOWHERE  # of the last live batch of this connection
 
     # Inputs.
@@ -134,11 +136,11 @@ class FeedMachine:
         self._recovery.trust.at_once(now)
         return self._finish()
 
-    def expect_traffic(self, now: float, expected: bool) -> list[Action]:
-        """Whether the engine is known (from its HTTP side) to be working, so that silence is a fault."""
-        if expected and not self._traffic_expected:
-            self._recovery.heard_at = now
-        self._traffic_expected = expected
+    def computed(self, now: float, since: float) -> list[Action]:
+        """The engine's answers show that it stored blocks from ``since`` to ``now``: it owes their events."""
+        heard_at = self._recovery.heard_at
+        if heard_at < since and heard_at >= self._owed_since:
+            self._owed_since = now
         return self._finish()
 
     def batch_failed(self) -> list[Action]:
@@ -195,7 +197,8 @@ class FeedMachine:
         recovery = self._recovery
         if recovery.stale or not self._connected or now - recovery.heard_at < self._settings.stale_after_s:
             return
-        if self._settings.heartbeats or self._traffic_expected or recovery.beats:
+        owes = recovery.heard_at < self._owed_since <= now - self._settings.stale_after_s
+        if self._settings.heartbeats or recovery.beats or owes:
             recovery.stale = True
             if recovery.has_replay and recovery.repair is None and self._position.next_seq > 0:
                 recovery.start(now, RepairKind.CHECK)

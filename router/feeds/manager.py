@@ -15,7 +15,7 @@ import structlog
 
 from router.feeds.base import FeedSettings, FeedSink, FeedStats
 from router.feeds.subscriber import Feed
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 
 _log = structlog.get_logger()
 _RESTART_S = 1.0
@@ -24,10 +24,10 @@ _RESTART_S = 1.0
 class Following(Protocol):
     """Sees to it that engines are followed: here, or by whichever replica has the lease."""
 
-    def follows(self, engine: Engine, model: str) -> bool:
+    def follows(self, engine: EngineAddress, model: str) -> bool:
         """Whether this engine is followed, at these addresses and for this model."""
 
-    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+    def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """Begin to follow an engine that is not followed."""
 
     def stop(self, engine_id: str) -> None:
@@ -38,21 +38,34 @@ class Following(Protocol):
 
 
 class Followers:
-    """At most one feed per engine id. ``stats`` is live, and has the feeds of this moment."""
+    """At most one feed per engine id. ``told`` hears of every feed that begins (its stats, live) or is
+    stopped."""
 
-    def __init__(self, sink: FeedSink, *, clock: Callable[[], float], settings: FeedSettings) -> None:
-        self.stats: dict[str, FeedStats] = {}
+    def __init__(
+        self,
+        sink: FeedSink,
+        *,
+        clock: Callable[[], float],
+        settings: FeedSettings,
+        told: Callable[[str, FeedStats | None], None] = lambda engine_id, stats: None,
+    ) -> None:
         self._sink = sink
+        self._told = told
         self._clock = clock
         self._settings = settings
         self._followed: dict[str, _Followed] = {}
 
-    def follows(self, engine: Engine, model: str) -> bool:
+    @property
+    def stats(self) -> dict[str, FeedStats]:
+        """Of the feeds of this moment, by engine id."""
+        return {e: one.feed.stats for e, one in self._followed.items() if one.feed is not None}
+
+    def follows(self, engine: EngineAddress, model: str) -> bool:
         """Whether this engine is followed, at these addresses and for this model."""
         followed = self._followed.get(engine.engine_id)
         return followed is not None and (followed.engine, followed.model) == (engine, model)
 
-    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+    def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """Begin to follow an engine that is not followed. Its feed runs in ``tasks``."""
         followed = _Followed(engine, model)
         self._followed[engine.engine_id] = followed
@@ -63,7 +76,7 @@ class Followers:
         followed = self._followed.pop(engine_id, None)
         if followed is None:
             return
-        self.stats.pop(engine_id, None)
+        self._told(engine_id, None)
         if followed.feed is not None:
             followed.feed.close()
         if followed.task is not None:
@@ -74,6 +87,12 @@ class Followers:
         followed = self._followed.get(engine_id)
         if followed is not None and followed.feed is not None:
             followed.feed.distrust(reason)
+
+    def computed(self, engine_id: str, since: float) -> None:
+        """An engine's answer shows that it stored blocks since then (clock seconds)."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.computed(since)
 
     def stop_all(self) -> None:
         """Stop following every engine."""
@@ -95,7 +114,7 @@ class Followers:
                 settings=self._settings,
                 snapshot_endpoint=engine.snapshot,
             )
-            self.stats[engine.engine_id] = feed.stats
+            self._told(engine.engine_id, feed.stats)
             try:
                 await feed.run()
             except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
@@ -107,7 +126,7 @@ class Followers:
 class _Followed:
     """One engine's place among the followed."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: EngineAddress, model: str) -> None:
         self.engine = engine
         self.model = model
         self.feed: Feed | None = None

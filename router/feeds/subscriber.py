@@ -131,9 +131,10 @@ class Feed:
             self._sink.unstage(self.engine_id)
             self._sink.forget(self.engine_id)
 
-    def expect_traffic(self, expected: bool) -> None:
-        """Tell the feed whether the engine is known to be computing, so that silence makes it STALE."""
-        self._actions.extend(self._machine.expect_traffic(self._clock(), expected))
+    def computed(self, since: float) -> None:
+        """Tell the feed that the engine stored blocks since then (clock seconds). Without their events it
+        becomes STALE."""
+        self._actions.extend(self._machine.computed(self._clock(), since))
 
     def distrust(self, reason: str) -> None:
         """Tell the feed that what it led to is shown to be wrong: it is discounted, and fetched anew."""

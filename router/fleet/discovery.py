@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 
 from router.fleet.desired import STATIC, Roster
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import Sighting, Source, SourceStats
-from router.fleet.sources.dns.source import DnsSource
+from router.fleet.sources.dns import DnsSource
 from router.fleet.sources.engine_list import check_address
 from router.fleet.sources.file import FileSource
 from router.fleet.sources.kubernetes.access import AccessError
@@ -30,7 +30,7 @@ class FleetSources:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineAddress],
         settings: FleetSettings,
         roster: Roster,
         *,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,28 +22,28 @@ import structlog
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.gauges import read_gauges, read_pool_blocks
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.fleet.status import EngineStatus, Fleet, ModelCard, Reassigned
+from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
 from router.observe.seldom import Seldom
 
 _log = structlog.get_logger()
 
 
-class FleetListener(Protocol):
+E_contra = TypeVar("E_contra", bound=EngineStatus, contravariant=True)
+
+
+class FleetListener(Protocol[E_contra]):
     """Who must know when the fleet changes."""
 
-    def engine_up(self, status: EngineStatus) -> None:
+    def engine_up(self, engine: E_contra, /) -> None:
         """An engine answers for the first time, again, or with other models or event endpoints."""
 
-    def engine_down(self, status: EngineStatus) -> None:
+    def engine_down(self, engine: E_contra, /) -> None:
         """An engine stopped answering."""
 
-    def engine_gone(self, engine_id: str) -> None:
-        """An engine left the fleet."""
-
-    def engine_load(self, engine_id: str, *, running: int, waiting: int) -> None:
+    def engine_load(self, engine: E_contra, /, *, running: int, waiting: int) -> None:
         """The engine's own gauges."""
 
 
@@ -69,11 +69,15 @@ _SILENT_EVERY_S = 60.0
 _T = TypeVar("_T")
 
 
-class FleetPoller:
+class FleetPoller(Generic[E]):
     """Runs one polling task per server until cancelled."""
 
     def __init__(
-        self, fleet: Fleet, listener: FleetListener, settings: FleetSettings, session: aiohttp.ClientSession
+        self,
+        fleet: Fleet[E],
+        listener: FleetListener[E],
+        settings: FleetSettings,
+        session: aiohttp.ClientSession,
     ) -> None:
         self._fleet = fleet
         self._listener = listener
@@ -98,8 +102,6 @@ class FleetPoller:
         changes = self._fleet.assign(wanted)
         for base_url in (*changes.dropped, *changes.touched):
             self._stop(base_url)
-        for engine_id in changes.gone:
-            self._tell(self._listener.engine_gone, engine_id)
         for engine_id in changes.moved:
             status = self._fleet.get(engine_id)
             if status is not None and status.up:
@@ -176,9 +178,7 @@ class FleetPoller:
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
 
-    def _note(
-        self, status: EngineStatus, models: tuple[ModelCard, ...], problem: str, *, moved: bool
-    ) -> None:
+    def _note(self, status: E, models: tuple[ModelCard, ...], problem: str, *, moved: bool) -> None:
         was_up, had = status.up, status.models
         status.up, status.problem = bool(models), problem
         if models:
@@ -201,7 +201,7 @@ class FleetPoller:
             self._settled.discard(base_url)
         if base_url in self._settled:
             return []
-        found: Sequence[Engine] = ()
+        found: Sequence[EngineAddress] = ()
         try:
             body = await self._get(f"{base_url}/kv_event_sources")
             found = discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
@@ -215,10 +215,7 @@ class FleetPoller:
                 return []
         if not found:
             self._settled.add(base_url)
-        changed, gone = self._fleet.replace(base_url, found or configured)
-        for engine_id in gone:
-            self._listener.engine_gone(engine_id)
-        return changed
+        return self._fleet.replace(base_url, found or configured)[0]
 
     async def _ask_gauges(self, base_url: str) -> None:
         try:
@@ -231,7 +228,7 @@ class FleetPoller:
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
-                    status.engine_id,
+                    status,
                     running=int(gauges["num_requests_running"]),
                     waiting=int(gauges["num_requests_waiting"]),
                 )
@@ -263,7 +260,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
 
 
-def event_sources(base_url: str, body: bytes) -> list[Engine]:
+def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
     """Engines of a ``/kv_event_sources`` answer. Raises ``ValueError`` for a body that is none."""
     try:
         return discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
@@ -271,13 +268,13 @@ def event_sources(base_url: str, body: bytes) -> list[Engine]:
         raise ValueError(str(error)) from None
 
 
-def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[Engine]:
+def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[EngineAddress]:
     """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
 
     Sources that publish nothing, or whose endpoint or rank is not one, are left out.
     """
     host = urlsplit(base_url).hostname or "127.0.0.1"
-    live: dict[int, Engine] = {}
+    live: dict[int, EngineAddress] = {}
     for rank, source in sources.items():
         number = int(rank) if re.fullmatch(r"\d{1,6}", rank, re.ASCII) else None
         if number is None or source is None or not source.enable_kv_cache_events:
@@ -290,7 +287,7 @@ def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> 
         if replay is not None and not _ENDPOINT.fullmatch(replay):
             replay = None
         named = number if len(sources) > 1 else None
-        live[number] = Engine(base_url, named, events, replay, source.topic)
+        live[number] = EngineAddress(base_url, named, events, replay, source.topic)
     return [live[number] for number in sorted(live)]
 
 

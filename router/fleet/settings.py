@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
-from router.fleet.sources.dns.resolver import parse_server
-
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")
+_DNS_PORT = 53
 _NAMESPACE = re.compile(r"\*|[a-z0-9]([a-z0-9-]{0,62})")
 
 
@@ -207,3 +207,17 @@ def _dns_target(name: str) -> bool:
         return bool(_DNS_NAME.fullmatch(name)) and name.count(".") >= 2
     host, _, port = name.rpartition(":")
     return bool(_DNS_NAME.fullmatch(host)) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
+def parse_server(text: str) -> tuple[str, int]:
+    """A DNS server as ``ADDRESS``, ``ADDRESS:PORT`` or ``[IPV6]:PORT``. Raises ``ValueError``."""
+    host, separator, port = text.rpartition(":")
+    if not separator or (":" in host and not host.startswith("[")):
+        host, port = text, str(_DNS_PORT)
+    try:
+        address = str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        address = ""
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{text!r} is not ADDRESS or ADDRESS:PORT")
+    return address, int(port)

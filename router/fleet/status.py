@@ -8,11 +8,12 @@ seen up serves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class EngineStatus:
         *("kv_usage", "pool_blocks", "problem"),
     )
 
-    def __init__(self, engine: Engine, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.engine_id = engine.engine_id
         self.base_model: str | None = None
@@ -86,6 +87,19 @@ class EngineStatus:
     def serves(self, model: str) -> bool:
         return any(card.id == model for card in self._models)
 
+    def close(self) -> None:
+        """It left the fleet: whatever was kept of it goes. Called once, by the fleet."""
+
+
+E = TypeVar("E", bound=EngineStatus)
+E_co = TypeVar("E_co", bound=EngineStatus, covariant=True)
+
+
+class EngineFactory(Protocol[E_co]):
+    """Makes the fleet's object of an engine: an ``EngineStatus``, or more than that."""
+
+    def __call__(self, engine: EngineAddress, /, *, fleet_changed: Callable[[], None]) -> E_co: ...
+
 
 class Reassigned(msgspec.Struct):
     """What an assignment changed, by base URL and by engine id."""
@@ -102,47 +116,51 @@ class Reassigned(msgspec.Struct):
     """Ids of engines that left."""
 
 
-class Fleet:
-    """All engines."""
+class Fleet(Generic[E]):
+    """All engines, each one object from when it comes until it leaves (``close``)."""
 
-    def __init__(self, engines: Iterable[Engine] = ()) -> None:
-        self._configured = {engine.engine_id: engine for engine in engines}
+    def __init__(self, engines: Iterable[EngineAddress] = (), make: EngineFactory[E] | None = None) -> None:
+        self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
+        self._configured: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
-        self._ready: dict[str | None, list[EngineStatus]] = {}
-        self._status = {name: self._new(engine) for name, engine in self._configured.items()}
+        self._ready: dict[str | None, list[E]] = {}
+        self._adapters: frozenset[str] | None = None
+        self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
-    def __iter__(self) -> Iterator[EngineStatus]:
+    def __iter__(self) -> Iterator[E]:
         return iter(self._status.values())
 
     def __len__(self) -> int:
         return len(self._status)
 
-    def get(self, engine_id: str) -> EngineStatus | None:
+    def get(self, engine_id: str) -> E | None:
         """The engine's status, or None if there is no such engine."""
         return self._status.get(engine_id)
 
-    def ranks(self, base_url: str) -> list[EngineStatus]:
+    def ranks(self, base_url: str) -> list[E]:
         """The engines of one server."""
         return [status for status in self._status.values() if status.engine.base_url == base_url]
 
-    def configured(self, base_url: str) -> list[Engine]:
+    def configured(self, base_url: str) -> list[EngineAddress]:
         """The engines of one server as they were given, whatever it said of itself since."""
         return [engine for engine in self._configured.values() if engine.base_url == base_url]
 
-    def replace(self, base_url: str, engines: Sequence[Engine]) -> tuple[list[str], list[str]]:
+    def replace(self, base_url: str, engines: Sequence[EngineAddress]) -> tuple[list[str], list[str]]:
         """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
         wanted = {engine.engine_id: engine for engine in engines}
-        gone = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
+        gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
         for engine_id in gone:
-            del self._status[engine_id]
-        changed = []
+            self._status.pop(engine_id).close()
+        changed: list[str] = []
         for engine_id, engine in wanted.items():
-            status = self._status.setdefault(engine_id, self._new(engine))
-            if status.engine != engine:
+            status = self._status.get(engine_id)
+            if status is None:
+                status = self._status[engine_id] = self._new(engine)
+            elif status.engine != engine:
                 status.engine = engine
                 changed.append(engine_id)
-        self._ready.clear()
+        self._changed()
         return changed, gone
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
@@ -172,10 +190,10 @@ class Fleet:
                 status.held = why
         return changes
 
-    def _why_held(self, engine: Engine) -> str:
+    def _why_held(self, engine: EngineAddress) -> str:
         return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
 
-    def ready(self, model: str | None) -> list[EngineStatus]:
+    def ready(self, model: str | None) -> list[E]:
         """Engines that answer, are not held and serve ``model`` (None: any), in a stable order; not to be
         changed."""
         found = self._ready.get(model)
@@ -186,10 +204,22 @@ class Fleet:
                 self._ready[model] = found
         return found
 
-    def _new(self, engine: Engine) -> EngineStatus:
-        status = EngineStatus(engine, fleet_changed=self._ready.clear)
+    def _new(self, engine: EngineAddress) -> E:
+        status = self._make(engine, fleet_changed=self._changed)
         status.held = self._why_held(engine)
         return status
+
+    def is_adapter(self, model: str) -> bool:
+        """Whether any engine serves ``model`` as a LoRA of another one."""
+        if self._adapters is None:
+            self._adapters = frozenset(
+                card.id for status in self._status.values() for card in status.models if card.parent
+            )
+        return model in self._adapters
+
+    def _changed(self) -> None:
+        self._ready.clear()
+        self._adapters = None
 
     def knows(self, model: str) -> bool:
         """Whether any engine, also one that is down now, was ever seen to serve ``model``."""
@@ -207,8 +237,8 @@ class Fleet:
         return list(cards.values())
 
 
-def _by_server(engines: Iterable[Engine]) -> dict[str, list[Engine]]:
-    found: dict[str, list[Engine]] = {}
+def _by_server(engines: Iterable[EngineAddress]) -> dict[str, list[EngineAddress]]:
+    found: dict[str, list[EngineAddress]] = {}
     for engine in engines:
         found.setdefault(engine.base_url, []).append(engine)
     return found

@@ -8,7 +8,7 @@ engine's own events speak; that cannot over-predict, since hashes of another sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from router.index.rules.hits import WordHits, evaluate
 from router.index.rules.offload import Reach, loaded, reach, usable
 from router.index.store.memory import MemoryIndex
 
-Mode = Literal["native", "learned", "assumed", "unknown"]
+Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 _T = TypeVar("_T")
 
 
@@ -64,7 +64,6 @@ class EngineHit(msgspec.Struct, frozen=True):
     detail is asked.
     """
 
-    engine_id: str
     mode: Mode
     hit_tokens: int = 0
     cpu_tokens: int = 0
@@ -83,77 +82,132 @@ class EngineHit(msgspec.Struct, frozen=True):
         return self.hit_tokens + self.cpu_tokens + self.storage_tokens
 
 
+class Residency:
+    """What one engine of a model holds: the end of its feed, and all that a prediction needs of it."""
+
+    __slots__ = ("_model", "_seat", "_seat_revision", "_staged", "engine_id", "writer")
+
+    def __init__(self, model: FleetResidency, engine_id: str, writer: EngineResidency) -> None:
+        self.engine_id = engine_id
+        self.writer = writer
+        """What is known; another object after a snapshot was adopted."""
+        self._model = model
+        self._staged: EngineResidency | None = None
+        self._seat: Seat | None = None
+        self._seat_revision = -1
+
+    def apply(self, batch: DecodedBatch) -> None:
+        """One batch, in the order of the sequence numbers."""
+        self.writer.apply(batch)
+
+    def forget(self) -> None:
+        """The engine restarted, or left: nothing of it counts any more."""
+        self._model.remember(self.writer)
+        self.writer.forget()
+
+    def stage(self, batch: DecodedBatch) -> None:
+        """A piece of a snapshot of the engine, in order; no prediction sees it before ``adopt``."""
+        if self._staged is None:
+            self._staged = self.writer.successor()
+        self._staged.apply(batch)
+
+    def adopt(self) -> None:
+        """What was staged is all that the engine holds, from now on; nothing staged: it holds nothing."""
+        staged, self._staged = self._staged or self.writer.successor(), None
+        staged.supersede(self.writer)
+        self.writer, self._seat = staged, None
+
+    def unstage(self) -> None:
+        """The snapshot broke off: what was staged never was."""
+        if self._staged is not None:
+            self._model.index.forget(self._staged.engine_id)
+            self._staged = None
+
+    def close(self) -> None:
+        """The engine left the fleet, or serves another model now."""
+        self.forget()
+        self.unstage()
+        self._model.left(self)
+
+    def seat(self) -> Seat | EngineHit:
+        """All a prediction needs of the engine, or the answer that nothing can be predicted and why."""
+        if self._seat is not None and self._seat_revision == self.writer.revision:
+            return self._seat
+        found = self._model.find_seat(self.writer)
+        if isinstance(found, Seat) and found.slot is not NOWHERE:
+            self._seat, self._seat_revision = found, self.writer.revision
+        return found
+
+
 class FleetResidency:
     """Residency of all engines of one model; implements the feeds' sink."""
 
     def __init__(self, facts: ModelFacts, index: Index | None = None) -> None:
         self.facts = facts
         self.index: Index = index if index is not None else MemoryIndex()
-        self._engines: dict[str, EngineResidency] = {}
-        self._staged: dict[str, EngineResidency] = {}
+        self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
-        self._seats: dict[str, tuple[int, Seat]] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
+
+    def residency(self, engine_id: str) -> Residency:
+        """One engine's part, made on first use."""
+        found = self._engines.get(engine_id)
+        if found is None:
+            writer = EngineResidency(engine_id, self.index, self.facts, self._known_schemes, self._layouts)
+            found = self._engines[engine_id] = Residency(self, engine_id, writer)
+        return found
 
     def engine(self, engine_id: str) -> EngineResidency:
         """The writer of one engine, made on first use."""
-        found = self._engines.get(engine_id)
-        if found is None:
-            found = EngineResidency(engine_id, self.index, self.facts, self._known_schemes, self._layouts)
-            self._engines[engine_id] = found
-        return found
+        return self.residency(engine_id).writer
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
         """One batch of one engine, in the order of its sequence numbers."""
-        self.engine(engine_id).apply(batch)
+        self.residency(engine_id).apply(batch)
 
     def forget(self, engine_id: str) -> None:
-        """The engine restarted, or left: nothing of it counts any more."""
-        engine = self._engines.get(engine_id)
-        if engine is not None:
-            if engine.detection is Detection.NATIVE and engine.scheme and engine.layout:
-                self._remembered = engine.scheme, engine.layout
-            engine.forget()
+        """See ``Residency.forget``; nothing happens for an unknown engine."""
+        if engine_id in self._engines:
+            self._engines[engine_id].forget()
 
     def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        """A piece of a snapshot of the engine, in order; no prediction sees it before ``adopt``."""
-        staged = self._staged.get(engine_id)
-        if staged is None:
-            staged = self._staged[engine_id] = self.engine(engine_id).successor()
-        staged.apply(batch)
+        """See ``Residency.stage``."""
+        self.residency(engine_id).stage(batch)
 
     def adopt(self, engine_id: str) -> None:
-        """What was staged is all that the engine holds, from now on; nothing staged: it holds nothing."""
-        old = self.engine(engine_id)
-        staged = self._staged.pop(engine_id, None) or old.successor()
-        staged.supersede(old)
-        self._engines[engine_id] = staged
-        self._seats.pop(engine_id, None)
+        """See ``Residency.adopt``."""
+        self.residency(engine_id).adopt()
 
     def unstage(self, engine_id: str) -> None:
-        """The snapshot broke off: what was staged never was."""
-        staged = self._staged.pop(engine_id, None)
-        if staged is not None:
-            self.index.forget(staged.engine_id)
+        """See ``Residency.unstage``."""
+        self.residency(engine_id).unstage()
 
     def remove(self, engine_id: str) -> None:
         """The engine left the fleet for good."""
-        self.forget(engine_id)
-        self.unstage(engine_id)
-        self._engines.pop(engine_id, None)
-        self._seats.pop(engine_id, None)
+        if engine_id in self._engines:
+            self._engines[engine_id].close()
+
+    def remember(self, writer: EngineResidency) -> None:
+        """What is known of an engine's scheme and layout, for those of which nothing is known yet."""
+        if writer.detection is Detection.NATIVE and writer.scheme and writer.layout:
+            self._remembered = writer.scheme, writer.layout
+
+    def left(self, engine: Residency) -> None:
+        """The engine is none of this model's any more."""
+        if self._engines.get(engine.engine_id) is engine:
+            del self._engines[engine.engine_id]
 
     def stats(self) -> IndexStats:
         return self.index.stats()
 
     def searching(self) -> list[EngineResidency]:
         """Engines whose seed search wants more slices."""
-        return [e for e in self._engines.values() if e.detection is Detection.SEARCHING]
+        return [e.writer for e in self._engines.values() if e.writer.detection is Detection.SEARCHING]
 
     def age(self, now_s: float) -> None:
         """Expire shared-store blocks older than the TTL."""
         for engine in self._engines.values():
-            engine.age(now_s)
+            engine.writer.age(now_s)
 
     def predict(
         self,
@@ -170,16 +224,21 @@ class FleetResidency:
         answers: dict[str, EngineHit] = {}
         native: dict[HashScheme, list[Seat]] = {}
         for engine_id in engine_ids:
-            seat = self.seat(engine_id)
-            if (isinstance(seat, EngineHit) or not seat.proven) and self._offer(engine_id, prompt):
-                seat = self.seat(engine_id)
+            engine = self._engines.get(engine_id)
+            seat = _NO_EVENTS if engine is None else engine.seat()
+            if engine is not None and (isinstance(seat, EngineHit) or not seat.proven):
+                writer = engine.writer
+                if writer.detection is Detection.WAITING and writer.offer(prompt.token_ids, prompt.extras):
+                    seat = engine.seat()
             if isinstance(seat, EngineHit):
                 answers[engine_id] = seat
             elif seat.learned is not None:
                 rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
                 answers |= seat_hits(rows, prompt.num_tokens, [seat], detail=detail)
+            elif seat.scheme in native:
+                native[seat.scheme].append(seat)
             else:
-                native.setdefault(seat.scheme, []).append(seat)
+                native[seat.scheme] = [seat]
         for scheme, seats in native.items():
             rows = self.index.lookup(prompt.hashes(scheme))
             told = None if elsewhere is None else elsewhere.get(scheme)
@@ -189,27 +248,14 @@ class FleetResidency:
             answers |= seat_hits(rows, prompt.num_tokens, seats, detail=detail)
         return answers
 
-    def _offer(self, engine_id: str, prompt: HashedPrompt) -> bool:
-        """Show the prompt to an engine whose scheme is not proven; whether that changed anything."""
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.detection is not Detection.WAITING:
-            return False
-        return engine.offer(prompt.token_ids, prompt.extras)
-
     def _confirm(self, rows: Rows, seats: list[Seat]) -> None:
         """What an engine holds of a prompt proves the scheme it was hashed by."""
         for seat in seats:
             if not seat.proven and rows.holds(GPU, seat.slot):
-                self._engines[seat.engine_id].confirm(seat.scheme)
+                self._engines[seat.engine_id].writer.confirm(seat.scheme)
 
-    def seat(self, engine_id: str) -> Seat | EngineHit:
-        """All a prediction needs of one engine, or the answer that nothing can be predicted and why."""
-        engine = self._engines.get(engine_id)
-        if engine is None:
-            return EngineHit(engine_id, "unknown", why_unknown="no events yet")
-        cached = self._seats.get(engine_id)
-        if cached is not None and cached[0] == engine.revision:
-            return cached[1]
+    def find_seat(self, engine: EngineResidency) -> Seat | EngineHit:
+        """See ``Residency.seat``."""
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
         if self._remembered is not None and engine.detection is Detection.WAITING:
@@ -219,29 +265,30 @@ class FleetResidency:
         if scheme is None and engine.assumed is not None:
             scheme, layout, mode = engine.assumed, engine.layout, "assumed"
         if scheme is None or layout is None:
-            return EngineHit(engine_id, "unknown", why_unknown=_why_unknown(engine))
+            return EngineHit("unknown", why_unknown=_why_unknown(engine))
         if layout.missing_facts:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
-            return EngineHit(engine_id, "unknown", why_unknown=why)
-        slot = self.index.slot(engine_id)
+            return EngineHit("unknown", why_unknown=why)
+        slot = self.index.slot(engine.engine_id)
         proven = engine.detection is not Detection.WAITING
         place = slot or NOWHERE
-        seat = Seat(engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven)
-        if slot is not None:
-            self._seats[engine_id] = engine.revision, seat
-        return seat
+        return Seat(
+            engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
+        )
 
     def _alike(self) -> tuple[HashScheme | None, CacheLayout | None]:
         """What another engine of the model has: a new one that loads from the same store is expected to be
         like it. Its GPU is known to be empty, so nothing but what it would load rests on that."""
         for engine in self._engines.values():
-            if engine.detection is Detection.NATIVE and engine.layout is not None:
-                return engine.scheme, engine.layout
+            writer = engine.writer
+            if writer.detection is Detection.NATIVE and writer.layout is not None:
+                return writer.scheme, writer.layout
         return None, None
 
     def _known_schemes(self) -> list[HashScheme]:
         """Schemes other engines of this fleet were found to use: the likeliest for a new one."""
-        schemes = [e.scheme for e in self._engines.values() if e.detection is Detection.NATIVE]
+        writers = [e.writer for e in self._engines.values()]
+        schemes = [w.scheme for w in writers if w.detection is Detection.NATIVE]
         if self._remembered is not None:
             schemes.append(self._remembered[0])
         return list(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
@@ -274,28 +321,39 @@ class Seat(NamedTuple):
 
 NOWHERE = Slot(-1, 0)
 """A word no column has: the rows of an engine that stored nothing yet are empty."""
+_NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
 
 
 def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
-    offload = any(plane.medium != GPU for plane, _ in rows.columns)
-    on_gpu = _per_word(lambda layout, word: evaluate(rows, layout, num_tokens, word=word, detail=detail))
-    outside = _per_word(
-        lambda layout, word: reach(rows, layout, num_tokens, word, on_gpu(layout, word), detail=detail)
-    )
+    offload = False
+    for plane, _ in rows.columns:
+        offload = offload or plane.medium != GPU
+    words: dict[tuple[int, int], tuple[WordHits, tuple[Reach, ...]]] = {}
     answers: dict[str, EngineHit] = {}
+    equal: dict[tuple[int, int, int, Mode], EngineHit] = {}  # engines that hold as much share the answer
     for engine_id, _, layout, (word, bit), _, stores, mode, _ in seats:
-        gpu = on_gpu(layout, word)
-        hit, cpu, storage = gpu.hit[bit], 0, 0
-        more: tuple[Reach, ...] = ()
+        known = words.get((id(layout), word))  # engines laid out alike share the object
+        if known is None:
+            gpu = evaluate(rows, layout, num_tokens, word=word, detail=detail)
+            reaches = reach(rows, layout, num_tokens, word, gpu, detail=detail) if offload else ()
+            known = words[id(layout), word] = gpu, reaches
+        gpu, reaches = known
+        hit, trunk = gpu.hit[bit], gpu.trunk[bit]
+        if not offload and not detail:
+            same = equal.get((hit, trunk, layout.alignment, mode))
+            if same is None:
+                same = EngineHit(mode, hit, 0, 0, trunk, layout.alignment)
+                equal[hit, trunk, layout.alignment, mode] = same
+            answers[engine_id] = same
+            continue
+        cpu = storage = 0
         if offload:
-            more = usable(outside(layout, word), stores)
-            by_medium = loaded(more, bit, hit, first=layout.first_connector_loads)
+            reaches = usable(reaches, stores)
+            by_medium = loaded(reaches, bit, hit, first=layout.first_connector_loads)
             cpu, storage = by_medium.get(CPU, 0), by_medium.get(STORAGE, 0)
-        by_class = _class_hits(layout, gpu, more, bit) if detail else ()
-        answers[engine_id] = EngineHit(
-            engine_id, mode, hit, cpu, storage, gpu.trunk[bit], layout.alignment, by_class
-        )
+        by_class = _class_hits(layout, gpu, reaches, bit) if detail else ()
+        answers[engine_id] = EngineHit(mode, hit, cpu, storage, trunk, layout.alignment, by_class)
     return answers
 
 
@@ -312,19 +370,6 @@ def _class_hits(
             furthest[medium] = tokens = max([tokens, *there])
         hits.append(ClassHit(spec_class.label, furthest[GPU], furthest))
     return tuple(hits)
-
-
-def _per_word(compute: Callable[[CacheLayout, int], _T]) -> Callable[[CacheLayout, int], _T]:
-    """``compute`` once per (layout object, word): engines laid out alike share the object."""
-    done: dict[tuple[int, int], _T] = {}
-
-    def once(layout: CacheLayout, word: int) -> _T:
-        key = (id(layout), word)
-        if key not in done:
-            done[key] = compute(layout, word)
-        return done[key]
-
-    return once
 
 
 def _why_unknown(engine: EngineResidency) -> str:

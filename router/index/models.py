@@ -13,7 +13,7 @@ from publisher.events import DecodedBatch
 from router.index.base import Index
 from router.index.engine import EngineResidency
 from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from router.index.model import FleetResidency, Residency
 
 
 class Scopes:
@@ -30,13 +30,12 @@ class Scopes:
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
 
-    def assign(self, engine_id: str, base_model: str) -> None:
-        """The engine serves this model (from now on)."""
-        if self._model_of.get(engine_id) == base_model:
-            return
-        self.remove(engine_id)
-        self._model_of[engine_id] = base_model
-        self.scope(base_model).engine(engine_id)
+    def assign(self, engine_id: str, base_model: str) -> Residency:
+        """The engine serves this model (from now on). Returns its part of it."""
+        if self._model_of.get(engine_id) != base_model:
+            self.remove(engine_id)
+            self._model_of[engine_id] = base_model
+        return self.scope(base_model).residency(engine_id)
 
     def scope(self, base_model: str) -> FleetResidency:
         """The residency of one model, made on first use."""
@@ -78,18 +77,6 @@ class Scopes:
         """Feed sink: the snapshot broke off."""
         if engine_id in self._model_of:
             self.scope(self._model_of[engine_id]).unstage(engine_id)
-
-    def clear(self, engine_id: str) -> None:
-        """The engine's GPU pool was reset by a request this router passed on."""
-        engine = self.engine(engine_id)
-        if engine is not None:
-            engine.clear()
-
-    def doubt(self, engine_id: str) -> None:
-        """The engine reported more than the hash scheme assumed for it made expect."""
-        engine = self.engine(engine_id)
-        if engine is not None:
-            engine.doubt()
 
     def age(self, now_s: float) -> None:
         """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""

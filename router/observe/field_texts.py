@@ -14,7 +14,16 @@ import msgspec
 
 @cache
 def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> its text; without what has none. Empty where the source is not at hand."""
+    """Field -> its text, of inherited ones too; without what has none. Empty where the source is not at
+    hand."""
+    found: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        if base not in {object, msgspec.Struct} and issubclass(base, msgspec.Struct):
+            found |= _own_texts(base)
+    return found
+
+
+def _own_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
     except (OSError, TypeError, SyntaxError):

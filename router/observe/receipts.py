@@ -1,11 +1,11 @@
 """Receipts: what was predicted for a request, and what the engine then reported.
 
-Per engine the book counts exact, over and under predictions, sums the tokens, keeps a histogram of the
-error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
+Per engine ``EngineReceipts`` counts exact, over and under predictions, sums the tokens, keeps a histogram of
+the error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
 ``DRIFT_SHARE`` is flagged as drifting. An engine reports one number, what it took from its GPU and what it
-loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a
-prediction rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells.
-The latest receipts are kept for inspection. Pure and bounded.
+loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a prediction
+rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells. The latest
+receipts are kept for inspection. Pure and bounded.
 """
 
 from __future__ import annotations
@@ -101,6 +101,29 @@ class EngineReceipts(msgspec.Struct):
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
 
+    def add(self, receipt: Receipt) -> None:
+        """Count one receipt of this engine."""
+        outcome = receipt.outcome
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        if receipt.reported_prompt_tokens not in {None, receipt.prompt_tokens}:
+            self.prompt_mismatches += 1
+        predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
+        if predicted is None or actual is None:
+            return
+        error = predicted - actual
+        self.predicted_tokens += predicted
+        self.actual_tokens += actual
+        self.prompt_tokens += receipt.prompt_tokens or 0
+        self.abs_error_tokens += abs(error)
+        self.errors[_bucket(error)] += 1
+        key = receipt.farthest, outcome
+        self.by_medium[key] = self.by_medium.get(key, 0) + 1
+        for medium, tokens in receipt.by_medium.items():
+            if tokens:
+                self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
+        if not receipt.storage_tokens:
+            self.window.append(error == 0)
+
     @property
     def wrong_share(self) -> float:
         """Share of wrong predictions among the latest compared ones (without those from storage)."""
@@ -112,49 +135,19 @@ class EngineReceipts(msgspec.Struct):
         return len(self.window) >= DRIFT_MIN and self.wrong_share > DRIFT_SHARE
 
 
-class ReceiptBook:
-    """All receipts of this router."""
+class ReceiptLog:
+    """The latest receipts of this router, of all engines."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, EngineReceipts] = {}
         self.latest: deque[Receipt] = deque(maxlen=RECEIPTS_KEPT)
         self.listener: Callable[[Receipt], None] | None = None
         """Told of every receipt."""
 
     def add(self, receipt: Receipt) -> None:
-        """Count one receipt."""
+        """Keep one receipt."""
         self.latest.append(receipt)
         if self.listener is not None:
             self.listener(receipt)
-        sums = self.engines.setdefault(receipt.engine_id, EngineReceipts())
-        outcome = receipt.outcome
-        sums.outcomes[outcome] = sums.outcomes.get(outcome, 0) + 1
-        if receipt.reported_prompt_tokens not in {None, receipt.prompt_tokens}:
-            sums.prompt_mismatches += 1
-        predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
-        if predicted is None or actual is None:
-            return
-        error = predicted - actual
-        sums.predicted_tokens += predicted
-        sums.actual_tokens += actual
-        sums.prompt_tokens += receipt.prompt_tokens or 0
-        sums.abs_error_tokens += abs(error)
-        sums.errors[_bucket(error)] += 1
-        key = receipt.farthest, outcome
-        sums.by_medium[key] = sums.by_medium.get(key, 0) + 1
-        for medium, tokens in receipt.by_medium.items():
-            if tokens:
-                sums.predicted_by_medium[medium] = sums.predicted_by_medium.get(medium, 0) + tokens
-        if not receipt.storage_tokens:
-            sums.window.append(error == 0)
-
-    def forget(self, engine_id: str) -> None:
-        """The engine left the fleet."""
-        self.engines.pop(engine_id, None)
-
-    def total(self, outcome: Outcome) -> int:
-        """Receipts with this outcome over all engines."""
-        return sum(sums.outcomes.get(outcome, 0) for sums in self.engines.values())
 
 
 def _bucket(error: int) -> int:

@@ -39,7 +39,7 @@ class TooManyStepsError(ValueError):
     """The text has more values than are looked at."""
 
 
-class Member(msgspec.Struct, gc=False):
+class BodyMember(msgspec.Struct, gc=False):
     """``start`` is the key's first byte, ``value`` the value's, ``end`` behind its last."""
 
     name: bytes
@@ -63,7 +63,7 @@ class Scan:
         at = self._space(3 if text[:3] == b"\xef\xbb\xbf" else 0)
         return at if text[at : at + 1] == b"{" else None
 
-    def members(self, at: int) -> Generator[Member | None, None, None]:
+    def members(self, at: int) -> Generator[BodyMember | None, None, None]:
         """The members of the object at ``at``, in order, as often as they occur."""
         text = self.text
         at = self._space(at + 1)
@@ -80,7 +80,7 @@ class Scan:
                 raise MalformedError
             value = self._space(at + 1)
             at = yield from self._value_end(value)
-            yield Member(name, start, value, at)
+            yield BodyMember(name, start, value, at)
             at = self._space(at)
             sign = text[at : at + 1]
             if sign == b"}":

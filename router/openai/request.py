@@ -1,12 +1,6 @@
-"""What the proxy needs from the rest of the router: a placement for one request, and where it reports back.
-
-The proxy knows HTTP and bytes; who should answer is the planner's business. One request may be placed
-several times (a retry before the first byte), never on an engine in ``exclude``.
-"""
+"""A client's request as it is handed on, read whole, and what an engine reports of its answer."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import msgspec
 
@@ -36,34 +30,5 @@ class Usage(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class Placement(Protocol):
-    """One request on one engine. Exactly one of ``finished`` and ``failed`` is called, once, at the end."""
-
-    engine_id: str
-    base_url: str
-    """``http://host:port`` without a trailing slash."""
-    engine_headers: tuple[tuple[bytes, bytes], ...]
-    """Added to the forwarded request, e.g. ``x-data-parallel-rank``."""
-    expected_s: float
-    """Seconds that the engine should need until its first token."""
-    client_headers: tuple[tuple[bytes, bytes], ...]
-    """Added to the answer, e.g. ``x-kvatlas-engine``; empty unless ``expose_decision`` is on."""
-
-    def first_byte(self) -> None:
-        """The engine's first body byte of a successful (2xx) answer arrived: its prefill is over."""
-
-    def finished(self, usage: Usage | None) -> None:
-        """The answer ended (also when the client went away: ``usage`` is None then)."""
-
-    def failed(self, reason: str) -> None:
-        """The engine did not answer, or broke off; ``reason`` is one of ``FAILURES``."""
-
-
 FAILURES = ("refused", "reset", "timeout", "status", "broken_stream")
-
-
-class Planner(Protocol):
-    """Chooses the engine for a request."""
-
-    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Placement:
-        """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is nobody to ask."""
+"""Why an engine did not answer whole."""

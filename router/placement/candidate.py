@@ -11,8 +11,11 @@ from typing import Literal
 
 import msgspec
 
+from publisher.events import MEDIA
+from router.index.model import EngineHit
+
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
-"""Where ``hit_tokens`` comes from; any discount for the feed's state is already applied by the caller."""
+"""Where a hit comes from; any discount for the feed's state is already applied by the caller."""
 
 Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "policy"]
 """Why an engine was chosen: alone; lowest cost; equal cost, settled by trunk and rendezvous; the cheapest was
@@ -23,35 +26,66 @@ EVICTION_PREMIUM_MAX = 4.0
 """Queues may differ by (1 + premium) times the longest prompt's prefill; beyond this that is no bound."""
 
 
-class Candidate(msgspec.Struct, gc=False):
-    """One engine for one prompt.
+class Hit(msgspec.Struct, gc=False):
+    """What one engine has of one prompt, in tokens; worked out once per decision and engine.
 
-    ``hit_tokens`` is what the engine would take from its GPU cache; ``cpu_tokens`` and ``storage_tokens``
-    what it would load beyond that, in this order; ``trunk_tokens`` the longest of the full-attention prefix
-    and the common prefix with a prompt in flight there; ``coming_tokens`` what a prompt ahead in its queue
-    will have put into its GPU cache by the time this one is served. Values outside ``0 <= hit + offloaded
-    <= trunk < prompt`` are clamped by the cost model. ``idle_s`` is the time since the router last sent it a
-    request.
+    ``gpu_tokens`` is what the engine would take from its GPU cache now; ``cpu_tokens`` and ``storage_tokens``
+    what it would load beyond that, in this order; ``coming_tokens`` what a prompt ahead in its queue will
+    have put into its GPU cache by the time this one is served; ``trunk_tokens`` the longest of the
+    full-attention prefix and the common prefix with a prompt in flight there (``common_tokens``).
+
+    What the engine will take when the prompt's turn comes follows from these: ``soon_tokens`` from its GPU,
+    up to ``near_tokens`` with its CPU, ``whole_tokens`` in all.
     """
 
-    engine_id: str
-    hit_tokens: int = 0
-    trunk_tokens: int = 0
+    gpu_tokens: int = 0
     cpu_tokens: int = 0
     storage_tokens: int = 0
+    trunk_tokens: int = 0
     coming_tokens: int = 0
     confidence: Confidence = "none"
+    common_tokens: int = 0
+    held: EngineHit | None = None
+    """What the index or a shadow says of the engine, before any discount; for explanations."""
+    soon_tokens: int = 0
+    near_tokens: int = 0
+    whole_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # Plain comparisons: this runs once per engine and request, and max() costs four times as much.
+        gpu, coming = self.gpu_tokens, self.coming_tokens
+        near = gpu + self.cpu_tokens
+        whole = near + self.storage_tokens
+        self.soon_tokens = soon = coming if coming > gpu else gpu  # noqa: FURB136
+        self.near_tokens = near = soon if near < soon else near  # noqa: FURB136
+        self.whole_tokens = near if whole < near else whole  # noqa: FURB136
+
+    @property
+    def by_medium(self) -> dict[str, int]:
+        """``whole_tokens`` by where they come from: all of GPU, CPU and STORAGE."""
+        soon, near = self.soon_tokens, self.near_tokens
+        return dict(zip(MEDIA, (soon, near - soon, self.whole_tokens - near), strict=True))
+
+    @property
+    def mode(self) -> str:
+        """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
+        if self.confidence == "degraded" and self.held is not None:
+            return self.held.mode
+        return "native" if self.confidence == "exact" else self.confidence
+
+
+class Candidate(msgspec.Struct, gc=False):
+    """One engine for one prompt. Hits outside ``0 <= whole <= trunk < prompt`` are clamped by the cost model.
+    ``idle_s`` is the time since the router last sent it a request."""
+
+    engine_id: str
+    hit: Hit = msgspec.field(default_factory=Hit)
     queue_s: float = 0.0
     running: int = 0
     waiting: int = 0
     idle_s: float = 0.0
     prefill_s_per_token: float = 1 / 8000
     decode_interference_s: float = 0.0
-
-    @property
-    def offloaded_tokens(self) -> int:
-        """All that it would load."""
-        return self.cpu_tokens + self.storage_tokens
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
@@ -70,11 +104,6 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     total_s: float
     uncached_tokens: int
     trunk_tokens: int
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until the first token: the parts that pass, without credit and premium."""
-        return self.queue_s + self.prefill_s + self.load_s + self.decode_s
 
     @property
     def service_s(self) -> float:

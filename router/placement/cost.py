@@ -11,8 +11,8 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
 
     offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
-``hit`` is what the engine would take from its cache when this prompt's turn comes: what it holds now (exact,
-all groups), or what a prompt already waiting there will have put in (``coming_tokens``), if that is more.
+``hit`` is what the engine would take from its cache when this prompt's turn comes (``Hit``): what it holds
+now (exact, all groups), or what a prompt already waiting there will have put in, if that is more.
 
 The credit is for what this visit makes the engine keep: under vLLM's default retention a branch point of a
 hybrid model becomes a hit only after a visit (vLLM calls it ``shared_prefix_boundary``), so plain exact
@@ -38,23 +38,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import xxhash
+
 from router.placement.candidate import Candidate, Choice, Cost, PolicySettings, Reason
-from router.placement.rendezvous import favourite
 
 
 def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
     """What sending a prompt of ``prompt_tokens`` to this engine costs, part by part."""
     # Plain comparisons: this runs once per engine and request, and min() costs four times as much.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
-    hit, trunk, load_s = candidate.hit_tokens, candidate.trunk_tokens, 0.0
-    cached = hit + candidate.cpu_tokens + candidate.storage_tokens
-    if candidate.coming_tokens > hit:  # the engine will have it when this prompt's turn comes
-        hit = candidate.coming_tokens
-        cached = hit if cached < hit else cached  # noqa: FURB136
+    hit, load_s = candidate.hit, 0.0
+    cached, trunk = hit.whole_tokens, hit.trunk_tokens
     cached = most if cached > most else cached  # noqa: FURB136
-    if cached > hit:
-        near = min(max(candidate.hit_tokens + candidate.cpu_tokens, hit), cached)
-        load_s = settings.load_s_per_token * (near - hit) + settings.storage_load_s_per_token * (
+    if cached > hit.soon_tokens:
+        near = min(hit.near_tokens, cached)
+        load_s = settings.load_s_per_token * (near - hit.soon_tokens) + settings.storage_load_s_per_token * (
             cached - near
         )
     trunk = most if trunk > most else trunk  # noqa: FURB136
@@ -159,3 +157,21 @@ def _due_probes(
     if due and max([c.trunk_tokens for c in costs]) > settings.cold_fraction * prompt_tokens:
         return []
     return due
+
+
+# Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of
+# the engines. Different keys spread evenly, the same key meets the same engine, and an engine that comes or
+# goes moves only the keys it wins or held.
+_U64 = (1 << 64) - 1
+
+
+def weight(engine_id: str, key: int) -> int:
+    """How much ``key`` prefers this engine: uniform over 64 bits, equal in every router process."""
+    return xxhash.xxh64_intdigest(engine_id.encode(), key & _U64)
+
+
+def favourite(engine_ids: Sequence[str], key: int) -> int:
+    """Position of the engine that ``key`` prefers. The order of the list does not matter."""
+    digest, seed = xxhash.xxh64_intdigest, key & _U64
+    weights = [digest(engine_id.encode(), seed) for engine_id in engine_ids]
+    return weights.index(max(weights))

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from router.index.model import EngineHit
-from router.placement.decision import Decision, View
+from router.placement.candidate import Candidate, Hit
+from router.placement.engine import Engine
+from router.placement.placement import Decision
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 
 
-def explain(decision: Decision, feed_state: Callable[[str], str]) -> dict[str, Any]:
+def explain(decision: Decision) -> dict[str, Any]:
     """The decision as JSON-ready values; token counts, seconds."""
+    taken = decision.candidate.hit
     return {
         "prompt": _prompt(decision),
         "choice": {
             "engine": decision.choice.engine_id,
             "reason": decision.choice.reason,
-            "hit_tokens": decision.view.expected_tokens,
-            "hit_by_medium": decision.view.expected_by_medium,
+            "hit_tokens": taken.whole_tokens,
+            "hit_by_medium": taken.by_medium,
             "uncached_tokens": decision.choice.uncached_tokens,
         },
         "index_problem": decision.index_problem,
         "engines": [
-            _engine(
-                view, msgspec.to_builtins(cost), feed_state(view.status.engine_id), decision.prompt_tokens
+            _engine(engine, candidate, msgspec.to_builtins(cost), decision.prompt_tokens)
+            for engine, candidate, cost in zip(
+                decision.engines, decision.candidates, decision.choice.costs, strict=True
             )
-            for view, cost in zip(decision.views, decision.choice.costs, strict=True)
         ],
     }
 
@@ -42,40 +44,38 @@ def _prompt(decision: Decision) -> dict[str, Any]:
     return {"tokens_estimated": decision.prompt_tokens, "read": "affinity", "why": reason}
 
 
-def _engine(view: View, cost: dict[str, Any], feed: str, prompt_tokens: int) -> dict[str, Any]:
-    candidate = view.candidate
+def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    hit, held = candidate.hit, candidate.hit.held
     return {
         "engine": candidate.engine_id,
-        "feed": feed,
-        "mode": "shadow" if view.shadow is not None else view.hit.mode if view.hit is not None else "none",
-        "why_unknown": view.hit.why_unknown if view.hit is not None else "",
-        "stale": view.hit is not None and view.hit.stale,
-        "hit_tokens": _hit_tokens(view),
-        "trunk_tokens": candidate.trunk_tokens,
-        "inflight_tokens": view.shared.common_tokens,
-        "coming_tokens": view.shared.coming_tokens,
-        "by_class": [] if view.hit is None else msgspec.to_builtins(view.hit.by_class),
-        "ended_by": None if view.hit is None else ended_by(view.hit, prompt_tokens),
+        "feed": engine.feed_state,
+        "mode": "none" if held is None else held.mode,
+        "why_unknown": "" if held is None else held.why_unknown,
+        "stale": held is not None and held.stale,
+        "hit_tokens": _hit_tokens(hit),
+        "trunk_tokens": hit.trunk_tokens,
+        "inflight_tokens": hit.common_tokens,
+        "coming_tokens": hit.coming_tokens,
+        "by_class": [] if held is None else msgspec.to_builtins(held.by_class),
+        "ended_by": None if held is None else ended_by(held, prompt_tokens),
         "load": {
             "queue_s": candidate.queue_s,
             "running": candidate.running,
             "waiting": candidate.waiting,
-            "kv_usage": view.status.kv_usage,
+            "kv_usage": engine.kv_usage,
         },
         "cost": cost,
     }
 
 
-def _hit_tokens(view: View) -> dict[str, int]:
+def _hit_tokens(hit: Hit) -> dict[str, int]:
     """What the engine holds, by medium; also where that is too old for the choice to count on it.
 
     ``offloaded`` is CPU and STORAGE together.
     """
-    hit, candidate = view.hit, view.candidate
-    if hit is not None and hit.stale:
-        gpu, cpu, storage = hit.hit_tokens, hit.cpu_tokens, hit.storage_tokens
-    else:
-        gpu, cpu, storage = candidate.hit_tokens, candidate.cpu_tokens, candidate.storage_tokens
+    gpu, cpu, storage = hit.gpu_tokens, hit.cpu_tokens, hit.storage_tokens
+    if hit.held is not None and hit.held.stale:
+        gpu, cpu, storage = hit.held.hit_tokens, hit.held.cpu_tokens, hit.held.storage_tokens
     return {"GPU": gpu, "CPU": cpu, "STORAGE": storage, "offloaded": cpu + storage}
 
 

@@ -29,7 +29,6 @@ from typing import NamedTuple
 import msgspec
 
 from publisher.events import BlockHash
-from router.placement.prefix_node import PrefixNode
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +90,54 @@ def keeps(
     return tuple(sorted(end // hash_block_size for end in ends if end))
 
 
+class PrefixNode:
+    """A node of the tree: hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through.
+
+    It keeps a slice of one prompt's hash list (no copy), the number of open prompts of each engine that pass
+    through it, and the number of those that keep the prefix ending where the node ends. Always true:
+    positions are absolute in the prompt, and a child starts where its parent ends.
+    """
+
+    __slots__ = ("children", "end", "engines", "hashes", "keepers", "start")
+
+    def __init__(self, hashes: Sequence[BlockHash], start: int, end: int) -> None:
+        self.hashes = hashes
+        self.start = start
+        self.end = end
+        self.children: dict[BlockHash, PrefixNode] = {}
+        self.engines: dict[str, int] = {}
+        self.keepers: dict[str, int] = {}
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
+        own, low, high = self.hashes, self.start + 1, min(self.end, len(hashes))
+        if own[high - 1] == hashes[high - 1]:
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if own[middle] == hashes[middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def split(self, at: int) -> None:
+        """Cut this node in two at position ``at``; the upper part stays this object."""
+        lower = PrefixNode(self.hashes, at, self.end)
+        lower.children, lower.engines, lower.keepers = self.children, self.engines.copy(), self.keepers
+        self.end, self.keepers = at, {}
+        self.children = {self.hashes[at]: lower}
+
+    def join(self) -> None:
+        """Take in an only child that the same prompts pass through: whatever ended here has gone."""
+        while len(self.children) == 1 and not self.keepers:
+            (child,) = self.children.values()
+            if child.engines != self.engines:
+                break
+            self.hashes, self.end = child.hashes, child.end
+            self.children, self.keepers = child.children, child.keepers
+
+
 class InflightPrefixes:
     """Prompts in flight of the whole fleet. One writer; every call may drop prompts whose grace is over."""
 
@@ -108,7 +155,8 @@ class InflightPrefixes:
 
         ``hashes`` is held, not copied: it may grow, but not change.
         """
-        self._expire(now)
+        if self._ended and self._ended[0][0] <= now:
+            self._expire(now)
         held = tuple(sorted({end for end in keeps if 0 < end <= len(hashes)}))
         prompt = InflightPrompt(engine_id, hashes, len(hashes), held)
         self._insert(prompt)
@@ -134,7 +182,8 @@ class InflightPrefixes:
         """The answer ended; the prompt still counts as common for the grace period."""
         self.prefilled(prompt)
         self._ended.append((now + self.settings.grace_s, prompt))
-        self._expire(now)
+        if self._ended and self._ended[0][0] <= now:
+            self._expire(now)
 
     def drop(self, prompt: InflightPrompt) -> None:
         """The prompt counts no longer: its engine failed it. Dropping twice changes nothing."""
@@ -148,7 +197,8 @@ class InflightPrefixes:
 
     def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
         """What a prompt shares with the prompts in flight on each engine."""
-        self._expire(now)
+        if self._ended and self._ended[0][0] <= now:
+            self._expire(now)
         path: list[tuple[PrefixNode, int]] = []
         node, depth = self._root, 0
         while depth < len(hashes):

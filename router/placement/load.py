@@ -1,6 +1,6 @@
-"""The load account: what the router has sent to each engine and the engine has not finished yet.
+"""The load account of one engine: what the router has sent there and the engine has not finished yet.
 
-Per engine a first-in-first-out list of prompts whose first token is still awaited, each with the tokens the
+A first-in-first-out list of prompts whose first token is still awaited, each with the tokens the
 engine has to compute (prompt - exact hit). Queue ahead = those tokens, less what the head has had time
 for, at the engine's learned rate. Only the head is worked off by time; the next one starts when the head's
 first token is seen. That is how vLLM schedules waiting prompts, and the account is corrected by evidence
@@ -21,7 +21,7 @@ import math
 
 import msgspec
 
-from router.placement.rates import PrefillSample, RateBook
+from router.placement.rates import EngineRates, PrefillSample
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,44 +80,10 @@ class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class _Account:
-    """What is open at one engine; a new object after ``forget``, so that old tickets touch nothing new."""
-
-    __slots__ = (
-        "awaited",
-        "awaited_tokens",
-        "carried_tokens",
-        "foreign_running",
-        "foreign_waiting",
-        "gauges_s",
-        "head_s",
-        "last_admit_s",
-        "mean_tokens",
-        "running",
-        "sure",
-    )
-
-    def __init__(self, foreign_tokens: int) -> None:
-        self.awaited: dict[Ticket, None] = {}  # in the order of admission
-        self.awaited_tokens = 0
-        self.running = 0
-        self.head_s = 0.0  # when the engine began with the head
-        self.sure = True  # whether head_s is a fact (idle engine or first token seen) or a guess
-        self.carried_tokens = 0  # of prompts that overtook the head
-        self.last_admit_s = -math.inf
-        self.mean_tokens = float(foreign_tokens)
-        self.gauges_s = -math.inf
-        self.foreign_running = 0
-        self.foreign_waiting = 0
-
-
 class Ticket(msgspec.Struct, eq=False):
     """One request in the account; opaque to its holder, who ends it with ``finish`` or ``fail``."""
 
-    engine_id: str
-    account: _Account
     uncached_tokens: int
-    admitted_s: float
     streams: bool
     load_s: float = 0.0
     """What the engine is expected to spend loading offloaded blocks for it; others are computed meanwhile."""
@@ -126,63 +92,81 @@ class Ticket(msgspec.Struct, eq=False):
 
 
 NO_OTHERS = OthersLoad()
+_DEFAULTS = LoadSettings()
 
 
 class LoadAccount:
-    """Load of every engine. Reads and writes advance it to ``now``; O(1) amortised."""
+    """Load of one engine. Reads and writes advance it to ``now``; O(1) amortised.
 
-    def __init__(self, rates: RateBook, settings: LoadSettings | None = None) -> None:
+    ``stats`` may be shared by all accounts of a fleet.
+    """
+
+    __slots__ = (
+        *("_awaited", "_awaited_tokens", "_carried_tokens", "_foreign_running", "_foreign_waiting"),
+        *("_gauges_s", "_head_s", "_last_admit_s", "_mean_tokens", "_running", "_settings", "_sure"),
+        *("rates", "stats"),
+    )
+
+    def __init__(
+        self, rates: EngineRates, settings: LoadSettings = _DEFAULTS, stats: LoadStats | None = None
+    ) -> None:
         self.rates = rates
-        self.settings = settings or LoadSettings()
-        self.stats = LoadStats()
-        self._accounts: dict[str, _Account] = {}
+        self.stats = stats if stats is not None else LoadStats()
+        self._settings = settings
+        self._awaited: dict[Ticket, None] = {}  # in the order of admission
+        self._awaited_tokens = 0
+        self._running = 0
+        self._head_s = 0.0  # when the engine began with the head
+        self._sure = True  # whether _head_s is a fact (idle engine or first token seen) or a guess
+        self._carried_tokens = 0  # of prompts that overtook the head
+        self._last_admit_s = -math.inf
+        self._mean_tokens = float(settings.foreign_tokens)
+        self._gauges_s = -math.inf
+        self._foreign_running = 0
+        self._foreign_waiting = 0
 
-    def admit(
-        self, engine_id: str, *, uncached_tokens: int, now: float, streams: bool = True, load_s: float = 0.0
-    ) -> Ticket:
+    def admit(self, *, uncached_tokens: int, now: float, streams: bool = True, load_s: float = 0.0) -> Ticket:
         """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
         offloaded blocks to load for ``load_s``.
 
         ``streams`` says whether the first byte will show when the prefill is over.
         """
-        account = self._accounts.get(engine_id)
-        if account is None:
-            account = self._accounts[engine_id] = _Account(self.settings.foreign_tokens)
-        self._advance(engine_id, account, now)
-        if not account.awaited:
-            account.head_s, account.sure, account.carried_tokens = now, True, 0
-        ticket = Ticket(engine_id, account, max(1, uncached_tokens), now, streams, load_s)
-        account.awaited[ticket] = None
-        account.awaited_tokens += ticket.uncached_tokens
-        account.last_admit_s = now
-        account.mean_tokens += 0.1 * (ticket.uncached_tokens - account.mean_tokens)
+        if self._awaited:
+            self._advance(now)
+        if not self._awaited:
+            self._head_s, self._sure, self._carried_tokens = now, True, 0
+        ticket = Ticket(uncached_tokens if uncached_tokens > 1 else 1, streams, load_s)  # noqa: FURB136
+        self._awaited[ticket] = None
+        self._awaited_tokens += ticket.uncached_tokens
+        self._last_admit_s = now
+        self._mean_tokens += 0.1 * (ticket.uncached_tokens - self._mean_tokens)
         self.stats.admitted += 1
-        if len(account.awaited) > self.settings.awaited_max:
+        if len(self._awaited) > self._settings.awaited_max:
             self.stats.overflow += 1
-            self._start(account, next(iter(account.awaited)))
-            account.head_s, account.sure = now, False
+            self._start(next(iter(self._awaited)))
+            self._head_s, self._sure = now, False
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> PrefillSample | None:
         """The first byte of a streamed answer arrived. Returns a sample for the rates, if it is one."""
-        account = ticket.account
         if ticket.ended or not ticket.streams:
             return None
         self.stats.first_tokens += 1
-        self._advance(ticket.engine_id, account, now)
+        self._advance(now)
         if not ticket.awaited:  # it was overdue: the engine was busy with this one until now
-            account.head_s, account.sure = now, True
+            self._head_s, self._sure = now, True
             return None
-        was_head = next(iter(account.awaited)) is ticket
-        running = account.running + self._foreign(account, now)[0]
-        self._start(account, ticket)
+        was_head = next(iter(self._awaited)) is ticket
+        foreign_running, foreign_waiting = self._foreign(now)
+        running = self._running + foreign_running
+        self._start(ticket)
         if not was_head:
-            account.carried_tokens += ticket.uncached_tokens
+            self._carried_tokens += ticket.uncached_tokens
             return None
-        tokens = ticket.uncached_tokens + account.carried_tokens
-        known = account.sure and not self._foreign(account, now)[1] and not ticket.load_s
-        sample = PrefillSample(tokens, now - account.head_s, running)
-        account.head_s, account.sure, account.carried_tokens = now, True, 0
+        tokens = ticket.uncached_tokens + self._carried_tokens
+        known = self._sure and not foreign_waiting and not ticket.load_s
+        sample = PrefillSample(tokens, now - self._head_s, running)
+        self._head_s, self._sure, self._carried_tokens = now, True, 0
         return sample if known else None
 
     def finish(self, ticket: Ticket, now: float) -> None:
@@ -195,120 +179,110 @@ class LoadAccount:
         self.stats.failed += not ticket.ended
         self._end(ticket, now)
 
-    def report(self, engine_id: str, *, running: int, waiting: int, now: float) -> None:
+    def report(self, *, running: int, waiting: int, now: float) -> None:
         """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``."""
-        account = self._accounts.get(engine_id)
-        if account is None:
-            account = self._accounts[engine_id] = _Account(self.settings.foreign_tokens)
-        self._advance(engine_id, account, now)
-        own_awaited = len(account.awaited)
-        foreign = max(0, running + waiting - own_awaited - account.running)
-        account.foreign_waiting = min(foreign, max(0, waiting - own_awaited))
-        account.foreign_running = foreign - account.foreign_waiting
-        account.gauges_s = now
+        self._advance(now)
+        own_awaited = len(self._awaited)
+        foreign = max(0, running + waiting - own_awaited - self._running)
+        self._foreign_waiting = min(foreign, max(0, waiting - own_awaited))
+        self._foreign_running = foreign - self._foreign_waiting
+        self._gauges_s = now
 
-    def queue_ahead_s(self, engine_id: str, now: float) -> float:
+    def queue_ahead_s(self, now: float) -> float:
         """Seconds of prefill still to do there before a prompt sent now would start."""
-        return self.load(engine_id, now).queue_s
+        return self.at(now).queue_s
 
-    def load(self, engine_id: str, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
-        """Everything a candidate needs to know of the load of one engine.
+    def at(self, now: float, others: OthersLoad = NO_OTHERS, rate: float | None = None) -> EngineLoad:
+        """Everything a candidate needs to know of the load of the engine.
 
         ``others`` is what other replicas told. The engine's gauges, where fresh, show their requests too, so
-        the larger of both counts.
+        the larger of both counts. ``rate``: its prefill rate at ``now``, if it is known already.
         """
-        account = self._accounts.get(engine_id)
-        if account is None:
-            queue_s = others.tokens * self.rates.prefill_s_per_token(engine_id, now) if others.tokens else 0.0
-            return EngineLoad(
-                queue_s, others.running, others.waiting, 0, others.running + others.waiting, math.inf
-            )
-        rate = self._advance(engine_id, account, now)
-        foreign_running, foreign_waiting = self._foreign(account, now)
-        foreign_tokens = max(foreign_waiting * account.mean_tokens, others.tokens)
-        foreign_running = max(foreign_running, others.running)
-        foreign_waiting = max(foreign_waiting, others.waiting)
+        if rate is None:
+            rate = self.rates.prefill_s_per_token(now)
+        own_s = 0.0
+        if self._awaited:
+            self._advance(now, rate)
+            own_s = self._own_queue_s(rate, now)
+        running, waiting, tokens = others.running, others.waiting, float(others.tokens)
+        if now - self._gauges_s <= self._settings.gauge_fresh_s:
+            # Plain comparisons: this runs once per engine and request.
+            seen, queued = self._foreign_running, self._foreign_waiting
+            running = seen if seen > running else running  # noqa: FURB136
+            waiting = queued if queued > waiting else waiting  # noqa: FURB136
+            seen_tokens = queued * self._mean_tokens
+            tokens = seen_tokens if seen_tokens > tokens else tokens  # noqa: FURB136
+        queue_s = tokens * rate + own_s
         return EngineLoad(
-            max(0.0, foreign_tokens * rate + self._own_queue_s(account, rate, now)),
-            account.running + foreign_running,
-            len(account.awaited) + foreign_waiting,
-            account.awaited_tokens,
-            foreign_running + foreign_waiting,
-            now - account.last_admit_s,
+            queue_s if queue_s > 0.0 else 0.0,  # noqa: FURB136
+            self._running + running,
+            len(self._awaited) + waiting,
+            self._awaited_tokens,
+            running + waiting,
+            now - self._last_admit_s,
         )
 
-    def own(self, now: float) -> dict[str, OthersLoad]:
-        """What this router alone has in flight, for other replicas; engines without anything are absent."""
-        told = {}
-        for engine_id, account in self._accounts.items():
-            rate = self._advance(engine_id, account, now)
-            if account.awaited or account.running:
-                tokens = round(self._own_queue_s(account, rate, now) / rate) if rate > 0 else 0
-                told[engine_id] = OthersLoad(account.running, len(account.awaited), max(0, tokens))
-        return told
+    def own(self, now: float) -> OthersLoad | None:
+        """What this router alone has in flight there, for other replicas; None where there is nothing."""
+        rate = self._advance(now)
+        if not self._awaited and not self._running:
+            return None
+        tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 else 0
+        return OthersLoad(self._running, len(self._awaited), max(0, tokens))
 
-    @staticmethod
-    def _own_queue_s(account: _Account, rate: float, now: float) -> float:
+    def _own_queue_s(self, rate: float, now: float) -> float:
         """Seconds of prefill in what this router awaits there, less what the head has had time for."""
-        if not account.awaited:
+        if not self._awaited:
             return 0.0
-        head = next(iter(account.awaited))
-        return account.awaited_tokens * rate - min(now - account.head_s, head.uncached_tokens * rate)
-
-    def forget(self, engine_id: str) -> None:
-        """The engine left the fleet or restarted: its requests are gone with it."""
-        account = self._accounts.pop(engine_id, None)
-        if account is not None:
-            while account.awaited:
-                self._start(account, next(iter(account.awaited)))
+        head = next(iter(self._awaited))
+        return self._awaited_tokens * rate - min(now - self._head_s, head.uncached_tokens * rate)
 
     def check_integrity(self) -> list[str]:
         """Recounts; an empty list, or one sentence per contradiction."""
         problems = []
-        for engine_id, account in self._accounts.items():
-            if account.awaited_tokens != sum(t.uncached_tokens for t in account.awaited):
-                problems.append(f"{engine_id}: awaited tokens {account.awaited_tokens} are not their sum")
-            if account.running < 0 or any(t.ended or not t.awaited for t in account.awaited):
-                problems.append(f"{engine_id}: ended requests are still counted")
+        if self._awaited_tokens != sum(t.uncached_tokens for t in self._awaited):
+            problems.append(f"awaited tokens {self._awaited_tokens} are not their sum")
+        if self._running < 0 or any(t.ended or not t.awaited for t in self._awaited):
+            problems.append("ended requests are still counted")
         return problems
 
-    def _advance(self, engine_id: str, account: _Account, now: float) -> float:
+    def _advance(self, now: float, rate: float | None = None) -> float:
         """Let heads that must be done by now, or are overdue, count as done. Returns the engine's rate."""
-        rate = self.rates.prefill_s_per_token(engine_id, now)
-        while account.awaited:
-            head = next(iter(account.awaited))
+        if rate is None:
+            rate = self.rates.prefill_s_per_token(now)
+        settings = self._settings
+        while self._awaited:
+            head = next(iter(self._awaited))
             allowed_s = head.uncached_tokens * rate + head.load_s
             if head.streams:
-                allowed_s = self.settings.overdue_factor * allowed_s + self.settings.overdue_s
-            if now - account.head_s < allowed_s:
+                allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
+            if now - self._head_s < allowed_s:
                 break
             self.stats.overdue += head.streams
-            self._start(account, head)
-            account.head_s += allowed_s
-            account.sure, account.carried_tokens = False, 0
+            self._start(head)
+            self._head_s += allowed_s
+            self._sure, self._carried_tokens = False, 0
         return rate
 
-    def _foreign(self, account: _Account, now: float) -> tuple[int, int]:
-        if now - account.gauges_s > self.settings.gauge_fresh_s:
+    def _foreign(self, now: float) -> tuple[int, int]:
+        if now - self._gauges_s > self._settings.gauge_fresh_s:
             return 0, 0
-        return account.foreign_running, account.foreign_waiting
+        return self._foreign_running, self._foreign_waiting
 
-    @staticmethod
-    def _start(account: _Account, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket) -> None:
         """From awaited to running."""
-        del account.awaited[ticket]
-        account.awaited_tokens -= ticket.uncached_tokens
+        del self._awaited[ticket]
+        self._awaited_tokens -= ticket.uncached_tokens
         ticket.awaited = False
-        account.running += 1
+        self._running += 1
 
     def _end(self, ticket: Ticket, now: float) -> None:
         if ticket.ended:
             return
-        account = ticket.account
-        self._advance(ticket.engine_id, account, now)
+        self._advance(now)
         if ticket.awaited:
-            if next(iter(account.awaited)) is ticket:
-                account.head_s, account.sure, account.carried_tokens = now, False, 0
-            self._start(account, ticket)
-        account.running -= 1
+            if next(iter(self._awaited)) is ticket:
+                self._head_s, self._sure, self._carried_tokens = now, False, 0
+            self._start(ticket)
+        self._running -= 1
         ticket.ended = True

@@ -1,194 +1,231 @@
-"""A request on its engine: open in the load account and among the prompts in flight, until it is closed.
+"""A request on its engine: open in the load account and among the prompts in flight, until it ends.
 
-Always true: a placement is taken out of every book exactly once, whatever it is told and how often; what an
-engine's answer teaches (rates, shadows, receipts) is entered only while the engine is in the fleet, since
-nobody would take it out of the books again.
+Always true: a placement is taken out of every account exactly once (``Attempt``); what an engine's answer
+teaches (rates, shadows, receipts) is entered only while the engine is in the fleet.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
-from router.fleet.status import Fleet
+import msgspec
+
+from publisher.groups import Family
+from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage
-from router.placement.books import Books
-from router.placement.decision import Decision
-from router.placement.inflight import InflightPrompt
-from router.placement.load import Ticket
+from router.placement.candidate import Candidate, Choice, Hit
+from router.placement.engine import Accounts, Engine
+from router.placement.inflight import InflightPrompt, keeps
+from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
+from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
 
 _REQUEST_ID_BYTES_MAX = 256
 """Clients choose it, and receipts are kept."""
 
 
-class Bookkeeper:
-    """Enters what becomes of placements. ``feed_state`` names the state of an engine's feed, ``clear``
-    forgets what its GPU holds, ``doubt`` takes a hit above one that an assumed hash scheme gave."""
+class Decision(msgspec.Struct, frozen=True):
+    """A choice and all it rested on; ``candidates`` in the order of ``engines``."""
+
+    read: Prompt | TextAffinity | None
+    prompt_tokens: int
+    engines: tuple[Engine, ...]
+    candidates: tuple[Candidate, ...]
+    choice: Choice
+    index_problem: str = ""
+    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine chosen."""
+        return self.engines[self.choice.index]
+
+    @property
+    def candidate(self) -> Candidate:
+        """What was known of it."""
+        return self.candidates[self.choice.index]
+
+
+class Placement(Attempt):
+    """One request on one engine, with the decision that put it there. ``retention``: tokens between the
+    blocks that the engine keeps of every prompt; None: it keeps all."""
+
+    __slots__ = (
+        "_accounts",
+        "_answered",
+        "_flying",
+        "_prefilled",
+        "_ticket",
+        "_ttft_s",
+        "decision",
+        "engine",
+    )
 
     def __init__(
         self,
-        fleet: Fleet,
-        books: Books,
+        request: InboundRequest,
+        decision: Decision,
+        accounts: Accounts,
         *,
-        feed_state: Callable[[str], str],
-        clear: Callable[[str], None],
-        doubt: Callable[[str], None],
+        retention: Callable[[str], int | None],
+        client_headers: Fields,
     ) -> None:
-        self._fleet = fleet
-        self._books = books
-        self._feed_state = feed_state
-        self._clear = clear
-        self._doubt = doubt
-
-    def now(self) -> float:
-        """The router's clock, in seconds."""
-        return self._books.now()
-
-    def close(self, placed: Placed, usage: Usage | None, *, failed: str = "") -> None:
-        """Take the request out of every book, and write its receipt."""
-        now, books, engine_id = self._books.now(), self._books, placed.engine_id
-        if failed:
-            books.load.fail(placed.ticket, now)
-        else:
-            books.load.finish(placed.ticket, now)
-        if placed.flying is not None:
-            if placed.answered:
-                books.inflight.end(placed.flying, now)
-            else:  # refused or failed: the engine computed nothing
-                books.inflight.drop(placed.flying)
-        read = placed.decision.read
-        here = self._fleet.get(engine_id) is not None  # else nobody would ever take it out of the books again
-        if here and placed.answered and isinstance(read, Prompt):
-            if not placed.prefilled:
-                books.shadows.served(engine_id, read.token_ids, read.hashes)
-            receipt = self._receipt(placed, usage)
-            books.receipts.add(receipt)
-            if receipt.mode == "assumed" and receipt.outcome == "under":
-                self._doubt(engine_id)
-        if books.access is not None and placed.answered and placed.request.path in COMPLETION_PATHS:
-            self._log_access(books.access, placed, usage, now)
-
-    def cache_reset(self, engine_id: str) -> None:
-        """A reset was passed on and answered. The engine tells of it only with its next batch, so what is
-        known goes at once; a reset that it did not carry out leaves us expecting less than there is."""
-        self._clear(engine_id)
-        self._books.shadows.reset(engine_id)
-        self._books.inflight.forget(engine_id)
-
-    def prefilled(self, placed: Placed) -> None:
-        """The first token arrived: the prompt is computed, and how long that took is known."""
-        now = self._books.now()
-        sample = self._books.load.first_token(placed.ticket, now)
-        if sample is not None and self._fleet.get(placed.engine_id) is not None:
-            self._books.load.rates.observe(placed.engine_id, sample, now)
-        if placed.flying is not None:
-            self._books.inflight.prefilled(placed.flying)
-        read = placed.decision.read
+        engine, choice = decision.engine, decision.choice
+        rank = engine.engine.dp_rank
+        cost = choice.costs[choice.index]
+        super().__init__(
+            engine.engine_id,
+            engine.engine.base_url,
+            engine.breaker,
+            request,
+            now=accounts.now,
+            expected_s=cost.queue_s + cost.prefill_s + cost.load_s + cost.decode_s,
+            engine_headers=() if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),),
+            client_headers=client_headers,
+        )
+        self.decision = decision
+        self.engine = engine
+        self._accounts = accounts
+        self._answered = self._prefilled = False
+        self._ttft_s: float | None = None
+        self._ticket = engine.load.admit(
+            uncached_tokens=choice.uncached_tokens,
+            now=self.asked_s,
+            streams=request.stream,
+            load_s=cost.load_s,
+        )
+        self._flying: InflightPrompt | None = None
+        read = decision.read
         if isinstance(read, Prompt):
-            self._books.shadows.served(placed.engine_id, read.token_ids, read.hashes)
+            self._flying = accounts.inflight.add(
+                engine.engine_id,
+                read.hashes(engine.scheme),
+                self.asked_s,
+                _kept(engine, decision.candidate.hit, read.num_tokens, retention(engine.base_model or "")),
+            )
+        elif isinstance(read, TextAffinity):
+            accounts.affinity.record(read.keys, engine.engine_id)
 
-    def _log_access(self, log: AccessLog, placed: Placed, usage: Usage | None, now: float) -> None:
-        read, view = placed.decision.read, placed.decision.view
+    def _begun(self, now: float) -> None:
+        self._answered = True
+        engine = self.engine
+        if self.request.path in CACHE_RESETS:
+            # The engine tells of it only with its next batch, so what is known goes at once; a reset that it
+            # did not carry out leaves us expecting less than there is.
+            engine.reset(cleared=True)
+        if not self.request.stream:
+            return  # only a stream's first byte tells when the prefill was over
+        self._prefilled = True
+        self._ttft_s = now - self.asked_s
+        sample = engine.load.first_token(self._ticket, now)
+        if sample is not None and not engine.closed:
+            engine.rates.observe(sample, now)
+        if self._flying is not None:
+            self._accounts.inflight.prefilled(self._flying)
+        self._served()
+
+    def _served(self) -> None:
+        """The engine has computed the prompt: so has its shadow."""
+        read, shadow = self.decision.read, self.engine.shadow
+        if shadow is not None and isinstance(read, Prompt):
+            shadow.served(read.token_ids, read.hashes)
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        now, accounts, engine = self.now(), self._accounts, self.engine
+        if failed:
+            engine.load.fail(self._ticket, now)
+        else:
+            engine.load.finish(self._ticket, now)
+        if self._flying is not None:
+            if self._answered:
+                accounts.inflight.end(self._flying, now)
+            else:  # refused or failed: the engine computed nothing
+                accounts.inflight.drop(self._flying)
+        if not self._answered:
+            return
+        if not engine.closed and isinstance(self.decision.read, Prompt):
+            if not self._prefilled:
+                self._served()
+            receipt = self._receipt(usage)
+            engine.receipts.add(receipt)
+            accounts.receipts.add(receipt)
+            if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
+                engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
+            if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
+                engine.residency.writer.doubt()
+        if accounts.access is not None and self.request.path in COMPLETION_PATHS:
+            self._log_access(accounts.access, usage, now)
+
+    def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
+        read, candidate = self.decision.read, self.decision.candidate
         if not isinstance(read, Prompt) or read.num_prompts > 1:
             log.skip()
             return
+        hit = candidate.hit
         log.add(
             Access(
-                arrived_s=time.time() - (now - placed.placed_s),
-                model=placed.request.model or "",
-                engine_id=placed.engine_id,
+                arrived_s=time.time() - (now - self.asked_s),
+                model=self.request.model or "",
+                engine_id=self.engine_id,
                 tokens=read.token_ids,
                 extras=read.extras,
-                streams=placed.request.stream,
+                streams=self.request.stream,
                 output_tokens=usage.completion_tokens if usage is not None else None,
-                predicted_tokens=view.expected_tokens if view.candidate.confidence != "none" else None,
+                predicted_tokens=hit.whole_tokens if hit.confidence != "none" else None,
                 cached_tokens=usage.cached_tokens if usage is not None else None,
-                ttft_s=placed.ttft_s,
-                duration_s=now - placed.placed_s,
-                queue_s=view.candidate.queue_s,
+                ttft_s=self._ttft_s,
+                duration_s=now - self.asked_s,
+                queue_s=candidate.queue_s,
             )
         )
 
-    def _receipt(self, placed: Placed, usage: Usage | None) -> Receipt:
-        view, decision = placed.decision.view, placed.decision
+    def _receipt(self, usage: Usage | None) -> Receipt:
+        decision, hit = self.decision, self.decision.candidate.hit
         read = decision.read
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
-        predicted = one_prompt and view.candidate.confidence != "none"
-        by_medium = view.expected_by_medium
-        fallback = decision.index_problem and view.candidate.confidence == "none"
+        known = hit.confidence != "none"
+        predicted = one_prompt and known
+        fallback = decision.index_problem and not known
         return Receipt(
-            request_id=placed.request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
-            engine_id=placed.engine_id,
-            model=placed.request.model or "",
-            mode="fallback" if fallback else view.mode,
-            feed=self._feed_state(placed.engine_id),
+            request_id=self.request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
+            engine_id=self.engine_id,
+            model=self.request.model or "",
+            mode="fallback" if fallback else hit.mode,
+            feed=self.engine.feed_state,
             prompt_tokens=decision.prompt_tokens,
-            predicted_tokens=view.expected_tokens if predicted else None,
-            cpu_tokens=by_medium["CPU"] if predicted else 0,
-            storage_tokens=by_medium["STORAGE"] if predicted else 0,
-            trunk_tokens=view.candidate.trunk_tokens,
+            predicted_tokens=hit.whole_tokens if predicted else None,
+            cpu_tokens=hit.near_tokens - hit.soon_tokens if predicted else 0,
+            storage_tokens=hit.whole_tokens - hit.near_tokens if predicted else 0,
+            trunk_tokens=hit.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
             reason=decision.choice.reason,
             index_problem=decision.index_problem,
-            ttft_s=placed.ttft_s,
+            ttft_s=self._ttft_s,
         )
 
 
-class Placed:
-    """One request on one engine (``router.openai.request.Placement``)."""
+def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -> tuple[int, ...]:
+    """The prefixes of a placed prompt that its engine will be able to hit, in hash blocks."""
+    layout = engine.layout
+    if layout is None:
+        return ()
+    return keeps(
+        prompt_tokens,
+        hit.trunk_tokens,
+        alignment=layout.alignment,
+        hash_block_size=layout.hash_block_size,
+        retention_interval=retention,
+        every_block=_only_full(layout),
+    )
 
-    def __init__(
-        self,
-        keeper: Bookkeeper,
-        request: InboundRequest,
-        decision: Decision,
-        *,
-        ticket: Ticket,
-        flying: InflightPrompt | None,
-        client_headers: tuple[tuple[bytes, bytes], ...],
-        now: float,
-    ) -> None:
-        engine = decision.view.status.engine
-        self.engine_id = engine.engine_id
-        self.base_url = engine.base_url
-        self.engine_headers: tuple[tuple[bytes, bytes], ...] = (
-            () if engine.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % engine.dp_rank),)
-        )
-        self.client_headers = client_headers
-        self.expected_s = decision.choice.cost.wait_s
-        self.request = request
-        self.decision = decision
-        self.ticket = ticket
-        self.flying = flying
-        self.answered = False
-        self.prefilled = False
-        self.ttft_s: float | None = None
-        self._keeper = keeper
-        self.placed_s = now
-        self._open = True
 
-    def first_byte(self) -> None:
-        """See ``Placement``; only a stream's first byte tells when the prefill was over."""
-        self.answered = True
-        if self.request.path in CACHE_RESETS:
-            self._keeper.cache_reset(self.engine_id)
-        if self._open and not self.prefilled and self.request.stream:
-            self.prefilled = True
-            self.ttft_s = self._keeper.now() - self.placed_s
-            self._keeper.prefilled(self)
-
-    def finished(self, usage: Usage | None) -> None:
-        self._close(usage, "")
-
-    def failed(self, reason: str) -> None:
-        self._close(None, reason)
-
-    def _close(self, usage: Usage | None, failed: str) -> None:
-        if self._open:
-            self._open = False
-            self._keeper.close(self, usage, failed=failed)
+@lru_cache(maxsize=256)
+def _only_full(layout: CacheLayout) -> bool:
+    """Every group is full attention: every block is a boundary."""
+    return all(c.family is Family.FULL for c in layout.classes)

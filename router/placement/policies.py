@@ -15,9 +15,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.placement.candidate import Ask, Candidate, Choice, PolicySettings, Reason
-from router.placement.cost import choose, cost
-from router.placement.rendezvous import favourite, weight
+from router.placement.candidate import Ask, Candidate, Choice, Hit, PolicySettings, Reason
+from router.placement.cost import choose, cost, favourite, weight
 
 
 @dataclass(slots=True)
@@ -43,8 +42,7 @@ def kvatlas(
 def exact(candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState) -> Choice:
     """Lowest cost by what engines hold now: no trunk, no credit, no prompts in flight."""
     blind = [
-        msgspec.structs.replace(c, trunk_tokens=c.hit_tokens + c.offloaded_tokens, coming_tokens=0)
-        for c in candidates
+        msgspec.structs.replace(c, hit=_only(c.hit, trunk_tokens=0, coming_tokens=0)) for c in candidates
     ]
     return choose(blind, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
 
@@ -54,7 +52,7 @@ def full_attention(
 ) -> Choice:
     """Counts the full-attention prefix as the hit, as an index that ignores groups does."""
     trusting = [
-        msgspec.structs.replace(c, hit_tokens=max(c.hit_tokens, c.trunk_tokens - c.offloaded_tokens))
+        msgspec.structs.replace(c, hit=_only(c.hit, gpu_tokens=max(c.hit.gpu_tokens, _all_trunk(c.hit))))
         for c in candidates
     ]
     return choose(trusting, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
@@ -124,6 +122,15 @@ def policy(name: str) -> Policy:
         return POLICIES[name]
     except KeyError:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}") from None
+
+
+def _only(hit: Hit, **changes: int) -> Hit:
+    """The hit as another index would give it."""
+    return msgspec.structs.replace(hit, **changes)
+
+
+def _all_trunk(hit: Hit) -> int:
+    return hit.trunk_tokens - hit.cpu_tokens - hit.storage_tokens
 
 
 def _for_itself(settings: PolicySettings) -> PolicySettings:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,7 +56,7 @@ class PrefillSample(msgspec.Struct, frozen=True, gc=False):
     running: int
 
 
-class EngineRates(msgspec.Struct, frozen=True, gc=False):
+class RatesNow(NamedTuple):
     """What is believed of one engine now; ``samples`` says how much of it is its own."""
 
     prefill_s_per_token: float
@@ -64,87 +65,75 @@ class EngineRates(msgspec.Struct, frozen=True, gc=False):
     samples: int
 
 
-class _Learned:
-    """The samples of one engine and the estimates drawn from them."""
+class EngineRates:
+    """The samples of one engine and the estimates drawn from them; ``close`` when it leaves the fleet.
 
-    __slots__ = ("at_s", "cached", "interference_s", "long", "overhead_s", "rate", "step")
+    One writer; times are whatever clock the caller uses.
+    """
 
-    def __init__(self, settings: RateSettings) -> None:
-        self.long: deque[PrefillSample] = deque(maxlen=settings.samples_max)
-        self.cached: deque[PrefillSample] = deque(maxlen=settings.samples_max)
-        self.step: deque[PrefillSample] | None = None  # where the last sample went
-        self.rate: float | None = None
-        self.overhead_s: float | None = None
-        self.interference_s: float | None = None
-        self.at_s = 0.0
+    __slots__ = ("_at_s", "_cached", "_fleet", "_interference_s", "_long", "_overhead_s", "_rate", "_step")
 
+    def __init__(self, fleet: FleetRates) -> None:
+        self._fleet = fleet
+        self._long: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
+        self._cached: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
+        self._step: deque[PrefillSample] | None = None  # where the last sample went
+        self._rate: float | None = None
+        self._overhead_s: float | None = None
+        self._interference_s: float | None = None
+        self._at_s = 0.0
 
-class RateBook:
-    """The rates of every engine of the fleet. One writer; times are whatever clock the caller uses."""
-
-    def __init__(self, settings: RateSettings | None = None) -> None:
-        self.settings = settings or RateSettings()
-        self._engines: dict[str, _Learned] = {}
-        self._fleet_rate = self.settings.prefill_s_per_token
-        self._fleet_overhead_s = 0.0
-        self._fleet_interference_s = self.settings.decode_interference_s
-
-    def observe(self, engine_id: str, sample: PrefillSample, now: float) -> None:
+    def observe(self, sample: PrefillSample, now: float) -> None:
         """Learn from one first token. Samples that are neither long nor nearly cached are left out."""
-        learned = self._engines.get(engine_id)
-        if learned is None:
-            learned = self._engines[engine_id] = _Learned(self.settings)
-        if not self._keep(learned, sample):
+        if not self._keep(sample):
             return
-        learned.at_s = now
-        self._fit_overhead(learned)
-        self._fit_rate(learned)
-        self._fit_fleet()
+        self._at_s = now
+        self._fit_overhead()
+        self._fit_rate()
+        self._fleet.learned(self)
 
-    def prefill_s_per_token(self, engine_id: str, now: float) -> float:
+    def prefill_s_per_token(self, now: float) -> float:
         """Seconds the engine takes for one uncached token."""
-        learned = self._engines.get(engine_id)
-        if learned is None or learned.rate is None:
-            return self._fleet_rate
-        overdue_s = now - learned.at_s - self.settings.stale_s
+        rate, fleet = self._rate, self._fleet
+        if rate is None:
+            return fleet.prefill_s_per_token
+        overdue_s = now - self._at_s - fleet.settings.stale_s
         if overdue_s <= 0:
-            return learned.rate
-        own: float = 0.5 ** (overdue_s / self.settings.stale_halflife_s)
-        return own * learned.rate + (1 - own) * self._fleet_rate
+            return rate
+        own: float = 0.5 ** (overdue_s / fleet.settings.stale_halflife_s)
+        return own * rate + (1 - own) * fleet.prefill_s_per_token
 
-    def decode_interference_s(self, engine_id: str) -> float:
+    def at(self, now: float) -> tuple[float, float]:
+        """``prefill_s_per_token`` and ``decode_interference_s``, as every decision asks for them."""
+        fleet, slope = self._fleet, self._interference_s
+        rate = fleet.prefill_s_per_token if self._rate is None else self.prefill_s_per_token(now)
+        return rate, fleet.decode_interference_s if slope is None else slope
+
+    @property
+    def decode_interference_s(self) -> float:
         """Seconds that one running sequence adds to a prefill there."""
-        learned = self._engines.get(engine_id)
-        if learned is None or learned.interference_s is None:
-            return self._fleet_interference_s
-        return learned.interference_s
+        own = self._interference_s
+        return self._fleet.decode_interference_s if own is None else own
 
-    def overhead_s(self, engine_id: str) -> float:
+    @property
+    def overhead_s(self) -> float:
         """Seconds to a first token when nothing is left to compute and nothing else runs."""
-        learned = self._engines.get(engine_id)
-        if learned is None or learned.overhead_s is None:
-            return self._fleet_overhead_s
-        return learned.overhead_s
+        return self._fleet.overhead_s if self._overhead_s is None else self._overhead_s
 
-    def rates(self, engine_id: str, now: float) -> EngineRates:
+    def now(self, now: float) -> RatesNow:
         """All of it, for metrics and explanations."""
-        learned = self._engines.get(engine_id)
-        return EngineRates(
-            self.prefill_s_per_token(engine_id, now),
-            self.decode_interference_s(engine_id),
-            self.overhead_s(engine_id),
-            len(learned.long) if learned else 0,
+        return RatesNow(
+            self.prefill_s_per_token(now), self.decode_interference_s, self.overhead_s, len(self._long)
         )
 
-    def forget(self, engine_id: str) -> None:
-        """The engine left the fleet, or came back as another machine."""
-        if self._engines.pop(engine_id, None) is not None:
-            self._fit_fleet()
+    def close(self) -> None:
+        """The engine left the fleet: it counts no longer towards what is believed of all."""
+        self._fleet.left(self)
 
-    def _keep(self, learned: _Learned, sample: PrefillSample) -> bool:
-        settings = self.settings
+    def _keep(self, sample: PrefillSample) -> bool:
+        settings = self._fleet.settings
         if sample.service_s < settings.same_step_s:
-            into = learned.step
+            into = self._step
             if into is None:
                 return False
             before = into[-1]
@@ -153,17 +142,17 @@ class RateBook:
             )
             return True
         if sample.tokens >= settings.long_tokens_min:
-            learned.step = learned.long
+            self._step = self._long
         elif sample.tokens <= settings.cached_tokens_max:
-            learned.step = learned.cached
+            self._step = self._cached
         else:
-            learned.step = None
+            self._step = None
             return False
-        learned.step.append(sample)
+        self._step.append(sample)
         return True
 
-    def _fit_overhead(self, learned: _Learned) -> None:
-        settings, samples = self.settings, learned.cached
+    def _fit_overhead(self) -> None:
+        settings, samples = self._fleet.settings, self._cached
         if len(samples) < settings.samples_min:
             return
         by_running = sorted(samples, key=lambda s: s.running)
@@ -173,25 +162,53 @@ class RateBook:
         if high_running - low_running >= settings.running_spread_min:
             rise = median(s.service_s for s in high) - median(s.service_s for s in low)
             slope = rise / (high_running - low_running)
-            learned.interference_s = min(max(slope, 0.0), settings.decode_interference_s_max)
-        slope = self._fleet_interference_s if learned.interference_s is None else learned.interference_s
+            self._interference_s = min(max(slope, 0.0), settings.decode_interference_s_max)
+        slope = self.decode_interference_s
         overhead = median(s.service_s - slope * s.running for s in samples)
-        learned.overhead_s = min(max(overhead, 0.0), settings.overhead_s_max)
+        self._overhead_s = min(max(overhead, 0.0), settings.overhead_s_max)
 
-    def _fit_rate(self, learned: _Learned) -> None:
-        settings = self.settings
-        if len(learned.long) < settings.samples_min:
+    def _fit_rate(self) -> None:
+        settings = self._fleet.settings
+        if len(self._long) < settings.samples_min:
             return
-        overhead = self._fleet_overhead_s if learned.overhead_s is None else learned.overhead_s
-        slope = self._fleet_interference_s if learned.interference_s is None else learned.interference_s
-        rate = median((s.service_s - overhead - slope * s.running) / s.tokens for s in learned.long)
-        learned.rate = min(max(rate, settings.prefill_s_per_token_min), settings.prefill_s_per_token_max)
+        overhead, slope = self.overhead_s, self.decode_interference_s
+        rate = median((s.service_s - overhead - slope * s.running) / s.tokens for s in self._long)
+        self._rate = min(max(rate, settings.prefill_s_per_token_min), settings.prefill_s_per_token_max)
 
-    def _fit_fleet(self) -> None:
-        settings, engines = self.settings, self._engines.values()
-        rates = [e.rate for e in engines if e.rate is not None]
-        overheads = [e.overhead_s for e in engines if e.overhead_s is not None]
-        slopes = [e.interference_s for e in engines if e.interference_s is not None]
-        self._fleet_rate = median(rates) if rates else settings.prefill_s_per_token
-        self._fleet_overhead_s = median(overheads) if overheads else 0.0
-        self._fleet_interference_s = median(slopes) if slopes else settings.decode_interference_s
+    @property
+    def learned(self) -> tuple[float | None, float | None, float | None]:
+        """Own estimates of prefill, overhead and interference; None where there is none."""
+        return self._rate, self._overhead_s, self._interference_s
+
+
+class FleetRates:
+    """What engines without samples of their own are believed to do: the medians over those that have some."""
+
+    def __init__(self, settings: RateSettings | None = None) -> None:
+        self.settings = settings or RateSettings()
+        self._engines: dict[EngineRates, None] = {}  # those that have learned something
+        self._fit()
+
+    def engine(self) -> EngineRates:
+        """The rates of one more engine."""
+        return EngineRates(self)
+
+    def learned(self, engine: EngineRates) -> None:
+        """An engine's estimates have changed."""
+        self._engines[engine] = None
+        self._fit()
+
+    def left(self, engine: EngineRates) -> None:
+        """The engine counts no longer."""
+        if engine in self._engines:
+            del self._engines[engine]
+            self._fit()
+
+    def _fit(self) -> None:
+        settings, learned = self.settings, [engine.learned for engine in self._engines]
+        rates = [rate for rate, _, _ in learned if rate is not None]
+        overheads = [overhead for _, overhead, _ in learned if overhead is not None]
+        slopes = [slope for _, _, slope in learned if slope is not None]
+        self.prefill_s_per_token = median(rates) if rates else settings.prefill_s_per_token
+        self.overhead_s = median(overheads) if overheads else 0.0
+        self.decode_interference_s = median(slopes) if slopes else settings.decode_interference_s

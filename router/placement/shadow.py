@@ -45,13 +45,6 @@ class ShadowSpec(msgspec.Struct, frozen=True, kw_only=True):
     assumed: tuple[str, ...] = ("groups", "num_blocks", "retention_interval")
 
 
-class ShadowHit(msgspec.Struct, frozen=True, gc=False):
-    """What the shadow of one engine says of one prompt, in tokens."""
-
-    hit_tokens: int
-    trunk_tokens: int
-
-
 class ShadowStats(msgspec.Struct):
     """Counters for metrics."""
 
@@ -61,24 +54,40 @@ class ShadowStats(msgspec.Struct):
     """Prompts that do not fit the shadow as a whole: its size is set too small."""
 
 
-class ShadowFleet:
-    """The shadows of all engines that publish no events."""
+class ShadowPrompt:
+    """One prompt as shadows look for it; made once for all of them."""
 
-    def __init__(self) -> None:
-        self.stats = ShadowStats()
-        self._specs: dict[str, ShadowSpec] = {}
-        self._pools: dict[str, HybridBlockPool] = {}
+    __slots__ = ("_hashes_of", "_requests", "token_ids")
 
-    def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._pools
+    def __init__(self, token_ids: Sequence[int], hashes_of: HashesOf) -> None:
+        self.token_ids = token_ids
+        self._hashes_of = hashes_of
+        self._requests: dict[HashScheme, PoolRequest] = {}
 
-    def add(self, engine_id: str, spec: ShadowSpec) -> None:
-        """Begin an empty shadow, or begin it anew with another spec. Raises ``ValueError`` for groups that
-        vLLM would not run, and for a scheme with look-ahead: a shadow talks to nobody, so it needs none,
-        and would miss the hashes of a prompt's last blocks."""
+    def request(self, pool: HybridBlockPool) -> PoolRequest:
+        """The prompt as pools of this hash scheme see it."""
+        request = self._requests.get(pool.scheme)
+        if request is None:
+            request = pool.request(self.token_ids, hashes=self._hashes_of(pool.scheme))
+            self._requests[pool.scheme] = request
+        return request
+
+
+class Shadow:
+    """The shadow of one engine.
+
+    Raises ``ValueError`` for groups that vLLM would not run, and for a scheme with look-ahead: a shadow talks
+    to nobody, so it needs none, and would miss the hashes of a prompt's last blocks. ``stats`` may be shared.
+    """
+
+    __slots__ = ("_pool", "spec", "stats")
+
+    def __init__(self, spec: ShadowSpec, stats: ShadowStats | None = None) -> None:
         if spec.scheme.lookahead:
-            raise ValueError(f"{engine_id}: a shadow's hash scheme cannot look ahead")
-        self._pools[engine_id] = HybridBlockPool(
+            raise ValueError("a shadow's hash scheme cannot look ahead")
+        self.spec = spec
+        self.stats = stats if stats is not None else ShadowStats()
+        self._pool = HybridBlockPool(
             spec.groups,
             num_blocks=spec.num_blocks,
             scheme=spec.scheme,
@@ -86,31 +95,19 @@ class ShadowFleet:
             chunk_tokens_max=spec.chunk_tokens_max,
             events=False,
         )
-        self._specs[engine_id] = spec
 
-    def spec(self, engine_id: str) -> ShadowSpec:
-        """Raises ``KeyError`` for an engine without a shadow."""
-        return self._specs[engine_id]
+    def lookup(self, prompt: ShadowPrompt) -> tuple[int, int]:
+        """Hit and trunk of a prompt, in tokens; changes nothing."""
+        if not len(prompt.token_ids):
+            return 0, 0
+        hit, trunk = self._pool.find_prefix(prompt.request(self._pool))
+        return hit, trunk
 
-    def lookup(self, token_ids: Sequence[int], hashes_of: HashesOf) -> dict[str, ShadowHit]:
-        """Hit and trunk of a prompt at every engine that has a shadow; changes nothing."""
-        found: dict[str, ShadowHit] = {}
-        requests: dict[HashScheme, PoolRequest] = {}
-        if not token_ids:
-            return found
-        for engine_id, pool in self._pools.items():
-            request = requests.get(pool.scheme)
-            if request is None:
-                request = pool.request(token_ids, hashes=hashes_of(pool.scheme))
-                requests[pool.scheme] = request
-            found[engine_id] = ShadowHit(*pool.find_prefix(request))
-        return found
-
-    def served(self, engine_id: str, token_ids: Sequence[int], hashes_of: HashesOf) -> None:
-        """The engine has computed this prompt: do the same in its shadow. Nothing happens without one."""
-        pool = self._pools.get(engine_id)
-        if pool is None or not token_ids:
+    def served(self, token_ids: Sequence[int], hashes_of: HashesOf) -> None:
+        """The engine has computed this prompt: do the same here."""
+        if not len(token_ids):
             return
+        pool = self._pool
         request = pool.request(token_ids, hashes=hashes_of(pool.scheme))
         self.stats.prompts += 1
         if pool.start(request) is None:
@@ -122,13 +119,6 @@ class ShadowFleet:
                 break
         pool.finish(request)
 
-    def reset(self, engine_id: str) -> None:
+    def reset(self) -> None:
         """The engine restarted, or its prefix cache was reset: its shadow is empty again."""
-        pool = self._pools.get(engine_id)
-        if pool is not None:
-            pool.reset()
-
-    def forget(self, engine_id: str) -> None:
-        """The engine left, or publishes events now."""
-        self._pools.pop(engine_id, None)
-        self._specs.pop(engine_id, None)
+        self._pool.reset()

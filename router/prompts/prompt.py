@@ -22,7 +22,7 @@ class Prompt:
     for this request (prompt log-probabilities are asked for), its hit is 0.
     """
 
-    __slots__ = ("_entry", "_stats", "num_prompts", "skips_cache", "source")
+    __slots__ = ("_entry", "_hashes", "_stats", "num_prompts", "num_tokens", "skips_cache", "source")
 
     def __init__(
         self,
@@ -34,6 +34,9 @@ class Prompt:
         skips_cache: bool = False,
     ) -> None:
         self._entry = entry
+        self._hashes: dict[HashScheme, list[BlockHash]] = {}
+        self.num_tokens = len(entry.ids)
+        """Length of the prompt in tokens."""
         self._stats = stats
         self.source = source
         self.num_prompts = num_prompts
@@ -45,17 +48,18 @@ class Prompt:
         return self._entry.ids
 
     @property
-    def num_tokens(self) -> int:
-        """Length of the prompt in tokens."""
-        return len(self._entry.ids)
-
-    @property
     def extras(self) -> PromptExtras:
         """Adapter, salt and multimodal items: what hashes cover besides tokens."""
         return self._entry.extras
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:
         """All block hashes under ``scheme``; must not be changed. ``ValueError`` for an unknown algorithm."""
+        known = self._hashes.get(scheme)
+        if known is None:
+            known = self._hashes[scheme] = self._chain(scheme)
+        return known
+
+    def _chain(self, scheme: HashScheme) -> list[BlockHash]:
         chain = self._entry.chains.get(scheme)
         if chain is None:
             chain = HashChain(scheme, self.extras)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from router.http.client import UpstreamClient
-from router.http.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.http.client.pool import UpstreamClient
+from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestBook, RequestRecord
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
@@ -25,9 +25,8 @@ from router.openai.errors import (
     method_not_allowed,
 )
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
-from router.openai.request import InboundRequest, Planner
-from router.proxy.breaker import BreakerBoard
-from router.proxy.forward import Forwarder, Outbound
+from router.openai.request import InboundRequest
+from router.proxy.forward import Forwarder, Outbound, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import COMPLETION_PATHS, POST_PATHS, Verdict, judge
 from router.proxy.screen import Rules, may_be_object, screen
@@ -50,24 +49,22 @@ class ProxyApp:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Placer,
         settings: ProxySettings | None = None,
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        board: BreakerBoard | None = None,
         requests: RequestBook | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.board = board or BreakerBoard(clock)
         self.requests = requests or RequestBook(clock)
         self.client = UpstreamClient(self.settings, self.stats, clock)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
         )
         self._forwarder = Forwarder(
-            planner, self.client, self.board, settings=self.settings, stats=self.stats, clock=clock
+            planner, self.client, settings=self.settings, stats=self.stats, clock=clock
         )
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ An engine is left out for one of three reasons, each with its own end:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 
@@ -47,6 +46,9 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     silent_probe_s: float = 10.0
 
 
+_DEFAULTS = BreakerSettings()
+
+
 class Wish:
     """What an engine asks for itself (Retry-After), and whether it is heeded."""
 
@@ -64,9 +66,8 @@ class Wish:
         return now >= self.until or now >= self._probe_at
 
     def begin(self, now: float) -> None:
-        if now < self.until:
-            self._probe_at = now + self._probe_s
-            self._probe_s = min(2 * self._probe_s, self._settings.open_s_max)
+        self._probe_at = now + self._probe_s
+        self._probe_s = min(2 * self._probe_s, self._settings.open_s_max)
 
     def refused(self, request: int, until: float, now: float) -> None:
         settings = self._settings
@@ -89,19 +90,19 @@ class Wish:
 class Silence:
     """Whether an engine answers nobody although it is asked."""
 
-    __slots__ = ("_asked_at", "_give_ups", "_heard_at", "_probe_at", "_settings")
+    __slots__ = ("_heard_at", "_probe_at", "_settings", "asked_at", "give_ups")
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
-        self._asked_at = math.inf  # the first streamed request since an answer
+        self.asked_at = math.inf  # the first streamed request since an answer
         self._heard_at = -math.inf
-        self._give_ups = 0
+        self.give_ups = 0
         self._probe_at = 0.0
 
     def holds(self, now: float) -> bool:
         """The engine counts as silent."""
         settings = self._settings
-        return self._give_ups >= settings.give_ups_min or now - self._asked_at >= settings.silent_s_max
+        return self.give_ups >= settings.give_ups_min or now - self.asked_at >= settings.silent_s_max
 
     def allows(self, now: float) -> bool:
         return now >= self._probe_at or not self.holds(now)
@@ -109,28 +110,28 @@ class Silence:
     def begin(self, now: float, *, streams: bool) -> None:
         if self.holds(now):
             self._probe_at = now + self._settings.silent_probe_s
-        if streams and self._asked_at == math.inf:
-            self._asked_at = now
+        if streams and self.asked_at == math.inf:
+            self.asked_at = now
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """A client left without a byte. Returns whether that is evidence."""
         waited_s = now - asked_at
         if self._heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
             return False
-        self._give_ups += self._settings.give_ups_min if streams else 1
+        self.give_ups += self._settings.give_ups_min if streams else 1
         self._probe_at = now + self._settings.silent_probe_s
         return True
 
     def heard(self, now: float) -> None:
         self._heard_at = now
-        self._asked_at = math.inf
-        self._give_ups = 0
+        self.asked_at = math.inf
+        self.give_ups = 0
 
 
 class Breaker:
     """State of one engine. Times are seconds on one monotonic clock and must not decrease."""
 
-    def __init__(self, settings: BreakerSettings) -> None:
+    def __init__(self, settings: BreakerSettings = _DEFAULTS) -> None:
         self._settings = settings
         self._in_a_row = 0
         self._open_s = 0.0  # 0: closed
@@ -149,9 +150,12 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """May this engine be chosen now? No side effect."""
-        return (
-            (self.closed or now >= self._open_until) and self._wish.allows(now) and self._silence.allows(now)
-        )
+        if self._open_s and now < self._open_until:
+            return False
+        if now < self._wish.until and not self._wish.allows(now):
+            return False
+        silence = self._silence
+        return (not silence.give_ups and silence.asked_at == math.inf) or silence.allows(now)
 
     def waits_s(self, now: float) -> float:
         """Seconds for which the engine itself asked (``refused``) to be left alone."""
@@ -159,10 +163,11 @@ class Breaker:
 
     def begin(self, now: float, *, streams: bool = False) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
-        if not self.closed:
+        if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
-        self._wish.begin(now)
+        if now < self._wish.until:
+            self._wish.begin(now)
         self._silence.begin(now, streams=streams)
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
@@ -171,7 +176,7 @@ class Breaker:
         self._recent[0 if ok else 1] += 1
         if ok:
             self._in_a_row = 0
-            if not self.closed:
+            if self._open_s:
                 self._close()
             return
         if connection:
@@ -225,64 +230,3 @@ class Breaker:
         failed = self._recent[1] + self._before[1]
         total = failed + self._recent[0] + self._before[0]
         return total >= self._settings.window_min and failed >= self._settings.share_max * total
-
-
-class BreakerBoard:
-    """The breakers of a fleet, by engine id; made with the first request."""
-
-    def __init__(self, clock: Callable[[], float], settings: BreakerSettings | None = None) -> None:
-        self._clock = clock
-        self._settings = settings or BreakerSettings()
-        self._breakers: dict[str, Breaker] = {}
-
-    def available(self, engine_id: str) -> bool:
-        """May the planner choose this engine now?"""
-        breaker = self._breakers.get(engine_id)
-        return breaker is None or breaker.allows(self._clock())
-
-    def waits_s(self, engine_id: str) -> float:
-        """Seconds for which this engine asked (Retry-After) to be left alone; 0 if it did not."""
-        breaker = self._breakers.get(engine_id)
-        return 0.0 if breaker is None else breaker.waits_s(self._clock())
-
-    def begin(self, engine_id: str, *, streams: bool = False) -> float:
-        """A request is about to be sent there. Returns the time, for ``gave_up``."""
-        now = self._clock()
-        self._breaker(engine_id).begin(now, streams=streams)
-        return now
-
-    def record(self, engine_id: str, ok: bool, *, connection: bool = True) -> None:
-        """The outcome of a request (see ``Breaker.record``)."""
-        self._breaker(engine_id).record(ok, self._clock(), connection=connection)
-
-    def succeeded(self, engine_id: str) -> None:
-        """See ``Breaker.succeeded``."""
-        self._breaker(engine_id).succeeded(self._clock())
-
-    def refused(self, engine_id: str, request: int, wait_s: float) -> None:
-        """See ``Breaker.refused``."""
-        self._breaker(engine_id).refused(request, wait_s, self._clock())
-
-    def heard(self, engine_id: str) -> None:
-        """See ``Breaker.heard``."""
-        self._breaker(engine_id).heard(self._clock())
-
-    def gave_up(self, engine_id: str, asked_at: float, *, expected_s: float, streams: bool) -> bool:
-        """See ``Breaker.gave_up``."""
-        breaker = self._breaker(engine_id)
-        return breaker.gave_up(asked_at, self._clock(), expected_s=expected_s, streams=streams)
-
-    def forget(self, engine_id: str) -> None:
-        """The engine left the fleet."""
-        self._breakers.pop(engine_id, None)
-
-    def open_engines(self) -> list[str]:
-        """Engines that ``available`` refuses now, for metrics."""
-        now = self._clock()
-        return sorted(name for name, breaker in self._breakers.items() if not breaker.allows(now))
-
-    def _breaker(self, engine_id: str) -> Breaker:
-        breaker = self._breakers.get(engine_id)
-        if breaker is None:
-            breaker = self._breakers[engine_id] = Breaker(self._settings)
-        return breaker

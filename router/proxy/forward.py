@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 import structlog
-import xxhash
 
-from router.http.client import REPEATABLE, UpstreamClient
-from router.http.client_connection import UpstreamConnection, UpstreamError
-from router.http.disconnect import Send
+from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.http.client.pool import REPEATABLE, UpstreamClient
+from router.http.server.disconnect import Send
 from router.observe.requests import RequestRecord
 from router.openai.errors import (
     ApiError,
@@ -28,8 +28,8 @@ from router.openai.errors import (
     retry_after_s,
     stream_broken,
 )
-from router.openai.request import InboundRequest, Placement, Planner, Usage
-from router.proxy.breaker import BreakerBoard
+from router.openai.request import InboundRequest, Usage
+from router.proxy.attempt import Attempt
 from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head
 from router.proxy.paths import COMPLETION_PATHS
 from router.proxy.settings import ProxySettings
@@ -37,9 +37,8 @@ from router.proxy.sse import SseRelay, read_usage
 from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
-_TOO_MANY = 429
 _BROKEN = 500
-_REFUSALS = frozenset({_TOO_MANY, 500, 502, 503, 504})
+_REFUSALS = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another engine is asked: this one is busy, broken or going down."""
 _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
@@ -65,73 +64,12 @@ class Refusal(msgspec.Struct, gc=False):
     body: bytes
 
 
-class Visit:
-    """One placement until its end; makes sure that it is told of it once, and the engine's breaker of what it
-    says of the engine."""
+class Placer(Protocol):
+    """Chooses the engine for a request."""
 
-    __slots__ = ("_asked_at", "_board", "_ended", "_heard", "_request", "_stats", "placement", "record")
-
-    def __init__(self, placement: Placement, out: Outbound, board: BreakerBoard, stats: ProxyStats) -> None:
-        self.placement = placement
-        self._request = request = out.request
-        self.record = out.record
-        self._board = board
-        self._stats = stats
-        self._ended = self._heard = False
-        self._asked_at = board.begin(placement.engine_id, streams=request.stream)
-
-    def answered(self, status: int) -> None:
-        """The engine gave a head that is no error of its own."""
-        if status < 400:
-            self._board.succeeded(self.placement.engine_id)
-        else:
-            self._board.record(self.placement.engine_id, True)
-
-    def first_byte(self, status: int) -> None:
-        """The first byte of its body came, of a stream the first event: the engine works."""
-        self._heard = True
-        self._board.heard(self.placement.engine_id)
-        if 200 <= status < 300:
-            self.placement.first_byte()
-
-    def gave_up(self) -> None:
-        """The client left."""
-        if not self._heard and self._board.gave_up(
-            self.placement.engine_id,
-            self._asked_at,
-            expected_s=self.placement.expected_s,
-            streams=self._request.stream,
-        ):
-            self._stats.clients_gave_up += 1
-
-    def broke(self, error: UpstreamError) -> None:
-        """The connection failed."""
-        if error.reason == "overflow":
-            self._fail("refused")
-        else:
-            self._board.record(self.placement.engine_id, False)
-            self._fail(error.reason)
-
-    def refused(self, status: int, wait_s: float) -> None:
-        """The engine answered with an error of its own; it asked to be left alone for ``wait_s``."""
-        engine_id = self.placement.engine_id
-        self._board.record(engine_id, status == _TOO_MANY, connection=False)
-        if wait_s > 0:
-            self._board.refused(engine_id, xxhash.xxh3_64_intdigest(self._request.body), wait_s)
-        self._fail("status")
-
-    def finish(self, usage: Usage | None) -> None:
-        """The answer ended, or the client went away."""
-        if not self._ended:
-            self._ended = True
-            self.record.usage = usage
-            self.placement.finished(usage)
-
-    def _fail(self, reason: str) -> None:
-        if not self._ended:
-            self._ended = True
-            self._stats.count_failure(reason)
-            self.placement.failed(reason)
+    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Attempt:
+        """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is nobody to ask. A request may
+        be placed several times (a retry before the first byte), never on an engine in ``exclude``."""
 
 
 class Forwarder:
@@ -139,9 +77,8 @@ class Forwarder:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Placer,
         client: UpstreamClient,
-        board: BreakerBoard,
         *,
         settings: ProxySettings,
         stats: ProxyStats,
@@ -149,7 +86,6 @@ class Forwarder:
     ) -> None:
         self._planner = planner
         self._client = client
-        self._board = board
         self._settings = settings
         self._stats = stats
         self._clock = clock
@@ -243,43 +179,44 @@ class Forwarder:
             raise no_ready_engine("All connections to the engines are in use; retry shortly.")
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
-    async def _attempt(
-        self, placement: Placement, out: Outbound, send: Send
-    ) -> Refusal | UpstreamError | None:
+    async def _attempt(self, placement: Attempt, out: Outbound, send: Send) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
-        visit = Visit(placement, out, self._board, self._stats)
         connection: UpstreamConnection | None = None
         try:
             connection = await self._ask(placement, out)
             head = read_answer_headers(connection.headers, out.head.request_id, placement.client_headers)
             if connection.status in _REFUSALS:
                 body = await self._read_refusal(connection)
-                visit.refused(
-                    connection.status, retry_after_s(head.retry_after, self._settings.retry_after_s_max)
-                )
+                wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
+                if placement.refused(connection.status, wait_s):
+                    self._stats.count_failure("status")
                 return Refusal(connection.status, head.fields, body)
-            visit.answered(connection.status)
+            placement.answered(connection.status)
             first = connection.take()
             if first is None:
                 first = await connection.read()
             if head.sse:
-                await self._relay_events(connection, visit, head, first, send)
+                await self._relay_events(connection, placement, out.record, head, first, send)
             else:
-                await self._relay(connection, visit, head, first, send, path=out.request.path)
+                await self._relay(connection, placement, out.record, head, first, send)
         except UpstreamError as error:
-            visit.broke(error)
+            self._failed(placement, error)
             return error
         except asyncio.CancelledError:
-            visit.gave_up()
+            self._stats.clients_gave_up += placement.gave_up()
             raise
         else:
             return None
         finally:
             if connection is not None:
                 self._client.done(connection)
-            visit.finish(None)
+            placement.finished(None)
 
-    def _ask(self, placement: Placement, out: Outbound) -> Awaitable[UpstreamConnection]:
+    def _failed(self, placement: Attempt, error: UpstreamError) -> None:
+        if placement.broke(error.reason):
+            self._stats.count_failure("refused" if error.reason == "overflow" else error.reason)
+
+    def _ask(self, placement: Attempt, out: Outbound) -> Awaitable[UpstreamConnection]:
         request = out.request
         origin = self._client.origin(placement.base_url)
         has_body = request.body or out.head.content_length is not None or request.method == "POST"
@@ -307,20 +244,18 @@ class Forwarder:
     async def _relay(
         self,
         connection: UpstreamConnection,
-        visit: Visit,
+        placement: Attempt,
+        record: RequestRecord,
         head: AnswerHead,
         data: bytes,
         send: Send,
-        *,
-        path: str,
     ) -> None:
-        record = visit.record
         record.status = connection.status
         success = 200 <= connection.status < 300
         if data or connection.finished:
-            visit.first_byte(connection.status if data else 0)
+            placement.first_byte(connection.status if data else 0)
         await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
-        wants_usage = success and not head.encoded and path in COMPLETION_PATHS
+        wants_usage = success and not head.encoded and placement.request.path in COMPLETION_PATHS
         seen: list[bytes] = []
         seen_bytes = 0
         while True:
@@ -336,9 +271,10 @@ class Forwarder:
             try:
                 data = await connection.read()
             except UpstreamError as error:
-                self._broke_off(visit, error)
+                self._broke_off(placement, record, error)
                 return
-        visit.finish(self._usage_of(seen) if wants_usage else None)
+        record.usage = self._usage_of(seen) if wants_usage else None
+        placement.finished(record.usage)
 
     def _usage_of(self, seen: list[bytes]) -> Usage | None:
         try:
@@ -348,10 +284,15 @@ class Forwarder:
             return None
 
     async def _relay_events(
-        self, connection: UpstreamConnection, visit: Visit, head: AnswerHead, data: bytes, send: Send
+        self,
+        connection: UpstreamConnection,
+        placement: Attempt,
+        record: RequestRecord,
+        head: AnswerHead,
+        data: bytes,
+        send: Send,
     ) -> None:
         relay = SseRelay()
-        record = visit.record
         record.status = connection.status
         success = 200 <= connection.status < 300
         begun = False
@@ -363,7 +304,7 @@ class Forwarder:
                 out += relay.end()
             if not begun and relay.begun:
                 begun = True
-                visit.first_byte(connection.status)  # an error's events are no tokens
+                placement.first_byte(connection.status)  # an error's events are no tokens
             if success and begun:
                 record.piece()
             record.bytes_out += len(out)
@@ -382,23 +323,26 @@ class Forwarder:
                 if not started:
                     raise
                 if not relay.done:
-                    await self._break_stream(relay, visit, error, send)
+                    await self._break_stream(relay, placement, record, error, send)
                     return
                 await send({"type": "http.response.body", "body": relay.end(), "more_body": False})
                 break
         self._stats.usage_unread += relay.unread_usages
-        visit.finish(relay.usage)
+        record.usage = relay.usage
+        placement.finished(relay.usage)
 
-    def _broke_off(self, visit: Visit, error: UpstreamError) -> None:
+    def _broke_off(self, placement: Attempt, record: RequestRecord, error: UpstreamError) -> None:
         """The answer ended before its end, and the client has had a part of it."""
         self._stats.streams_broken += 1
-        visit.broke(error)
-        record, engine_id = visit.record, visit.placement.engine_id
+        self._failed(placement, error)
+        engine_id = placement.engine_id
         record.broken = True
         record.book.tell("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
 
-    async def _break_stream(self, relay: SseRelay, visit: Visit, error: UpstreamError, send: Send) -> None:
-        self._broke_off(visit, error)
+    async def _break_stream(
+        self, relay: SseRelay, placement: Attempt, record: RequestRecord, error: UpstreamError, send: Send
+    ) -> None:
+        self._broke_off(placement, record, error)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         event = stream_broken(f"The engine {said} before its answer was complete.").body()
         await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from router.openai.errors import ApiError, bad_request
-from router.openai.members import MalformedError, Member, Scan
+from router.openai.members import BodyMember, MalformedError, Scan
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
@@ -119,7 +119,7 @@ class _Cutter:
         if cut_from >= 0:
             self.cuts.append((kept_end if kept_end >= 0 else cut_from, last_end))
 
-    def _goes(self, member: Member, *, top: bool) -> bool:
+    def _goes(self, member: BodyMember, *, top: bool) -> bool:
         if member.name == _TRANSFER and self._rules.transfer:
             self.transfer += 1
             return True
@@ -130,7 +130,7 @@ class _Cutter:
             return True
         return False
 
-    def _xargs(self, member: Member) -> Generator[None, None, None]:
+    def _xargs(self, member: BodyMember) -> Generator[None, None, None]:
         first = self._scan.text[member.value : member.value + 1]
         if first == b"{":
             yield from self._object(member.value, top=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from router.http.client.stats import ClientStats
 
-class ProxyStats(msgspec.Struct):
+
+class ProxyStats(ClientStats):
     """Requests, retries and failures as the proxy saw them. Monotone, but for the gauges so named."""
 
     requests: int = 0
@@ -14,18 +16,8 @@ class ProxyStats(msgspec.Struct):
     """Gauge: requests being answered now."""
     retries: int = 0
     """Further attempts at another engine."""
-    stale_reconnects: int = 0
-    """Kept-alive connections that died before a response byte and were replaced for free."""
-    engine_connects: int = 0
-    """Connections opened to engines."""
-    engine_pool_overflows: int = 0
-    """Requests that found ``engine_connections_max`` connections of an engine in use."""
-    descriptor_shortages: int = 0
-    """Connections to engines that this process had no file descriptor for."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
     """Failed attempts at engines, by reason."""
-    read_pauses: int = 0
-    """Times reading from an engine paused because the client was slower."""
     streams_broken: int = 0
     """Answers that broke off after their first byte had been given to the client."""
     engines_broken: int = 0
@@ -58,32 +50,3 @@ class ProxyStats(msgspec.Struct):
         """One error answer of our own."""
         counts = self.not_found if status == 404 else self.errors
         counts[code] = counts.get(code, 0) + 1
-
-
-class ListenStats(msgspec.Struct):
-    """What clients did to the listener."""
-
-    connections: int = 0
-    """Connections accepted."""
-    connections_refused: int = 0
-    """Connections refused because there were too many."""
-    bodies_refused: int = 0
-    """Requests refused because all bodies together would have been over ``bodies_bytes_max``."""
-    requests: int = 0
-    """Requests read, of all paths of the public port."""
-    header_timeouts: int = 0
-    """Connections closed because a request head did not come in time."""
-    body_timeouts: int = 0
-    """Requests ended because their body did not come in time."""
-    stalled_clients: int = 0
-    """Connections cut because the client did not read its answer."""
-    bad_requests: int = 0
-    """Requests that are not valid HTTP."""
-    header_overflows: int = 0
-    """Request heads that were too large."""
-    pipeline_pauses: int = 0
-    """Times reading paused because too many requests waited on one connection."""
-    drained: int = 0
-    """Requests that were still being answered when the drain began and finished in time."""
-    drain_cuts: int = 0
-    """Connections cut because ``drain_s_max`` was over."""

@@ -22,8 +22,8 @@ from router.index.learn.layout import CacheLayout
 from router.index.media import is_shared
 from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
 from router.index.rules.offload import shared_part
+from router.placement.engine import NO_LOOK, Look
 from router.proxy.breaker import Breaker, BreakerSettings
-from router.replication.base import NO_LOOK, Look
 from router.replication.gossip.load import LoadGossip
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.errors import IndexUnavailable
@@ -60,7 +60,7 @@ class Ownership(Protocol):
 
 
 class IndexLookup:
-    """See ``router.replication.base.SharedView``. ``reader`` gives the reader; asked in a running loop."""
+    """See ``router.placement.engine.SharedView``. ``reader`` gives the reader; asked in a running loop."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class IndexLookup:
         self.problem = reason
         why = f"the shared index did not answer ({reason})"
         lost = [engine_id for engine_id in elsewhere if not self._own.follows(engine_id)]
-        return Look({e: EngineHit(e, "unknown", why_unknown=why) for e in lost}, problem=reason)
+        return Look({e: EngineHit("unknown", why_unknown=why) for e in lost}, problem=reason)
 
     async def _look_up(
         self,
@@ -239,17 +239,15 @@ def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashSch
 def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
     """All a prediction needs, or the answer that there can be none and why."""
     if known is None:
-        return EngineHit(engine_id, "unknown", why_unknown="no replica follows this engine yet")
+        return EngineHit("unknown", why_unknown="no replica follows this engine yet")
     if known.mode == "learned":
         why = "learned mode: only the replica that follows this engine can translate its hashes"
-        return EngineHit(engine_id, "unknown", why_unknown=why)
+        return EngineHit("unknown", why_unknown=why)
     if known.scheme is None or known.layout is None:
         if _trusted(known) and known.mode == "empty":
-            return EngineHit(engine_id, "native")
-        return EngineHit(
-            engine_id, "unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet"
-        )
+            return EngineHit("native")
+        return EngineHit("unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet")
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
-        return EngineHit(engine_id, "unknown", why_unknown=why)
+        return EngineHit("unknown", why_unknown=why)
     return Seat(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)

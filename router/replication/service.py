@@ -18,11 +18,11 @@ import structlog
 
 from router.feeds.base import FeedState
 from router.feeds.manager import Followers
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.index.engine import EngineResidency
 from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
-from router.placement.load import LoadAccount
+from router.placement.load import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
 from router.replication.gossip.stream import InflightStream
@@ -59,7 +59,13 @@ class _Scope(NamedTuple):
 class SharedIndex:
     """See the module. ``attach`` before ``run``; ``sight`` is what the planner asks."""
 
-    def __init__(self, settings: IndexSettings, load: LoadAccount, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: IndexSettings,
+        own_load: Callable[[float], dict[str, OthersLoad]],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
         self.settings = settings
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         self._client = connect(settings)
@@ -72,7 +78,7 @@ class SharedIndex:
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
         self._told: dict[str, EngineFacts] = {}
-        self.exchange = LoadGossip(self.replica, load.own, started=self._started)
+        self.exchange = LoadGossip(self.replica, own_load, started=self._started)
         self.keeper = LeaseManager(
             self.replica,
             lambda model: self.scope(model).desk,
@@ -128,11 +134,11 @@ class SharedIndex:
 
     # -- the engines ----------------------------------------------------------------------------------
 
-    def follows(self, engine: Engine, model: str) -> bool:
+    def follows(self, engine: EngineAddress, model: str) -> bool:
         """See ``Following``: here or elsewhere."""
         return self.keeper.wants(engine, model)
 
-    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+    def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """See ``Following``: here, if the lease can be had."""
         del tasks  # feeds come and go with their leases
         self.sight.assign(engine.engine_id, model)
@@ -226,7 +232,7 @@ class SharedIndex:
         engine, feed = self._residency.engine(engine_id), self._followers.stats.get(engine_id)
         if engine is None or feed is None:
             return
-        seat = self._residency.scope(model).seat(engine_id)
+        seat = self._residency.scope(model).residency(engine_id).seat()
         facts = engine_facts(engine, seat, feed.state, feed.missing_batches)
         mirror, told = self.scope(model).mirror, self._told.get(engine_id)
         if facts != told:

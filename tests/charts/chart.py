@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from helm_python import Chart
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 CHART = ROOT / "charts" / "kvatlas"
 MINIMAL: dict[str, Any] = {"engines": {"selector": {"app": "vllm"}}}
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import MINIMAL, Rendered
+
+from tests.charts.chart import MINIMAL, Rendered
 
 NAMESPACE = 'namespace="llm"'
 MINUTES = 30

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import MINIMAL, ROOT, Rendered
-from test_rendered import CASES, EVERYTHING
 
 from router.cli import app
 from router.config.load import load
+from tests.charts.chart import MINIMAL, Rendered
+from tests.charts.test_rendered import CASES, EVERYTHING
+from tests.support.paths import ROOT
 
 TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import ROOT
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from router.cli import app
 from router.config.load import load
+from tests.support.paths import ROOT
 
 TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "examples/docker/compose.yaml").read_text())["services"]

@@ -11,10 +11,11 @@ from typing import Any
 
 import hiredis
 import pytest
-from chart import MINIMAL, ROOT, Document, Rendered, load
-from test_rendered import EVERYTHING
 
-from tests.redis.servers import free_port, program
+from tests.charts.chart import MINIMAL, Document, Rendered, load
+from tests.charts.test_rendered import EVERYTHING
+from tests.support.paths import ROOT
+from tests.support.redis_servers import free_port, program
 
 PASSWORD = 'se"cr\\et #1 $HOME'
 

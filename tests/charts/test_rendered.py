@@ -9,8 +9,10 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-from chart import MINIMAL, ROOT, Document, Rendered, examples, load
-from crds import SPECS
+
+from tests.charts.chart import MINIMAL, Document, Rendered, examples, load
+from tests.charts.crds import SPECS
+from tests.support.paths import ROOT
 
 VERSIONS = ("1.27", "1.31", "1.37")
 EVERYTHING: dict[str, Any] = {

@@ -19,8 +19,8 @@ from connectors.shared_settings import SharedSettings
 from connectors.store import open as store_open
 from connectors.store.mooncake import MooncakeSettings
 from connectors.store.options import Options
-
-from .pages import ROOT, connector_metrics, transfer_configs
+from tests.docs.pages import connector_metrics, transfer_configs
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "connectors.md"
 GIVEN = object()

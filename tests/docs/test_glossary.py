@@ -26,8 +26,8 @@ from router.placement import explain
 from router.placement.candidate import Cost, Reason
 from router.placement.load import EngineLoad
 from router.prompts.stats import REASONS as NOT_LOCAL
-
-from .pages import ROOT, inline_code
+from tests.docs.pages import inline_code
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "glossary.md"
 

@@ -9,8 +9,8 @@ import pytest
 
 from router.cli import app
 from router.config.load import SECTIONS
-
-from .pages import ROOT, anchors, command_lines, connector_metrics, files, inline_code, links, pages
+from tests.docs.pages import anchors, command_lines, connector_metrics, files, inline_code, links, pages
+from tests.support.paths import ROOT
 
 MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
 """Paths of the machine this was written on, and hosts that an installation may not need."""

@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 from router.config.load import load
-
-from .pages import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiny_model import random_words
+from tests.vllm.tiny_model import random_words
 
 _SYSTEM_PROMPTS = 3
 _CONVERSATIONS_MAX = 14

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from tiny_model import write_tiny_model
 
-sys.path.append(str(Path(__file__).parents[1] / "recovery"))  # its engine, where the truth comes from
+from tests.vllm.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Random mixes of groups and traffic through vLLM's real scheduler, held against all that predicts it.
 
-Usage, under vLLM's interpreter with the repository in PYTHONPATH: ``drive_random.py --model DIR --seed S
---mixes N [--first K] [--out DIR] [--mix NAME]...``. One JSON line per mix: what ran, and the first
-difference or null; a last line with the total. Mix ``S_KKK`` is the K-th of seed S; ``--mix`` runs single
+Usage, under vLLM's interpreter: ``-m tests.vllm.drive_random --model DIR --seed S --mixes N [--first K]
+[--out DIR] [--mix NAME]...``. One JSON line per mix: what ran, and the first difference or null; a last line
+with the total. Mix ``S_KKK`` is the K-th of seed S; ``--mix`` runs single
 ones again. With ``--out`` the traces of mixes that differ are kept there, for ``kvatlas verify``.
 
 Held against vLLM at every probe: what the index predicts (the trace is replayed by ``kvatlas verify``; live
@@ -26,10 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from drive_scheduler import DifferenceError, Pair
-from pool_load import Ask
-from random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
-from real_scheduler import Prompt, RealEngine, Setup
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
@@ -37,7 +33,7 @@ from vllm.v1.request import RequestStatus
 from connectors.hits.resolver import HitResolver
 from connectors.messages.keys import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
-from publisher.events import BlockHash, decode_batch
+from publisher.events import BlockHash, BlockStored, decode_batch
 from publisher.groups import GroupSpec
 from router.index.base import Plane, Rows
 from router.index.learn.layout import ModelFacts, make_layout
@@ -46,6 +42,10 @@ from router.index.rules.hits import evaluate
 from router.index.rules.offload import loaded, reach
 from router.index.store.memory import MemoryIndex
 from router.tools.verify.run import ProbePrompt, verify_trace
+from tests.publisher.pool.pool_load import Ask
+from tests.vllm.drive_scheduler import DifferenceError, Pair
+from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
+from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 V033 = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2]) >= (0, 33)
 ENGINE = "live"
@@ -153,7 +153,7 @@ class Judge:
         self._path = path
         self._lines: list[str] = []
         self._seq = 0
-        self._unseen = set(range(len(mix.layout.groups)))
+        self._unseen = {(index, group["block_size"]) for index, group in enumerate(mix.layout.groups)}
         self._fleet = FleetResidency(facts_of(mix))
         self._resolver = None if mix.lookahead else Resolver(real, mix)
         self.silent = False
@@ -168,7 +168,8 @@ class Judge:
         for payload in payloads:
             batch = decode_batch(payload)
             self._fleet.apply(ENGINE, batch)
-            self._unseen -= {getattr(event, "group_idx", None) for event in batch.events}
+            stored = [event for event in batch.events if isinstance(event, BlockStored)]
+            self._unseen -= {(event.group_idx, event.block_size) for event in stored}
             self._write({"events": base64.b64encode(payload).decode(), "seq": self._seq})
             self._seq += 1
             self.silent = False
@@ -188,9 +189,9 @@ class Judge:
         self.counts["probes"] += 1
         self.counts["hit_tokens"] += hit
         self.counts["live_exact"] += found.hit_tokens == hit
+        self._write({"probe": {"token_ids": ask.token_ids, **prompt_of(ask).extras()}, "hit_tokens": hit})
         if found.hit_tokens > hit and not self._unseen:
             raise DifferenceError(f"live: vLLM {hit}, index promised {found.hit_tokens} ({found.mode})")
-        self._write({"probe": {"token_ids": ask.token_ids, **prompt_of(ask).extras()}, "hit_tokens": hit})
 
     def verdict(self) -> str | None:
         """Write the trace; what ``kvatlas verify`` says of it: None if it is exact."""

@@ -1,7 +1,7 @@
 """Runs vLLM's real scheduler and our block pool on the same random load and compares every step.
 
-Usage, under vLLM's interpreter with the repository in PYTHONPATH: ``drive_scheduler.py --model DIR --seed N
---requests N [--family PREFIX]... [--record PATH]``. One JSON line per family: what ran, and the first
+Usage, under vLLM's interpreter: ``-m tests.vllm.drive_scheduler --model DIR --seed N --requests N
+[--family PREFIX]... [--record PATH]``. One JSON line per family: what ran, and the first
 difference or null. Compared after every step: which requests were scheduled with how many tokens, what each
 has computed, the payload bytes of the step's events, and the free blocks in order of reuse; between steps the
 hits of random prompts. ``--record`` writes the digests of the runs for the tests that have no vLLM.
@@ -20,20 +20,18 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from real_scheduler import Prompt, RealEngine, Setup
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import Request, RequestStatus
 
-if (
-    importlib.util.find_spec("xxhash") is None
-):  # vLLM's environment need not have it; no family hashes with it
-    sys.modules["xxhash"] = ModuleType("xxhash")
-sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
+from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
-from layouts import FAMILIES, Layout
-from pool_load import Alone, Ask, load_rng, run_load
+if importlib.util.find_spec("xxhash") is None:
+    # vLLM's environment need not have it; no family hashes with it.
+    sys.modules["xxhash"] = ModuleType("xxhash")
 
 from publisher.events import Event, encode_batch
+from tests.publisher.pool.layouts import FAMILIES, Layout
+from tests.publisher.pool.pool_load import Alone, Ask, load_rng, run_load
 
 
 class DifferenceError(AssertionError):

@@ -1,6 +1,6 @@
 """Repeats on vLLM's KV cache manager what a simulated engine asked of its pool, and compares every answer.
 
-Usage, under vLLM's interpreter with the repository in PYTHONPATH: ``drive_simulation.py --model DIR LOG...``.
+Usage, under vLLM's interpreter: ``-m tests.vllm.drive_simulation --model DIR LOG...``.
 A log is one JSON object: ``groups``, ``num_blocks``, ``retention``, ``chunk_tokens``, ``unit_tokens``;
 ``requests``, each (prompt tokens, ids), where an id stands for ``unit_tokens`` tokens; ``operations`` in
 order, as ``test_simulation_cache`` records them. One JSON line per log: counts, and the first difference or
@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from real_scheduler import Prompt, RealEngine, Setup
 from vllm.v1.request import Request, RequestStatus
+
+from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 MODEL_TOKENS_MAX = 131_072
 VOCAB_TOKENS = 50_021

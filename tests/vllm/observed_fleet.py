@@ -20,11 +20,11 @@ from typing import Any
 
 import openai
 import zmq
-from chat_load import Request
-from router_process import RouterProcess
-from vllm_engine import VllmEngine
 
 from publisher.events import BlockRemoved, BlockStored, decode_batch
+from tests.vllm.chat_load import Request
+from tests.vllm.router_process import RouterProcess
+from tests.vllm.vllm_engine import VllmEngine
 
 BLOCK_TOKENS = 32
 _EVENT_DEADLINE_MS = 20_000

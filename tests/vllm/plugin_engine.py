@@ -8,26 +8,25 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_engine import VllmEngine
-
 from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from publisher.events import BlockHash
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
+from tests.support.paths import ROOT
+from tests.vllm.vllm_engine import VllmEngine
 
-REPOSITORY = Path(__file__).parents[2]
 WAIT_S = 60.0
 
 
 def plugin_path(directory: Path) -> Path:
     """What installing the package puts on the path: the package, and its entry points."""
     directory.mkdir()
-    (directory / "publisher").symlink_to(REPOSITORY / "publisher")
+    (directory / "publisher").symlink_to(ROOT / "publisher")
     info = directory / "kvatlas-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvatlas\nVersion: 0.1.0\n")
     entry = "[vllm.general_plugins]\nkvatlas = publisher.vllm_plugin:register\n"
-    assert 'kvatlas = "publisher.vllm_plugin:register"' in (REPOSITORY / "pyproject.toml").read_text()
+    assert 'kvatlas = "publisher.vllm_plugin:register"' in (ROOT / "pyproject.toml").read_text()
     (info / "entry_points.txt").write_text(entry)
     return directory
 

@@ -1,7 +1,8 @@
 """vLLM's own prompts: its validation, renderer and tokenizer, without a model. Runs under vLLM's Python.
 
-``prompt_oracle.py IN OUT``: IN is a JSON list of ``{"directory", "options", "requests": [[path, body]]}``;
-OUT gets, per request, the token ids of every prompt, or null where vLLM refuses it.
+``-m tests.vllm.prompt_oracle IN OUT``: IN is a JSON list of
+``{"directory", "options", "requests": [[path, body]]}``; OUT gets, per request, the token ids of every
+prompt, or null where vLLM refuses it.
 """
 
 from __future__ import annotations

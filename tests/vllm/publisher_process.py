@@ -8,8 +8,9 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.support.paths import ROOT
 
 
 class VllmPublisher:
@@ -47,9 +48,9 @@ P = TypeVar("P", bound=VllmPublisher)
 @contextmanager
 def publisher_process(python: str, kind: type[P]) -> Iterator[P]:
     """``python``: an interpreter that has vLLM; ``kind``: what to make of the process."""
-    script = Path(__file__).with_name("vllm_event_publisher.py")
     with subprocess.Popen(
-        [python, str(script)],
+        [python, "-m", "tests.vllm.vllm_event_publisher"],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

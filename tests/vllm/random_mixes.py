@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
-
-from layouts import Layout, chunked, full, mamba, window
-from pool_load import VOCAB_TOKENS, Ask
 
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
 from publisher.pool.layout import pool_layout
+from tests.publisher.pool.layouts import Layout, chunked, full, mamba, window
+from tests.publisher.pool.pool_load import VOCAB_TOKENS, Ask
 
 Group = dict[str, Any]
 

@@ -1,10 +1,10 @@
 """Writes recorded truth: random requests through vLLM's real scheduler, its events, the hits it then finds.
 
-Usage, under vLLM's interpreter: ``record_traces.py --model DIR --out DIR --seed N [--family NAME]...``. One
-file per family of ``FAMILIES``: one JSON object per line, a header first, then event batches (the payloads
-the ZMQ publisher would send) and probes (a prompt, and how many of its tokens the manager would take from
-its cache at that point). Prompts branch from each other, go on from answers, repeat, and fall out of a
-small pool, with several requests running at once.
+Usage, under vLLM's interpreter: ``-m tests.vllm.record_traces --model DIR --out DIR --seed N
+[--family NAME]...``. One file per family of ``FAMILIES``: one JSON object per line, a header first, then
+event batches (the payloads the ZMQ publisher would send) and probes (a prompt, and how many of its tokens the
+manager would take from its cache at that point). Prompts branch from each other, go on from answers, repeat,
+and fall out of a small pool, with several requests running at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import vllm
-from real_scheduler import Prompt, RealEngine, Setup
+
+from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 VOCAB_TOKENS = 2000
 _PROBES_PER_STEP = 2

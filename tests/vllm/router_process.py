@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_engine import free_ports
+from tests.support.paths import ROOT
+from tests.vllm.vllm_engine import free_ports
 
 _START_DEADLINE_S = 60.0
 _STOP_DEADLINE_S = 20.0
 _POLL_INTERVAL_S = 0.01
-_REPOSITORY = Path(__file__).parents[2]
 
 
 class RouterProcess:
@@ -84,7 +84,7 @@ class RouterProcess:
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
-                cwd=_REPOSITORY,
+                cwd=ROOT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

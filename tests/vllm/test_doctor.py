@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import VllmEngine
+
+from tests.support.paths import ROOT
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 ENGINE_ARGS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
 
 

@@ -24,9 +24,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from fault_network import FaultyNetwork
-from publisher_process import VllmPublisher, publisher_process
-from world import LAYOUTS, Engine, Held, credited
 
 from publisher.events import AllBlocksCleared, BlockHash, BlockStored, DecodedBatch, Event, to_block_hash
 from router.feeds.base import FeedSettings, FeedState
@@ -35,6 +32,9 @@ from router.feeds.wire import Frame
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.store.memory import MemoryIndex
+from tests.support.feed_world import LAYOUTS, Engine, Held, credited
+from tests.vllm.fault_network import FaultyNetwork
+from tests.vllm.publisher_process import VllmPublisher, publisher_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 RECORD_DEADLINE_S = 600
 SEEDS = (0, 1)
 PROBES_MIN = 10_000
@@ -28,14 +28,13 @@ FAMILIES_MIN = 45
 def record(python: str, model: Path, out: Path, seed: int) -> None:
     """Run the driver under vLLM's interpreter; its output is in the error if it fails."""
     command = [
-        python, str(HERE / "record_traces.py"),
+        python, "-m", "tests.vllm.record_traces",
         "--model", str(model), "--out", str(out), "--seed", str(seed),
     ]  # fmt: skip
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         command,
-        cwd=out,
+        cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -50,7 +49,7 @@ def verify(path: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
     """Exit status of ``kvatlas verify --json``, its line per trace, and its total."""
     done = subprocess.run(
         [sys.executable, "-m", "router", "verify", "--json", str(path)],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

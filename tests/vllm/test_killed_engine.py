@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from plugin_engine import ENGINE_ARGUMENTS, WAIT_S, TokenPrompt, complete, plugin_path, ready, until
-from vllm_engine import VllmEngine
-from world import credited
 
 from publisher.events import BlockHash, BlockStored, DecodedBatch, to_block_hash
 from publisher.groups import GroupSpec
@@ -24,6 +21,17 @@ from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
+from tests.support.feed_world import credited
+from tests.vllm.plugin_engine import (
+    ENGINE_ARGUMENTS,
+    WAIT_S,
+    TokenPrompt,
+    complete,
+    plugin_path,
+    ready,
+    until,
+)
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

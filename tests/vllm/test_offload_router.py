@@ -19,13 +19,14 @@ from typing import Any
 
 import openai
 import pytest
-from chat_load import ChatLoad, Request
-from observed_fleet import BLOCK_TOKENS, EventTap, Fleet, Outcome, running, send
-from vllm_engine import VllmEngine
+
+from tests.support.paths import ROOT
+from tests.vllm.chat_load import ChatLoad, Request
+from tests.vllm.observed_fleet import BLOCK_TOKENS, EventTap, Fleet, Outcome, running, send
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
-ROOT = Path(__file__).parents[2]
 REQUESTS = 90
 NUM_GPU_BLOCKS = 180
 """Six groups share them: two long prompts fill the pool."""

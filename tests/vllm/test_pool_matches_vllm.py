@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 DRIVE_DEADLINE_S = 900
 REQUESTS = 20
 FAMILIES_MIN = 150
@@ -26,19 +26,19 @@ FAMILIES_MIN = 150
 def drive(python: str, model: Path, seed: int) -> list[dict[str, Any]]:
     """One line per family; the driver's own error is in the assertion if it fails."""
     command = [
-        python, str(HERE / "drive_scheduler.py"),
+        python, "-m", "tests.vllm.drive_scheduler",
         "--model", str(model), "--seed", str(seed), "--requests", str(REQUESTS),
     ]  # fmt: skip
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
     done = subprocess.run(
         command,
+        cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -12,8 +12,9 @@ import pytest
 
 from router.openai.errors import ApiError
 from router.prompts.reader import Prompt
-from tests.prompts import cases
-from tests.prompts.support import (
+from tests.support.paths import ROOT
+from tests.support.prompts import cases
+from tests.support.prompts.readers import (
     byte_level_tokenizer,
     local_reader,
     metaspace_tokenizer,
@@ -106,7 +107,7 @@ def _job(
 def _ask_vllm(python: str, jobs: list[dict[str, Any]], tmp_path: Path) -> list[list[list[list[int]] | None]]:
     source, target = tmp_path / "jobs.json", tmp_path / "answers.json"
     source.write_text(json.dumps(jobs))
-    script = Path(__file__).with_name("prompt_oracle.py")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    subprocess.run([python, str(script), str(source), str(target)], check=True, env=environment, timeout=800)
+    command = [python, "-m", "tests.vllm.prompt_oracle", str(source), str(target)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=800)
     return json.loads(target.read_text())

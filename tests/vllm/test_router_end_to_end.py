@@ -11,9 +11,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from chat_load import ChatLoad
-from observed_fleet import BLOCK_TOKENS, Fleet, Outcome, running, send
-from vllm_engine import VllmEngine
+
+from tests.vllm.chat_load import ChatLoad
+from tests.vllm.observed_fleet import BLOCK_TOKENS, Fleet, Outcome, running, send
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

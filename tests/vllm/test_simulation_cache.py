@@ -27,11 +27,10 @@ from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request, block_hashes, continued
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 DEADLINE_S = 600
 REQUESTS = 150
 CHUNK_TOKENS = 4096
@@ -129,14 +128,14 @@ def replay(python: str, model: Path, logs: list[Path]) -> list[dict[str, Any]]:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
     done = subprocess.run(
-        [python, str(HERE / "drive_simulation.py"), "--model", str(model), *map(str, logs)],
+        [python, "-m", "tests.vllm.drive_simulation", "--model", str(model), *map(str, logs)],
+        cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -23,10 +23,6 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from chat_load import ChatLoad
-from chat_load import Request as ChatRequest
-from router_process import RouterProcess
-from vllm_engine import VllmEngine
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
@@ -40,6 +36,10 @@ from router.simulate.run.fleet import FleetSetup, FleetSim
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import Captured
 from router.simulate.workload.requests import Asked, Request, block_hashes
+from tests.vllm.chat_load import ChatLoad
+from tests.vllm.chat_load import Request as ChatRequest
+from tests.vllm.router_process import RouterProcess
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

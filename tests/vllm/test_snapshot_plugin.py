@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plugin_engine import ENGINE_ARGUMENTS, TokenPrompt, complete, plugin_path, quiet, ready
-from vllm_engine import VllmEngine
 
 from router.feeds.base import FeedSettings
 from router.feeds.subscriber import Feed
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
+from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, TokenPrompt, complete, plugin_path, quiet, ready
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

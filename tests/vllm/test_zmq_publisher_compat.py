@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from publisher_process import VllmPublisher, free_port, publisher_process
 
 from publisher.events import (
     AllBlocksCleared,
@@ -23,6 +22,7 @@ from publisher.events import (
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
+from tests.vllm.publisher_process import VllmPublisher, free_port, publisher_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

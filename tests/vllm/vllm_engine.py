@@ -92,7 +92,7 @@ class VllmEngine:
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
-                cwd=self.log.parent,  # not the checkout: its tests/vllm must not shadow the vllm package
+                cwd=self.log.parent,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from router.fleet.desired import FleetFullError, Roster
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import SourceStats
 from router.fleet.sources.engine_list import check_address
-from router.fleet.status import EngineStatus, Fleet
+from router.fleet.status import Fleet
 from router.openai.errors import ApiError, bad_request
-from router.placement.books import Books
+from router.placement.engine import Engine
 
 
 class FleetDesk:
@@ -25,18 +25,16 @@ class FleetDesk:
     def __init__(
         self,
         roster: Roster,
-        fleet: Fleet,
-        books: Books,
+        fleet: Fleet[Engine],
+        now: Callable[[], float],
         *,
         sources: Callable[[], Mapping[str, SourceStats]],
-        feed_state: Callable[[str], str],
         apply: Callable[[], None],
     ) -> None:
         self._roster = roster
         self._fleet = fleet
-        self._books = books
+        self._now = now
         self._sources = sources
-        self._feed_state = feed_state
         self._apply = apply
 
     def listing(self) -> dict[str, Any]:
@@ -47,7 +45,7 @@ class FleetDesk:
             "sources": {name: msgspec.to_builtins(stats) for name, stats in self._sources().items()},
         }
 
-    def add(self, engine: Engine) -> tuple[bool, dict[str, Any]]:
+    def add(self, engine: EngineAddress) -> tuple[bool, dict[str, Any]]:
         """An engine more, or another address of one. False where it was there just so."""
         engine = msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
         try:
@@ -89,7 +87,7 @@ class FleetDesk:
         held = next((status.held for status in self._affected(name) if status.held), "")
         return {"engine": name, "was_drained": was, "held": held}
 
-    def _affected(self, name: str) -> list[EngineStatus]:
+    def _affected(self, name: str) -> list[Engine]:
         found = [s for s in self._fleet if name in {s.engine_id, s.engine.base_url}]
         if not found:
             raise _not_found(name)
@@ -98,12 +96,12 @@ class FleetDesk:
     def _requests(self, name: str) -> int:
         return sum(self._in_flight(status) for status in self._affected(name))
 
-    def _in_flight(self, status: EngineStatus) -> int:
+    def _in_flight(self, status: Engine) -> int:
         """Requests of this router that are at the engine now."""
-        load = self._books.load.load(status.engine_id, self._books.now())
+        load = status.load.at(self._now())
         return max(0, load.running + load.waiting - load.foreign)
 
-    def _describe(self, status: EngineStatus) -> dict[str, Any]:
+    def _describe(self, status: Engine) -> dict[str, Any]:
         return {
             "engine": status.engine_id,
             **msgspec.to_builtins(status.engine),
@@ -111,7 +109,7 @@ class FleetDesk:
             "up": status.up,
             "problem": status.problem,
             "held": status.held,
-            "feed_state": self._feed_state(status.engine_id),
+            "feed_state": status.feed_state,
             "models": [card.id for card in status.models],
             "requests": self._in_flight(status),
         }

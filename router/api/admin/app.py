@@ -14,7 +14,7 @@ from router.api.admin.routes import PREFIX, create_admin
 from router.api.admin.settings import AdminSettings
 from router.api.admin.stats import AdminStats
 from router.api.admin.tokens import TokenFile
-from router.http.side_server import SideServer
+from router.http.server.side_server import SideServer
 
 
 class AdminOffice:

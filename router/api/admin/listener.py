@@ -13,9 +13,9 @@ from typing import Any
 from router.api.admin.door import PEER
 from router.api.admin.settings import AdminSettings
 from router.api.admin.tokens import AdminFileError
-from router.http.server_config import ListenConfig
-from router.http.server_connection import ClientConnection
-from router.http.side_server import SIDE_LISTEN, SideServer
+from router.http.server.config import ListenConfig
+from router.http.server.connection import ClientConnection
+from router.http.server.side_server import SIDE_LISTEN, SideServer
 
 
 class _Connection(ClientConnection):

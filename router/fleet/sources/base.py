@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 
 PROBLEM_LENGTH_MAX = 300
 
@@ -19,7 +19,7 @@ PROBLEM_LENGTH_MAX = 300
 class Sighting(msgspec.Struct, frozen=True):
     """One engine as a source sees it now."""
 
-    engine: Engine
+    engine: EngineAddress
     held: str = ""
     """Why it is to get no new requests; "": it may have them."""
     identity: str = ""

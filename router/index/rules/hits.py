@@ -2,10 +2,10 @@
 
 The engine's scheduler searches group by group until no group shrinks the hit. Here the same number is
 found the other way round: a boundary is *valid* for a spec class if the class could resume there, and the
-hit is the largest aligned boundary below the prompt's last token that is valid in every class (where EAGLE
-windows make the order of the search matter, ``fixed_point.py`` follows the engine's loop). All engines of a
-64-bit word are evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked
-against its scheduler on recorded traces; block size bs, boundary x in tokens):
+hit is the largest aligned boundary below the prompt's last token that is valid in every class (where the
+order of the search matters, ``eagle.py`` follows the engine's loop). All engines of a 64-bit word are
+evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked against its scheduler on
+recorded traces and random mixes; block size bs, boundary x in tokens):
 
 - full: every block before x present. If hits may end inside a block: also x inside a block of which a
   longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
@@ -20,6 +20,9 @@ operations per class whatever the number of engines.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
@@ -27,7 +30,14 @@ from publisher.groups import Family, SpecClass
 from router.index.base import WORD_BITS, Plane, Rows, Words
 from router.index.learn.layout import CacheLayout
 from router.index.media import GPU
-from router.index.rules.eagle import ClassTable, dropping_window, fixed_point, longest, order_matters
+from router.index.rules.eagle import (
+    ClassTable,
+    dropping_window,
+    fixed_point,
+    inside_full,
+    longest,
+    order_matters,
+)
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
@@ -39,6 +49,44 @@ class WordHits(msgspec.Struct, frozen=True):
     trunk: list[int]
     by_class: list[list[int]]
     """Per spec class, in the layout's order, the largest boundary valid in that class alone."""
+
+
+class _ClassPlan(NamedTuple):
+    """What of a spec class does not depend on the prompt."""
+
+    spec_class: SpecClass
+    family: Family
+    block_size: int
+    planes: tuple[Plane, ...]
+    eagle: int
+    inside: bool
+    """Its blocks are longer than the alignment: hits may end inside one."""
+
+
+class _Plan(NamedTuple):
+    """What of a layout does not depend on the prompt; made once."""
+
+    classes: tuple[_ClassPlan, ...]
+    full: tuple[int, ...]
+    """Which of the classes are full attention."""
+    order_matters: bool
+
+
+@lru_cache(maxsize=256)
+def _plan(layout: CacheLayout, *, loading: bool) -> _Plan:
+    classes = tuple(
+        _ClassPlan(
+            c,
+            c.family,
+            c.block_size,
+            tuple(Plane(GPU, idx) for idx in c.group_idxs),
+            int(c.spec.is_eagle and not layout.lookahead),
+            c.block_size > layout.alignment,
+        )
+        for c in layout.classes
+    )
+    full = tuple(number for number, c in enumerate(classes) if c.family is Family.FULL)
+    return _Plan(classes, full, order_matters(layout, loading=loading))
 
 
 def evaluate(
@@ -56,24 +104,28 @@ def evaluate(
     engine finds a longer part of it in its pool, but a load has nothing but the hash. ``by_class`` is empty
     unless ``detail`` is asked for.
     """
-    boundaries = max(0, num_tokens - 1) // layout.alignment
-    valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in layout.classes]
-    if order_matters(layout):
-        tables = [_table(rows, layout, c, v, word) for c, v in zip(layout.classes, valid, strict=True)]
-        hit = [boundary * layout.alignment for boundary in fixed_point(tables, boundaries)]
+    plan, alignment = _plan(layout, loading=loading), layout.alignment
+    boundaries = max(0, num_tokens - 1) // alignment
+    valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
+    if plan.order_matters:
+        tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
+        hit = [boundary * alignment for boundary in fixed_point(tables, boundaries)]
     else:
         joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
-        hit = _largest(joint, layout.alignment)
-    trunks = [v for v, c in zip(valid, layout.classes, strict=True) if c.family is Family.FULL]
-    trunk = _largest(np.bitwise_and.reduce(trunks), layout.alignment) if trunks else hit
-    by_class = [_largest(v, layout.alignment) for v in valid] if detail else []
+        hit = _largest(joint, alignment)
+    trunk = hit
+    if len(plan.full) == 1:
+        trunk = _largest(valid[plan.full[0]], alignment)
+    elif plan.full:
+        trunk = _largest(np.bitwise_and.reduce([valid[number] for number in plan.full]), alignment)
+    by_class = [_largest(v, alignment) for v in valid] if detail else []
     return WordHits(hit, trunk, by_class)
 
 
 def _valid(
     rows: Rows,
     layout: CacheLayout,
-    spec_class: SpecClass,
+    plan: _ClassPlan,
     num_tokens: int,
     boundaries: int,
     word: int,
@@ -81,13 +133,12 @@ def _valid(
     loading: bool,
 ) -> Words:
     """For boundaries 1..``boundaries`` (in alignment units): engines for which this class is valid there."""
-    units = _class_presence(rows, spec_class, word)
-    unit, block_size, family = layout.hash_block_size, spec_class.block_size, spec_class.family
-    eagle = int(spec_class.spec.is_eagle and not layout.lookahead)
+    units = _class_presence(rows, plan, word)
+    spec_class, family, block_size, _, eagle, inside = plan
+    unit = layout.hash_block_size
     last = (num_tokens - 1) // unit
     if eagle and layout.single_group:
         units = units[:last]
-    inside = block_size > layout.alignment
     if inside and family is Family.FULL:
         held = _full_inside(units[: last + eagle], block_size // unit, loading=loading)
         return _at(held, 1, boundaries, shift=eagle)
@@ -105,11 +156,13 @@ def _valid(
             return _at(blocks, step, boundaries)
 
 
-def _class_presence(rows: Rows, spec_class: SpecClass, word: int) -> Words:
+def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
     """Per hash block: the engines that hold it in every group of the class."""
     presence: Words | None = None
-    for idx in spec_class.group_idxs:
-        held = rows.plane(Plane(GPU, idx), word)
+    for plane in plan.planes:
+        held = rows.columns.get((plane, word))
+        if held is None:
+            return np.zeros(rows.num_hashes, np.uint64)
         presence = held if presence is None else presence & held
     if presence is None:
         raise AssertionError("a spec class has at least one group")
@@ -136,13 +189,18 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
     return inside
 
 
-def _table(rows: Rows, layout: CacheLayout, spec_class: SpecClass, valid: Words, word: int) -> ClassTable:
+def _table(rows: Rows, layout: CacheLayout, plan: _ClassPlan, valid: Words, word: int) -> ClassTable:
     """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
+    spec_class = plan.spec_class
+    if plan.inside and plan.family is Family.FULL:
+        units, per_block = _class_presence(rows, plan, word), plan.block_size // layout.hash_block_size
+        found = inside_full(units, len(valid), per_block=per_block, drops=bool(plan.eagle))
+        return ClassTable(plan.family, found)
     if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
         plain = longest(valid)
         return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)
     per_block, boundaries = spec_class.block_size // layout.hash_block_size, len(valid)
-    blocks = _class_presence(rows, spec_class, word)[per_block - 1 :: per_block]
+    blocks = _class_presence(rows, plan, word)[per_block - 1 :: per_block]
     step, needed = layout.alignment // spec_class.block_size, _blocks_needed(spec_class, 1)
     whole = _window(blocks, needed).copy()
     whole[: needed - 1] = 0
@@ -196,7 +254,7 @@ def _largest(valid: Words, alignment: int) -> list[int]:
         return tokens
     new = seen.copy()
     new[1:] &= ~seen[:-1]
-    for reverse in np.flatnonzero(new).tolist():
+    for reverse in new.nonzero()[0].tolist():
         bits, boundary = int(new[reverse]), len(valid) - reverse
         while bits:
             low = bits & -bits

@@ -12,8 +12,8 @@ MultiConnector, ``ModelFacts.first_connector_loads``); host memory comes before 
 Where hits may end inside a block, a connector is asked from the last whole block on; the block that a load
 ends in must be held under the hash at that end, and with EAGLE loads end on whole blocks. A shared store
 holds for every engine that uses it what any engine wrote to it. Sources: vLLM 0.32 (``Scheduler.schedule``,
-the offloading connectors' look-up, MultiConnector); checked in tests/index/test_offload.py against a plain
-reading of it.
+the offloading connectors' look-up, MultiConnector); checked in
+tests/router/index/rules/test_offload.py against a plain reading of it.
 """
 
 from __future__ import annotations

@@ -19,15 +19,15 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
-from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, Hit, PolicySettings, ask
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load import LoadAccount, Ticket
 from router.placement.policies import ArmState, policy
-from router.placement.rates import RateBook, RateSettings
+from router.placement.rates import FleetRates, RateSettings
 from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import RequestRun, SimEngine
-from router.simulate.run.router_view import Blind, History, RouterView, Rules, Truth, history_blocks
+from router.simulate.run.router_view import Blind, ExactRules, History, RouterView, Truth, history_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
@@ -113,8 +113,8 @@ class FleetSim:
         ]
         self._sight = self._make_sight(pools, mean_prompt_tokens)
         timing = setup.timing
-        self._rates = RateBook(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
-        self._load = LoadAccount(self._rates)
+        rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
+        self._loads = [LoadAccount(rates.engine()) for _ in pools]
         self._inflight = InflightPrefixes()
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
@@ -175,7 +175,7 @@ class FleetSim:
                     chunk_tokens_max=setup.timing.chunk_tokens,
                     assumed=(),
                 )
-                return Rules(count, spec)
+                return ExactRules(count, spec)
             case "blind":
                 return Blind(count)
 
@@ -187,12 +187,12 @@ class FleetSim:
         candidates = self._candidates(tokens, hashes, now)
         choice = self._policy(candidates, self._ask(request, hashes), self._knobs, self._state)
         chosen = candidates[choice.index]
-        ticket = self._load.admit(chosen.engine_id, uncached_tokens=choice.uncached_tokens, now=now)
+        ticket = self._loads[choice.index].admit(uncached_tokens=choice.uncached_tokens, now=now)
         prefix = None
         if self._arm.in_flight:
             kept = keeps(
                 tokens,
-                chosen.trunk_tokens,
+                chosen.hit.trunk_tokens,
                 alignment=self._alignment,
                 hash_block_size=unit,
                 retention_interval=self._setup.retention,
@@ -220,8 +220,8 @@ class FleetSim:
         unit, last = self._scheme.hash_block_size, tokens - 1
         common = self._inflight.common(hashes, now) if self._arm.in_flight else None
         found = []
-        for engine_id, (hit, trunk) in zip(self._names, seen, strict=True):
-            load = self._load.load(engine_id, now)
+        for engine_id, account, (hit, trunk) in zip(self._names, self._loads, seen, strict=True):
+            load = account.at(now)
             shared = coming = 0
             if common is not None:
                 shared = min(common.blocks.get(engine_id, 0) * unit, last)
@@ -229,16 +229,18 @@ class FleetSim:
             found.append(
                 Candidate(
                     engine_id,
-                    hit_tokens=hit,
-                    trunk_tokens=max(trunk, shared),
-                    coming_tokens=coming,
-                    confidence="exact" if self._arm.sight == "truth" else "shadow",
+                    Hit(
+                        hit,
+                        trunk_tokens=max(trunk, shared),
+                        coming_tokens=coming,
+                        confidence="exact" if self._arm.sight == "truth" else "shadow",
+                    ),
                     queue_s=load.queue_s,
                     running=load.running,
                     waiting=load.waiting,
                     idle_s=load.idle_s,
-                    prefill_s_per_token=self._rates.prefill_s_per_token(engine_id, now),
-                    decode_interference_s=self._rates.decode_interference_s(engine_id),
+                    prefill_s_per_token=account.rates.prefill_s_per_token(now),
+                    decode_interference_s=account.rates.decode_interference_s,
                 )
             )
         return found
@@ -264,22 +266,23 @@ class FleetSim:
 
     def _first_token(self, visit: RequestRun, now: float) -> None:
         opened = self._open[visit.index]
-        sample = self._load.first_token(opened.ticket, now)
+        account = self._loads[opened.engine]
+        sample = account.first_token(opened.ticket, now)
         if sample is not None and self._setup.learn_rates:
-            self._rates.observe(self._names[opened.engine], sample, now)
+            account.rates.observe(sample, now)
         if opened.prefix is not None:
             self._inflight.prefilled(opened.prefix)
         self._sight.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
         opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)
-        self._load.finish(opened.ticket, now)
+        self._loads[opened.engine].finish(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)
 
     def _refused(self, visit: RequestRun, now: float) -> None:
         opened = self._close(visit, -1.0)
-        self._load.fail(opened.ticket, now)
+        self._loads[opened.engine].fail(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.drop(opened.prefix)
 

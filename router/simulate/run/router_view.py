@@ -11,11 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
-from router.placement.shadow import ShadowFleet, ShadowSpec
+from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec
 
 
 class PrefixHit(NamedTuple):
@@ -109,29 +108,22 @@ class History:
         pass
 
 
-class Rules:
+class ExactRules:
     """The router's own shadow pools (``router.placement.shadow``): the engine's rules without its events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
-        self._fleet = ShadowFleet()
-        self._names = [str(engine) for engine in range(engines)]
-        for name in self._names:
-            self._fleet.add(name, spec)
+        self._shadows = [Shadow(spec) for _ in range(engines)]
 
     def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         known = list(hashes)
-
-        def hashes_of(_: HashScheme) -> list[BlockHash]:
-            return known
-
-        found = self._fleet.lookup([0] * prompt_tokens, hashes_of)
-        return [PrefixHit(found[name].hit_tokens, found[name].trunk_tokens) for name in self._names]
+        prompt = ShadowPrompt([0] * prompt_tokens, lambda _: known)
+        return [PrefixHit(*shadow.lookup(prompt)) for shadow in self._shadows]
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
     def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        self._fleet.served(self._names[engine], [0] * prompt_tokens, lambda _: list(hashes))
+        self._shadows[engine].served([0] * prompt_tokens, lambda _: list(hashes))
 
 
 def history_blocks(

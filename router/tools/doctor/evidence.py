@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency
-from router.tools.doctor.event_counts import EventCounts
-from router.tools.doctor.gauges import EngineGauges
-from router.tools.doctor.http import HttpAnswer
-from router.tools.doctor.observation import Observation
+from router.tools.doctor.gather.event_counts import EventCounts
+from router.tools.doctor.gather.gauges import EngineGauges
+from router.tools.doctor.gather.http import HttpAnswer
+from router.tools.doctor.gather.observation import Observation
 from router.tools.doctor.versions import Version, parse_version
 
 
@@ -87,7 +87,7 @@ class ProbeEvidence(msgspec.Struct):
 class EngineEvidence(msgspec.Struct):
     """One engine (one data-parallel rank)."""
 
-    engine: Engine
+    engine: EngineAddress
     """With the event endpoints the server told, where none were configured."""
     server: ServerEvidence
     model_config: ModelConfig

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.placement.candidate import Ask, Candidate, Confidence, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, Confidence, Hit, PolicySettings, ask
 from router.placement.policies import ArmState, policy
 from router.tools.explain.state import AskedPrompt, EngineExplanation
 
@@ -34,11 +34,13 @@ def choice(
     candidates = [
         Candidate(
             e.engine,
-            hit_tokens=e.hit_tokens,
-            trunk_tokens=max(e.trunk_tokens, e.offloaded_tokens),
-            cpu_tokens=e.offloaded_tokens - e.hit_tokens - e.storage_tokens,
-            storage_tokens=e.storage_tokens,
-            confidence=_CONFIDENCE.get(e.mode, "none"),
+            Hit(
+                e.hit_tokens,
+                e.offloaded_tokens - e.hit_tokens - e.storage_tokens,
+                e.storage_tokens,
+                max(e.trunk_tokens, e.offloaded_tokens),
+                confidence=_CONFIDENCE.get(e.mode, "none"),
+            ),
         )
         for e in engines
     ]

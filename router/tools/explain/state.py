@@ -132,10 +132,10 @@ def _hit(player: Player, source: str, prompt: AskedPrompt, scheme: HashScheme | 
         return player.fleet.predict(prompt, [source], detail=True)[source]
     if layout.missing_facts:
         why = f"configure {', '.join(layout.missing_facts)} for this model"
-        return EngineHit(source, "unknown", why_unknown=why)
+        return EngineHit("unknown", why_unknown=why)
     slot = player.ledger.slot(source)
     if slot is None:
-        return EngineHit(source, "native", alignment=layout.alignment)
+        return EngineHit("native", alignment=layout.alignment)
     rows = player.ledger.lookup(prompt.hashes(scheme))
     seat = Seat(source, scheme, layout, slot, stores=player.fleet.engine(source).stores)
     return seat_hits(rows, prompt.num_tokens, [seat], detail=True)[source]

@@ -66,7 +66,7 @@ class SharedPlay:
         """
         fleet, ledger = self.player.fleet, self.player.ledger
         for run in self.player.runs:
-            seat = fleet.seat(run.source)
+            seat = fleet.residency(run.source).seat()
             facts = engine_facts(fleet.engine(run.source), seat, FeedState.READY, run.missing_batches)
             self._mirror.describe(run.source, facts)
         await self._mirror.flush()

@@ -18,7 +18,7 @@ from rich.live import Live
 from router.config.errors import ConfigError
 from router.tools.console import output_console
 from router.tools.doctor.command import router_url
-from router.tools.doctor.http import Http, HttpAnswer
+from router.tools.doctor.gather.http import Http, HttpAnswer
 from router.tools.ops_client import ops_headers
 from router.tools.top.snapshot import RouterSnapshot, make_picture
 from router.tools.top.table import render

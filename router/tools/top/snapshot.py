@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from router.tools.doctor.gauges import series
+from router.tools.doctor.gather.gauges import series
 
 _COMPARED = ("exact", "over", "under")
 

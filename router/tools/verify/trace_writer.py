@@ -91,7 +91,7 @@ class _Play:
         return msgspec.Raw(msgspec.json.encode(detected(self._fleet.engine(RECORDED))))
 
     async def _write(self) -> None:
-        engine, seat = self._fleet.engine(RECORDED), self._fleet.seat(RECORDED)
+        engine, seat = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).seat()
         self._mirror.describe(RECORDED, engine_facts(engine, seat, FeedState.READY, 0))
         await self._mirror.flush()
 

@@ -10,8 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from shared_servers import ROOT, metric, until
-
+from tests.connectors.e2e.shared_servers import metric, until
+from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 
 GPU_BLOCKS = 260

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from shared_servers import ROOT, complete, forget_gpu
 
 from publisher.events import BlockStored, decode_batch
+from tests.connectors.e2e.shared_servers import complete, forget_gpu
+from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 
 _REPLAY_MS = 30_000

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 
-ROOT = Path(__file__).resolve().parents[3]
 REQUEST_S = 180.0
 SETTLE_S = 120.0
 

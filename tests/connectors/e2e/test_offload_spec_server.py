@@ -12,9 +12,8 @@ import pytest
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
-from served_connectors import all_stored, serve, stored_blocks
-from shared_servers import complete, same
-
+from tests.connectors.e2e.served_connectors import all_stored, serve, stored_blocks
+from tests.connectors.e2e.shared_servers import complete, same
 from tests.vllm.tiny_model import write_tiny_model
 from tests.vllm.vllm_engine import VllmEngine
 

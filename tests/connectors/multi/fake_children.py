@@ -239,7 +239,7 @@ def child(owner: str, kind: str = "Fake", name: str | None = None, **extra: Any)
     named = {} if name is None else {"name": name}
     return {
         "kv_connector": kind,
-        "kv_connector_module_path": "fake_children",
+        "kv_connector_module_path": __name__,
         "kv_connector_extra_config": {"owner": owner, **extra},
     } | named
 

@@ -8,16 +8,10 @@ transfer ends in the step after it began, so that two connectors see the same tr
 from __future__ import annotations
 
 import pickle
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
-
-from real_scheduler import Setup, _group_spec, _sample, _set_environment, _vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -34,6 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.layout.blocks import CacheView, Piece, group_pages
 from connectors.multi import HybridMultiConnector
+from tests.vllm.real_scheduler import Setup, _group_spec, _sample, _set_environment, _vllm_config
 
 POSITIONS = 64
 """Numbers in a block: the largest block's tokens."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from fake_children import (
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+from connectors.errors import ConfigError
+from connectors.multi import HybridMultiConnector
+from connectors.multi.stats import MultiStats
+from tests.connectors.multi.fake_children import (
     SHUT_DOWN,
     Told,
     child,
@@ -22,15 +28,6 @@ from fake_children import (
     request,
     stored,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.outputs import KVConnectorOutput
-
-from connectors.errors import ConfigError
-from connectors.multi import HybridMultiConnector
-from connectors.multi.stats import MultiStats
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 
 
 def test_the_longest_offer_is_taken_and_the_first_of_equals() -> None:
@@ -111,7 +108,7 @@ def test_in_tree_children_are_checked_too() -> None:
 REFUSALS = """
 import warnings
 warnings.simplefilter("ignore")
-from fake_children import child, config_of, multi, request
+from tests.connectors.multi.fake_children import child, config_of, multi, request
 from connectors.errors import ConfigError
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -138,8 +135,7 @@ refused("loader", lambda: connector.update_state_after_alloc(request(), None, 16
 def test_refusals_do_not_depend_on_assertions() -> None:
     run = subprocess.run(
         [sys.executable, "-O", "-c", REFUSALS],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
-        cwd=HERE,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=110,
@@ -161,10 +157,13 @@ def test_refusals_do_not_depend_on_assertions() -> None:
         ([], "list the connectors"),
         ("none", "list the connectors"),
         (["text"], "connectors[0]"),
-        ([{"kv_connector_module_path": "fake_children"}], "connectors[0].kv_connector"),
+        (
+            [{"kv_connector_module_path": "connectors.multi"}],
+            "connectors[0].kv_connector",
+        ),
         ([child("a") | {"kv_conector": 1}], "no such setting"),
         ([child("a") | {"kv_load_failure_policy": "fail"}], "an engine has one policy"),
-        ([child("a", "Missing")], "Missing not found in fake_children"),
+        ([child("a", "Missing")], "Missing not found in tests.connectors.multi.fake_children"),
         ([child("a") | {"kv_connector_module_path": "no_such_module"}], "no_such_module"),
         ([child("a") | {"kv_role": "kv_all"}], "kv_all"),
         ([child("a", name="x"), child("b", name="x")], "another connector has this name"),

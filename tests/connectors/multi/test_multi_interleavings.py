@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from fake_children import child, multi, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.connectors.multi.fake_children import child, multi, request
 
 RANKS = 2
 

@@ -18,10 +18,8 @@ same, to the token, in all these layouts, with four exceptions that the tests be
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,14 +27,10 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from real_memory_engine import PAGE_BYTES, Hit, RealMemoryEngine, Setup
-
 from connectors.transfer.base import Direction, TransferJob
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "pool"))
-
-from layouts import MIXES
-from tiny_model import write_tiny_model
+from tests.connectors.multi.real_memory_engine import PAGE_BYTES, Hit, RealMemoryEngine, Setup
+from tests.publisher.pool.layouts import MIXES
+from tests.vllm.tiny_model import write_tiny_model
 
 HOST_BYTES = 4000 * PAGE_BYTES
 BLOCK = 16

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from sim_memory import SimEngine, SimMemory
-
 from connectors.hits.group_shapes import GroupKind, GroupShape
 from connectors.messages.jobs import StepResults
 from connectors.messages.keys import block_key
@@ -23,6 +21,7 @@ from connectors.settings import OffloadSettings
 from connectors.tier.eviction.recency import LruPolicy
 from connectors.tier.host import HostTier
 from connectors.worker.worker import OffloadWorker
+from tests.connectors.offload.sim_memory import SimEngine, SimMemory
 
 BLOCK = 4
 WINDOW_BLOCKS = 2

@@ -9,17 +9,10 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from sim_memory import SimEngine, SimMemory
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
-
-from real_scheduler import Prompt, Setup, _group_spec, _set_environment, _vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -38,6 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.offload import HybridOffloadConnector
+from tests.connectors.offload.sim_memory import SimEngine, SimMemory
+from tests.vllm.real_scheduler import Prompt, Setup, _group_spec, _set_environment, _vllm_config
 
 _PAGE_BYTES = 256
 _IDLE_STEPS_MAX = 3000

@@ -67,7 +67,10 @@ class SimEngine:
     def idle(self) -> bool:
         return not self._running
 
-    def submit(self, job: TransferJob) -> None:
+    def mark(self) -> None:
+        return None
+
+    def submit(self, job: TransferJob, after: object = None) -> None:
         todo = [
             (int(block_id), int(slot), key)
             for moves in job.groups

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +10,13 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from sim_engine import Setup, SimConnector, SimEngineCore
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
-
-from tiny_model import write_tiny_model
-
 from connectors import compat
 from connectors.errors import ConfigError
 from connectors.multi.children import read_children
 from connectors.offload import HybridOffloadConnector
 from connectors.shared_store import SharedStoreConnector
+from tests.connectors.offload.sim_engine import Setup, SimConnector, SimEngineCore
+from tests.vllm.tiny_model import write_tiny_model
 
 GROUPS = ({"kind": "full_attention", "block_size": 16},)
 

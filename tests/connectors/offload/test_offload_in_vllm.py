@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +11,6 @@ pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from sim_engine import Prompt, Setup, SimConnector, SimEngineCore
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
-
-from tiny_model import write_tiny_model
 
 from connectors import compat
 from connectors.errors import ConfigError
@@ -26,6 +19,8 @@ from connectors.messages.stats import COUNTERS, OffloadPromMetrics, OffloadStats
 from connectors.offload import HybridOffloadConnector
 from connectors.register import CONNECTORS
 from connectors.tiered import TieredConnector, WorkerResults, check_engine
+from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
+from tests.vllm.tiny_model import write_tiny_model
 
 GROUPS = ({"kind": "full_attention", "block_size": 16},)
 

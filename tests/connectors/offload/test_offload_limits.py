@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
-
 from connectors.messages.jobs import StepResults
 from connectors.scheduler.plans import PlannedBlock
 from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
@@ -19,6 +17,7 @@ from connectors.tier.base import TierChanges
 from connectors.tier.eviction.recency import LruPolicy
 from connectors.tier.host import HostTier
 from connectors.transfer.base import Direction, TransferResult
+from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 
 class ForgetfulTier(HostTier):

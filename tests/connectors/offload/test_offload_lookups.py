@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from model_engine import BLOCK, ModelRequest, ModelResolver
-
 from connectors.messages.keys import block_key
 from connectors.messages.tally import Tally
 from connectors.scheduler.lookups import REST, Lookups
+from tests.connectors.offload.model_engine import BLOCK, ModelRequest, ModelResolver
 
 COST_S = 0.5
 

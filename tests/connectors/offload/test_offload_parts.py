@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
-
 from connectors.errors import ConfigError
 from connectors.layout.blocks import CacheView, LayoutError
 from connectors.messages.jobs import StepJobs, StepResults
@@ -22,6 +20,7 @@ from connectors.scheduler.requests import RequestState
 from connectors.transfer.base import Direction, TransferJob, TransferResult
 from connectors.worker.engines import make_engine, slots_of
 from connectors.worker.worker import OffloadWorker, device_type
+from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 RESOLVER: Any = ModelResolver()
 
@@ -145,7 +144,10 @@ class TestWorker:
             self.reached = True
             self.closed = False
 
-        def submit(self, job: TransferJob) -> None:
+        def mark(self) -> None:
+            return None
+
+        def submit(self, job: TransferJob, after: object = None) -> None:
             self.submitted.append(job)
 
         def poll(self) -> list[TransferResult]:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from model_engine import BLOCK, ModelEngine
+from tests.connectors.offload.model_engine import BLOCK, ModelEngine
 
 TRUNKS = [[(trunk * 7 + i * 3) % 40 for i in range(40)] for trunk in range(3)]
 

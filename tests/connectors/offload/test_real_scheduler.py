@@ -7,8 +7,6 @@ two ranks that answer in different steps all happen; the sim asserts after each 
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,9 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from sim_engine import Prompt, RequestStatus, Setup, SimConnector, SimEngineCore
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "pool"))
-
-from layouts import MIXES, UNITS
-from tiny_model import write_tiny_model
+from tests.connectors.offload.sim_engine import Prompt, RequestStatus, Setup, SimConnector, SimEngineCore
+from tests.publisher.pool.layouts import MIXES, UNITS
+from tests.vllm.tiny_model import write_tiny_model
 
 LAYOUTS = {
     name: (MIXES[name], UNITS.get(name))

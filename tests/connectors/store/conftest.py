@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mooncake_double import Cluster, DoubleClient
-from store_kit import MemoryStore, Shared
 
 from connectors.store.file import FileSettings, FileStore
 from connectors.store.mooncake import MooncakeSettings, MooncakeStore
 from connectors.store.redis import RedisSettings, RedisStore
 from connectors.store.redis_link import RedisAddress
-from tests.redis.servers import Server, binaries, program
+from tests.connectors.store.mooncake_double import Cluster, DoubleClient
+from tests.connectors.store.store_kit import MemoryStore, Shared
+from tests.support.redis_servers import Server, binaries, program
 
 KINDS = ["memory", "file", "redis", "valkey", "mooncake double", "mooncake"]
 
@@ -122,7 +122,7 @@ def mooncake_service() -> Iterator[object]:
         pytest.importorskip(
             "mooncake.store", reason="needs the package mooncake-transfer-engine", exc_type=ImportError
         )
-    from mooncake_kit import Service  # noqa: PLC0415
+    from tests.connectors.store.mooncake_kit import Service  # noqa: PLC0415
 
     service = Service()
     yield service

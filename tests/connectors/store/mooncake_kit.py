@@ -9,10 +9,10 @@ from pathlib import Path
 
 import mooncake.store
 import pytest
-from store_kit import Shared
 
 from connectors.store.mooncake import MooncakeSettings, MooncakeStore, new_client
-from tests.redis.servers import free_port
+from tests.connectors.store.store_kit import Shared
+from tests.support.redis_servers import free_port
 
 START_S = 30.0
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from store_kit import Shared
 
 from connectors.store.frame import FRAME_BYTES, FrameFault, find_fault, seal
+from tests.connectors.store.store_kit import Shared
 
 WAIT_S = 30.0
 NAMESPACE = b"n" * 16

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from store_kit import MemoryStore
 
 from connectors.store.base import StoreUnavailable
 from connectors.store.circuit import Circuit, GuardedStore
+from tests.connectors.store.store_kit import MemoryStore
 
 
 class Clock:

@@ -11,9 +11,9 @@ import pytest
 
 from connectors.store.base import StoreUnavailable
 from connectors.store.file import FileSettings, FileStore
+from tests.support.paths import ROOT
 
 WAIT_S = 30.0
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def store_in(folder: Path, max_bytes: int = 10_000, **others: float) -> FileStore:

@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mooncake_double import Cluster, DoubleClient
 
 from connectors.store.base import StoreUnavailable
 from connectors.store.mooncake import MooncakeSettings, MooncakeStore
+from tests.connectors.store.mooncake_double import Cluster, DoubleClient
 
 WAIT_S = 30.0
 SETTINGS = MooncakeSettings(

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_kit import MemoryStore
 
 from connectors.store.namespace import Namespace
 from connectors.tier.store import StoreTier
 from connectors.tier.store_settings import StoreTierSettings
+from tests.connectors.store.store_kit import MemoryStore
 
 WAIT_S = 30.0
 ONE_RANK = Namespace({"model": "m"}, ((0, 0, 0),), "engine-1")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
-from router.tools.doctor.event_counts import GroupStores
 from router.tools.doctor.evidence import EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
+from router.tools.doctor.gather.event_counts import GroupStores
 from router.tools.doctor.registry import engine_check
 from router.tools.doctor.versions import FIXED_SEED_SINCE, LOOKAHEAD_SINCE
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from router.tools.doctor.evidence import EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.observation import Connectivity, ReplayState
+from router.tools.doctor.gather.observation import Connectivity, ReplayState
 from router.tools.doctor.registry import engine_check
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"

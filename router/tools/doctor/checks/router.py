@@ -10,7 +10,7 @@ import msgspec
 from router.index.learn.hash_scheme import Detection
 from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.gauges import series
+from router.tools.doctor.gather.gauges import series
 from router.tools.doctor.registry import fleet_check
 
 _FEED_REMEDIES = {

@@ -1,0 +1,219 @@
+"""What one decision costs: Python calls and CPU, for a repeated chat before 1, 2, 8 and 64 engines.
+
+    python -m benchmarks.decision
+
+In process and without a network: a whole router whose engines are made up, each with the events of a pool of
+its own that has seen the conversation to a different depth. Only the connection to the engine and the clock's
+task are missing. Calls are counted by ``sys.setprofile`` (Python functions only), CPU by ``thread_time`` with
+nothing counted. *Placement* is ``place`` and the end of the request; *request* is the whole way of an ASGI
+call: reading, placing, relaying, closing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import msgspec
+from router.http.disconnect import EXTENSION
+
+from publisher.block_pool import HybridBlockPool
+from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.events import DecodedBatch
+from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from router.app import Router
+from router.config.schema import ANY_MODEL, Config, ModelConfig
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.identity import EngineAddress
+from router.fleet.status import ModelCard
+from router.openai.request import InboundRequest, Usage
+from router.placement.engine import Engine
+
+MODEL = "kvatlas-demo"
+FLEETS = (1, 2, 8, 64)
+GROUPS = resolve_groups(EngineSettings(groups="gemma3-like"))
+SCHEME = hash_scheme(EngineSettings(), GROUPS)
+ANSWER = msgspec.json.encode(
+    {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}
+)
+
+
+def chat(turns: int) -> bytes:
+    """A conversation of so many turns, some 200 tokens each."""
+    text = "The quick router reads a long story about a small engine and its famous garden. " * 12
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": f"{i} {text}"} for i in range(2 * turns - 1)]
+    return msgspec.json.encode({"model": MODEL, "messages": messages, "max_tokens": 8})
+
+
+class Answered:
+    """The connection of an engine that has answered."""
+
+    status = 200
+    headers = ((b"content-type", b"application/json"),)
+    finished = True
+
+    def take(self) -> bytes:
+        return ANSWER
+
+    def release(self) -> bool:
+        return False
+
+
+class Bench:
+    """A router before ``engines`` engines that know this conversation."""
+
+    def __init__(self, engines: int, turns: int = 8) -> None:
+        self.body = chat(turns)
+        listed = tuple(
+            EngineAddress(f"http://10.0.0.{i}:8000", events=f"inproc://{i}") for i in range(engines)
+        )
+        model = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
+        self.router = Router(Config(engines=listed, models={ANY_MODEL: model}))
+        self.router.proxy.client.exchange = self._exchange  # type: ignore[method-assign]
+
+    async def warm(self) -> None:
+        """Engines come up and tell what they hold; the conversation is read once."""
+        prompt = await self.router.reader.read(self.request())
+        tokens = list(prompt.token_ids)  # type: ignore[union-attr]
+        for number, status in enumerate(self.router.fleet):
+            self._up(status)
+            known = len(tokens) - 200 * (number % 7)
+            pool = HybridBlockPool(GROUPS, num_blocks=8192, scheme=SCHEME)
+            one = pool.request(tokens[:known])
+            pool.start(one)
+            while (chunk := pool.next_chunk(one)) > 0:
+                pool.compute(one, chunk)
+            pool.finish(one)
+            self._told(status.engine_id, DecodedBatch(0.0, pool.take_events(), None, None, []))
+        while self.router.scopes.advance_detection():
+            pass
+        for _ in range(50):
+            await self.place()
+            await self.ask()
+
+    def _up(self, engine: Engine) -> None:
+        """It answers, and its feed is whole: no feed is begun."""
+        engine.models, engine.up = (ModelCard(MODEL),), True
+        engine.residency = self.router.scopes.assign(engine.engine_id, MODEL)
+        engine.feed = FeedStats(state=FeedState.READY)
+
+    def _told(self, engine_id: str, batch: DecodedBatch) -> None:
+        self.router.scopes.apply(engine_id, batch)
+
+    def request(self) -> InboundRequest:
+        return InboundRequest("POST", "/v1/chat/completions", b"", [], self.body, MODEL)
+
+    async def place(self) -> None:
+        """One placement, begun and ended."""
+        placed = await self.router.planner.place(self.request(), exclude=frozenset())
+        placed.first_byte(200)
+        placed.finished(Usage(9, 1, 0))
+
+    async def ask(self) -> None:
+        """One request, from the listener's side."""
+        scope: dict[str, Any] = {
+            "type": "http",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "method": "POST",
+            "client": ("127.0.0.1", 1),
+            "headers": [
+                (b"host", b"router"),
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(self.body)),
+            ],
+            "extensions": {EXTENSION: lambda _: None},
+        }
+        await self.router(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        return {"type": "http.request", "body": self.body}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        assert message.get("status", 200) == 200, message
+
+    async def _exchange(self, *_: object) -> Answered:
+        return Answered()
+
+
+class Count(NamedTuple):
+    """Python functions entered, and where they are."""
+
+    calls: int
+    files: int
+    changes: int
+    """Times a function called one of another room (folder)."""
+
+
+async def counted(work: Callable[[], Awaitable[None]]) -> Count:
+    """One run of ``work``: every call of the router and of libraries, not of this file."""
+    calls: Counter[str] = Counter()
+    changes = 0
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        nonlocal changes
+        if event == "call":
+            name = frame.f_code.co_filename
+            if name == __file__:
+                return
+            calls[name] += 1
+            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else name
+            changes += Path(caller).parent != Path(name).parent
+
+    sys.setprofile(enter)
+    try:
+        await work()
+    finally:
+        sys.setprofile(None)
+    return Count(calls.total(), len(calls), changes)
+
+
+async def cpu_us(work: Callable[[], Awaitable[None]], repeats: int) -> float:
+    """CPU of one run in microseconds, the least of five rounds."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(repeats):
+            await work()
+        best = min(best, (time.thread_time() - start) / repeats)
+    return best * 1e6
+
+
+async def measure(engines: int, repeats: int) -> str:
+    """One line of the table."""
+    bench = Bench(engines)
+    await bench.warm()
+    explained = await bench.router.planner.explain(bench.request())
+    hits = [candidate.hit for candidate in explained.candidates]
+    assert all(hit.confidence == "exact" for hit in hits)
+    assert max(hit.whole_tokens for hit in hits) > 1000
+    place, ask = await counted(bench.place), await counted(bench.ask)
+    cells = [engines, place.calls, place.files, place.changes, ask.calls, ask.files, ask.changes]
+    times = [await cpu_us(bench.place, repeats), await cpu_us(bench.ask, repeats)]
+    bench.router.proxy.close()
+    bench.router.reader.close()
+    return "| " + " | ".join([*map(str, cells), *(f"{us:.0f}" for us in times)]) + " |"
+
+
+async def main(repeats: int) -> None:
+    """Print the table."""
+    print("| engines | placement: calls | files | changes of folder | request: calls | files", end=" ")
+    print("| changes of folder | placement: CPU us | request: CPU us |")
+    print("|" + " ---: |" * 9)
+    for engines in FLEETS:
+        print(await measure(engines, repeats), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=200, help="runs per round of the CPU measurement")
+    asyncio.run(main(parser.parse_args().repeats))

@@ -1,0 +1,207 @@
+"""Engines behind DNS names: every address of a host, or every target of an SRV record. dnspython asks.
+
+Each name is asked for again when its answer's TTL has passed, within bounds. Always true: a failure, and an
+answer without any address until it has come ``empty_answers`` times in a row, changes nothing; a question
+ends after ``timeout_s`` per server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import dns.asyncresolver
+import dns.exception
+import dns.name
+import dns.nameserver
+import dns.resolver
+import structlog
+from dns.rdatatype import AAAA, SRV, A, RdataType
+
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import DnsSettings, parse_server
+from router.fleet.sources.base import Sighting, SourceStats, Tell
+
+_log = structlog.get_logger()
+_UDP_BYTES_MAX = 1232
+"""What fits every path without fragments; a longer answer comes by TCP."""
+_SERVERS_MAX = 3
+"""Of ``resolv.conf``, as the system's own resolver has it."""
+
+
+class ResolveError(Exception):
+    """No server gave an answer that can be used."""
+
+
+class Found(NamedTuple):
+    """Where a name leads, and for how long that is good; ``ttl_s`` None: the answer did not say."""
+
+    places: frozenset[tuple[str, int]]
+    ttl_s: int | None
+
+
+class Resolver:
+    """Asks ``servers`` in turn (``ADDRESS`` or ``ADDRESS:PORT``), or those of ``resolv.conf`` where there are
+    none. The file is read for every question, so that a change of it counts."""
+
+    def __init__(
+        self, servers: Sequence[str], *, timeout_s: float, resolv_conf: str = "/etc/resolv.conf"
+    ) -> None:
+        self._servers = [dns.nameserver.Do53Nameserver(*parse_server(server)) for server in servers]
+        self._timeout_s = timeout_s
+        self._resolv_conf = resolv_conf
+
+    async def ask(self, name: str, kind: RdataType) -> dns.resolver.Answer | None:
+        """The records of ``name``, completed by the search list; None if there are none. Raises
+        ``ResolveError``."""
+        try:
+            resolver = self._configured()
+            for candidate in candidates(name, resolver):
+                try:
+                    answer = await resolver.resolve(candidate, kind, raise_on_no_answer=False)
+                except dns.resolver.NXDOMAIN:
+                    continue
+                if answer.rrset is not None:
+                    return answer
+        except (dns.exception.DNSException, OSError, ValueError) as error:
+            raise ResolveError(f"{name}: {error}") from None
+        return None
+
+    def _configured(self) -> dns.asyncresolver.Resolver:
+        try:
+            resolver = dns.asyncresolver.Resolver(self._resolv_conf)
+        except dns.resolver.NoResolverConfiguration as error:
+            if not self._servers:
+                raise ResolveError(f"{self._resolv_conf}: {error}") from None
+            resolver = dns.asyncresolver.Resolver(configure=False)
+        resolver.nameservers = self._servers or resolver.nameservers[:_SERVERS_MAX]
+        resolver.timeout = self._timeout_s
+        resolver.lifetime = self._timeout_s * len(resolver.nameservers)
+        resolver.use_edns(0, payload=_UDP_BYTES_MAX)
+        return resolver
+
+
+def candidates(name: str, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
+    """The names to ask for in turn. dnspython's own search ends at a name that exists without such records;
+    the system's resolver goes on, as a wildcard of the search list must not hide the name itself."""
+    asked = dns.name.from_text(name, None)
+    if asked.is_absolute():
+        return [asked]
+    completed = [asked + suffix for suffix in resolver.search or [resolver.domain]]
+    absolute = asked + dns.name.root
+    ndots = 1 if resolver.ndots is None else resolver.ndots
+    in_turn = [absolute, *completed] if len(asked) > ndots else [*completed, absolute]
+    return list(dict.fromkeys(in_turn))
+
+
+class DnsSource:
+    """See the module; a ``Source``."""
+
+    name = "dns"
+
+    def __init__(self, settings: DnsSettings, *, jitter: random.Random | None = None) -> None:
+        self.stats = SourceStats()
+        self._settings = settings
+        self._jitter = jitter or random.Random()
+        self._resolver = Resolver(settings.servers, timeout_s=settings.timeout_s)
+        self._known: dict[str, frozenset[tuple[str, int]]] = {}
+        self._empty: dict[str, int] = {}
+        self._failing: set[str] = set()
+        self._told: list[Sighting] | None = None
+
+    async def run(self, tell: Tell) -> None:
+        """See ``Source``."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in dict.fromkeys(self._settings.names):
+                tasks.create_task(self._follow(name, tell), name=f"dns {name}")
+
+    async def _follow(self, name: str, tell: Tell) -> None:
+        failures = 0
+        while True:
+            try:
+                found = await self._find(name)
+            except ResolveError as error:
+                failures += 1
+                self._failing.add(name)
+                if self.stats.failed("resolve", str(error)):
+                    _log.warning("DNS name could not be resolved", name=name, problem=self.stats.last_error)
+                pause_s = self._settings.interval_s_min * 2 ** min(failures - 1, 16)
+            else:
+                failures = 0
+                self._failing.discard(name)
+                if not self._failing:
+                    self.stats.recovered()
+                self._heard(name, found.places, tell)
+                pause_s = found.ttl_s if found.ttl_s is not None else 0.0
+            await asyncio.sleep(self._within_bounds(pause_s))
+
+    def _within_bounds(self, pause_s: float) -> float:
+        """A little later than asked for, so that many routers do not ask all at once."""
+        least, most = self._settings.interval_s_min, self._settings.interval_s_max
+        return min(max(pause_s, least) * self._jitter.uniform(1.0, 1.1), most)
+
+    def _heard(self, name: str, places: frozenset[tuple[str, int]], tell: Tell) -> None:
+        if not places:
+            self._empty[name] = self._empty.get(name, 0) + 1
+            if self._empty[name] < self._settings.empty_answers:
+                return
+        else:
+            self._empty[name] = 0
+        self._known[name] = places
+        self.stats.synced = len(self._known) == len(set(self._settings.names))
+        sightings = [Sighting(self._engine(*place)) for place in sorted(set().union(*self._known.values()))]
+        if sightings != self._told:
+            self._told = sightings
+            self.stats.updates += 1
+            _log.info("engines by DNS", name=name, engines=len(sightings))
+            tell(sightings)
+
+    def _engine(self, address: str, port: int) -> EngineAddress:
+        host = f"[{address}]" if ":" in address else address
+        events, replay = (
+            None if number is None else f"tcp://{host}:{number}"
+            for number in (self._settings.events_port, self._settings.replay_port)
+        )
+        return EngineAddress(f"http://{host}:{port}", None, events, replay)
+
+    async def _find(self, name: str) -> Found:
+        if name.startswith("_"):
+            return await self._find_services(name)
+        host, _, port = name.rpartition(":")
+        addresses, ttl_s = await self._addresses(host)
+        return Found(frozenset((address, int(port)) for address in addresses), ttl_s)
+
+    async def _find_services(self, name: str) -> Found:
+        answer = await self._resolver.ask(name, SRV)
+        if answer is None:
+            return Found(frozenset(), None)
+        services = [service for service in answer if service.target != dns.name.root]
+        lowest = min((service.priority for service in services), default=0)
+        places: set[tuple[str, int]] = set()
+        ttls: list[int | None] = [answer.chaining_result.minimum_ttl]
+        sent_along = {rrset.name: rrset for rrset in answer.response.additional if rrset.rdtype == A}
+        for service in [service for service in services if service.priority == lowest]:
+            rrset = sent_along.get(service.target)
+            if rrset is not None:
+                addresses = [record.address for record in rrset]
+                ttls.append(rrset.ttl)
+            else:
+                addresses, ttl_s = await self._addresses(service.target.to_text())
+                ttls.append(ttl_s)
+            places |= {(address, service.port) for address in addresses}
+        return Found(frozenset(places), min((t for t in ttls if t is not None), default=None))
+
+    async def _addresses(self, host: str) -> tuple[list[str], int | None]:
+        """IPv4 addresses, or where there is none IPv6: a host with both must not become two engines."""
+        try:
+            return [str(ipaddress.ip_address(host.strip("[].")))], None
+        except ValueError:
+            pass
+        for kind in (A, AAAA):
+            answer = await self._resolver.ask(host, kind)
+            if answer is not None:
+                return [record.address for record in answer], answer.chaining_result.minimum_ttl
+        return [], None

@@ -1,0 +1,1 @@
+"""The side of engines: connections and their pool."""

@@ -1,0 +1,1 @@
+"""The side of clients: connections, exchanges, limits, drain."""

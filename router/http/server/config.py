@@ -1,0 +1,62 @@
+"""What every client connection of one server shares: its uvicorn configuration, limits, counters, sweeper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from router.http.deadlines import Sweeper, tick_for
+from router.http.server.capacity import Capacity
+from router.http.server.settings import ListenSettings
+from router.http.server.stats import ListenStats
+
+
+class ListenConfig(uvicorn.Config):
+    """uvicorn's configuration with everything off that the proxied path does not need."""
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        protocol: type[Any],
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        listen: ListenSettings | None = None,
+        stats: ListenStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "http": protocol,
+            "ws": "none",
+            "loop": "auto",
+            "interface": "asgi3",
+            "access_log": False,
+            "log_config": None,
+            "log_level": "warning",
+            "proxy_headers": False,
+            "server_header": False,
+            "date_header": False,
+        }
+        super().__init__(app, host=host, port=port, **{**defaults, **options})
+        self.listen = listen or ListenSettings()
+        self.listen_stats = stats or ListenStats()
+        self.clock = clock
+        self.capacity = Capacity(self.listen)
+        self.lame = False
+        """The server is about to end: every connection is closed with its next answer."""
+        settings = self.listen
+        self.sweeper = Sweeper(
+            clock,
+            tick_for(
+                settings.header_timeout_s,
+                settings.body_timeout_s,
+                settings.body_grace_s,
+                settings.keepalive_timeout_s,
+                settings.stall_timeout_s,
+                settings.linger_s_max,
+            ),
+        )

@@ -1,0 +1,301 @@
+"""One engine: who it is, and everything that is known of it or under way there.
+
+Identity, addresses, models and state are the fleet's (``EngineStatus``); here they meet the engine's parts:
+what it holds (``residency``, or a ``shadow`` where it publishes no events), its ``feed``, what it has to do
+(``load``), how fast it is (``rates``), whether it is well (``breaker``), and how predictions did
+(``receipts``). A room below is given its own part, never the whole. The composition root makes engines;
+``close`` is the only way out. What no single engine can own is in ``Accounts``; what other replicas know is
+asked through ``SharedView``: a look raises nothing and waits no longer than its deadline, and what it could
+not learn is ``unknown``, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from publisher.block_hash import HashScheme
+from router.feeds.base import FeedState, FeedStats
+from router.feeds.trust import expected_hit
+from router.fleet.identity import EngineAddress, EngineId
+from router.fleet.status import EngineStatus
+from router.index.base import Rows
+from router.index.learn.layout import CacheLayout
+from router.index.model import EngineHit, HashedPrompt, Residency
+from router.observe.access_log import AccessLog, AccessLogSettings
+from router.observe.receipts import EngineReceipts, ReceiptLog
+from router.placement.affinity import AffinityMap
+from router.placement.candidate import Candidate, Confidence, Hit
+from router.placement.inflight import InflightPrefixes
+from router.placement.load import NO_OTHERS, LoadAccount, LoadStats, OthersLoad
+from router.placement.rates import FleetRates
+from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from router.proxy.breaker import Breaker
+
+_log = structlog.get_logger()
+_CONFIDENCE: dict[str, Confidence] = {
+    "native": "exact",
+    "learned": "learned",
+    "assumed": "assumed",
+    "shadow": "shadow",
+}
+_NO_SCHEME = HashScheme()
+_EVENTS_DUE_TOKENS = 4096
+"""Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
+_NO_ACCESS_LOG = AccessLogSettings()
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What one look told for one prompt."""
+
+    hits: Mapping[str, EngineHit] = {}
+    """Engines that another replica follows; those followed here are for the caller to predict."""
+    load: Mapping[str, OthersLoad] = {}
+    """What the other replicas have in flight, by engine."""
+    stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
+    """What other replicas were told of stores that engines share, by model and hash scheme: for predicting
+    the engines followed here (``router.index.rules.offload.shared_part``)."""
+    problem: str = ""
+    """Why the shared index could not be asked; "" where it answered."""
+
+
+NO_LOOK = Look()
+
+
+class SharedView(Protocol):
+    """One index of many replicas, as a planner sees it."""
+
+    def scheme(self, engine_id: str) -> HashScheme | None:
+        """The hash scheme of an engine that another replica follows, as last heard."""
+
+    def layout(self, engine_id: str) -> CacheLayout | None:
+        """The cache layout of an engine that another replica follows, as last heard."""
+
+    def feed_state(self, engine_id: str) -> str | None:
+        """State of the feed at the replica that follows the engine; None where nobody is known to."""
+
+    async def look(
+        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
+    ) -> Look:
+        """Ask the shared index about ``engines`` (id -> model); ``prompt`` None: about their load only.
+
+        ``detail``: hits by spec class too.
+        """
+
+
+class Accounts:
+    """What the router remembers of its own requests across engines: the medians and counters of all of them,
+    the prompts in flight and the text affinity, which are searched for all engines at once.
+
+    One per router. ``now`` is the router's clock in monotonic seconds; ``access`` None: nothing is logged."""
+
+    def __init__(self, now: Callable[[], float], access: AccessLogSettings = _NO_ACCESS_LOG) -> None:
+        self.now = now
+        self.rates = FleetRates()
+        self.load_stats = LoadStats()
+        self.inflight = InflightPrefixes()
+        self.affinity = AffinityMap()
+        self.shadow_stats = ShadowStats()
+        self.receipts = ReceiptLog()
+        self.access = AccessLog(access) if access.path else None
+
+    def leave(self, engine_id: EngineId) -> None:
+        """The engine left the fleet."""
+        self.inflight.forget(engine_id)
+        self.affinity.forget(engine_id)
+
+
+class PromptView(msgspec.Struct, gc=False):
+    """One prompt as all engines are asked about it: what is searched for all of them at once, by engine id.
+
+    ``held`` is what the index says, ``common`` and ``coming`` what the prompt shares with prompts in flight
+    (or, of a text without tokens, with what went there lately), in tokens; ``others`` the load by other
+    replicas; ``shadows`` the prompt as shadows look for it.
+    """
+
+    tokens: int
+    held: Mapping[str, EngineHit] = {}
+    common: Mapping[str, int] = {}
+    coming: Mapping[str, int] = {}
+    others: Mapping[str, OthersLoad] = {}
+    shadows: ShadowPrompt | None = None
+    hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
+    """Hits worked out so far: engines that hold and share as much, and missed nothing, have the same."""
+
+
+class Engine(EngineStatus):
+    """See the module. ``leaving`` are told when it closes, each once, the engine being whole until then."""
+
+    __slots__ = (
+        *("_accounts", "_elsewhere", "_events_due", "_leaving"),
+        *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "shadow"),
+    )
+
+    def __init__(
+        self,
+        address: EngineAddress,
+        accounts: Accounts,
+        *,
+        fleet_changed: Callable[[], None] = lambda: None,
+        elsewhere: SharedView | None = None,
+        leaving: tuple[Callable[[Engine], None], ...] = (),
+        events_due: Callable[[EngineId, float], None] = lambda engine_id, since: None,
+    ) -> None:
+        super().__init__(address, fleet_changed=fleet_changed)
+        self.breaker = Breaker()
+        self.rates = accounts.rates.engine()
+        self.load = LoadAccount(self.rates, stats=accounts.load_stats)
+        self.receipts = EngineReceipts()
+        self.residency: Residency | None = None
+        """What it holds, by its events; None before its model is known."""
+        self.shadow: Shadow | None = None
+        """What it probably holds; only of an engine without events."""
+        self.feed: FeedStats | None = None
+        """Of the feed that runs here; None where none does."""
+        self._accounts = accounts
+        self._elsewhere = elsewhere
+        self._leaving = leaving
+        self._events_due = events_due
+        self.closed = False
+        """It has left the fleet: nothing more is to be kept of it."""
+
+    def close(self) -> None:
+        """It left the fleet. What a placement that is still open there says goes nowhere."""
+        self.closed = True
+        self.rates.close()
+        self._accounts.leave(self.engine_id)
+        for leave in self._leaving:
+            try:
+                leave(self)
+            except Exception:  # noqa: BLE001  # one part's fault must not keep the others in
+                _log.exception("engine not left", engine=self.engine_id)
+        self.residency = self.shadow = self.feed = None
+
+    def reset(self, *, cleared: bool = False) -> None:
+        """What it was thought to hold by our own requests is gone; ``cleared``: all of its GPU cache is."""
+        if cleared and self.residency is not None:
+            self.residency.writer.clear()
+        if self.shadow is not None:
+            self.shadow.reset()
+        self._accounts.inflight.forget(self.engine_id)
+
+    def computed(self, tokens: int, since: float) -> None:
+        """Its answer shows that it computed so many tokens of a prompt since then (clock seconds): where they
+        fill blocks, the feed that follows it here has to hear of them."""
+        if self.feed is None:
+            return
+        layout = self.layout
+        longest = 0 if layout is None else max(spec_class.block_size for spec_class in layout.classes)
+        if tokens >= (2 * longest or _EVENTS_DUE_TOKENS):
+            self._events_due(self.engine_id, since)
+
+    def begin_shadow(self, spec: ShadowSpec) -> None:
+        """It publishes no events: stand in for them, unless that is being done already."""
+        if self.shadow is None:
+            self.shadow = Shadow(spec, self._accounts.shadow_stats)
+
+    @property
+    def feed_state(self) -> str:
+        """State of its feed, here or at another replica; ``none`` where it publishes nothing."""
+        if self.feed is not None:
+            return str(self.feed.state)
+        told = None if self._elsewhere is None else self._elsewhere.feed_state(self.engine_id)
+        return told or "none"
+
+    @property
+    def scheme(self) -> HashScheme:
+        """The scheme whose hashes stand for prompts in flight there."""
+        scheme = None if self.residency is None else self.residency.writer.scheme
+        if scheme is None and self._elsewhere is not None:
+            scheme = self._elsewhere.scheme(self.engine_id)
+        if scheme is None:
+            scheme = _NO_SCHEME if self.shadow is None else self.shadow.spec.scheme
+        return scheme
+
+    @property
+    def layout(self) -> CacheLayout | None:
+        """How its cache is laid out, as far as that is known here or elsewhere."""
+        layout = None if self.residency is None else self.residency.writer.layout
+        if layout is None and self._elsewhere is not None:
+            layout = self._elsewhere.layout(self.engine_id)
+        return layout
+
+    def candidate(self, asked: PromptView, now: float) -> Candidate:
+        """This engine for one prompt: what it has of it, how much it has to do, how fast it is."""
+        name, rates = self.engine_id, self.rates
+        rate, interference_s = rates.at(now)
+        load = self.load.at(now, asked.others.get(name, NO_OTHERS), rate)
+        return Candidate(
+            name,
+            self.hit(asked),
+            load.queue_s,
+            load.running,
+            load.waiting,
+            load.idle_s,
+            rate,
+            interference_s,
+        )
+
+    def hit(self, asked: PromptView) -> Hit:
+        """What this engine has of a prompt, discounted by what its feed has missed."""
+        name = self.engine_id
+        common = asked.common.get(name, 0)
+        held = asked.held.get(name)
+        if held is None and self.shadow is not None and asked.shadows is not None:
+            tokens, trunk = self.shadow.lookup(asked.shadows)
+            held = EngineHit("shadow", tokens, trunk_tokens=trunk)
+        if held is None:
+            return Hit(trunk_tokens=common, common_tokens=common)
+        coming, feed = asked.coming.get(name, 0), self.feed
+        if feed is not None and feed.state is FeedState.READY and held.mode != "unknown":
+            key = id(held), common, coming
+            known = asked.hits.get(key)
+            if known is None:
+                known = asked.hits[key] = self._discounted(held, common, coming)
+            return known
+        return self._discounted(held, common, coming)
+
+    def _discounted(self, held: EngineHit, common: int, coming: int) -> Hit:
+        if held.mode == "unknown" or held.stale:
+            # Empty, but what a prompt in flight there will leave cannot be told before the layout is known.
+            empty = held.mode == "unknown" and not common and self._known_empty
+            # A stale trunk is nothing to count on, but a better bet than elsewhere.
+            trunk = max(held.trunk_tokens if held.stale else 0, common)
+            return Hit(0, 0, 0, trunk, coming, "exact" if empty else "none", common, held)
+        gpu, cpu, storage = held.hit_tokens, held.cpu_tokens, held.storage_tokens
+        confidence: Confidence = _CONFIDENCE[held.mode]
+        feed = self.feed
+        if held.mode != "shadow" and (feed is None or feed.state is not FeedState.READY):
+            gpu, cpu, storage = _expected(held, feed)
+            if self.feed_state != FeedState.READY:
+                confidence = "degraded"
+        return Hit(
+            gpu,
+            cpu,
+            storage,
+            max(held.trunk_tokens, common, gpu + cpu + storage),
+            coming,
+            confidence,
+            common,
+            held,
+        )
+
+    @property
+    def _known_empty(self) -> bool:
+        """Its history is known and it never stored a block: it cannot hit (unless chunk starts do)."""
+        if self.feed is None or self.feed.state is not FeedState.READY or self.residency is None:
+            return False
+        writer = self.residency.writer
+        return writer.layout is None and not writer.facts.has_chunks
+
+
+def _expected(held: EngineHit, feed: FeedStats | None) -> tuple[int, int, int]:
+    """What to expect of a hit on GPU, CPU and STORAGE while the feed does not know everything."""
+    gpu = expected_hit(held.hit_tokens, held.alignment, feed)
+    if not held.cpu_tokens and not held.storage_tokens:
+        return gpu, 0, 0
+    near = expected_hit(held.hit_tokens + held.cpu_tokens, held.alignment, feed)
+    return gpu, near - gpu, expected_hit(held.offloaded_tokens, held.alignment, feed) - near

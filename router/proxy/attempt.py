@@ -1,0 +1,113 @@
+"""One request on one engine, from the choice until its end: what the engine's breaker and its accounts are
+told.
+
+The proxy tells what happens; whoever places requests extends this with accounts of its own (``_begun``,
+``_ended``). Always true: it ends exactly once, whatever is told and how often, and what is told after the end
+changes nothing but the breaker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import xxhash
+
+from router.openai.request import InboundRequest, Usage
+from router.proxy.breaker import Breaker
+
+_TOO_MANY = 429
+Fields = tuple[tuple[bytes, bytes], ...]
+
+
+class Attempt:
+    """``engine_headers`` are added to the forwarded request, ``client_headers`` to the answer.
+    ``expected_s``: seconds that the engine should need until its first token. ``now``: monotonic seconds."""
+
+    __slots__ = (
+        *("_breaker", "_heard", "_open", "asked_s", "base_url", "client_headers", "engine_headers"),
+        *("engine_id", "expected_s", "now", "request"),
+    )
+
+    def __init__(
+        self,
+        engine_id: str,
+        base_url: str,
+        breaker: Breaker,
+        request: InboundRequest,
+        *,
+        now: Callable[[], float],
+        expected_s: float = 0.0,
+        engine_headers: Fields = (),
+        client_headers: Fields = (),
+    ) -> None:
+        self.engine_id = engine_id
+        self.base_url = base_url
+        """``http://host:port`` without a trailing slash."""
+        self.request = request
+        self.engine_headers = engine_headers
+        self.client_headers = client_headers
+        self.expected_s = expected_s
+        self.now = now
+        self._breaker = breaker
+        self._heard = False
+        self._open = True
+        self.asked_s = now()
+        breaker.begin(self.asked_s, streams=request.stream)
+
+    def answered(self, status: int) -> None:
+        """The engine gave a head that is no error of its own."""
+        if status < 400:
+            self._breaker.succeeded(self.now())
+        else:
+            self._breaker.record(True, self.now())
+
+    def first_byte(self, status: int) -> None:
+        """The first byte of its body came, of a stream the first event: the engine works."""
+        if not self._heard:
+            now = self.now()
+            self._heard = True
+            self._breaker.heard(now)
+            if self._open and 200 <= status < 300:
+                self._begun(now)
+
+    def gave_up(self) -> bool:
+        """The client left. Returns whether that counts against the engine, which has answered nobody."""
+        if self._heard or not self._open:
+            return False
+        return self._breaker.gave_up(
+            self.asked_s, self.now(), expected_s=self.expected_s, streams=self.request.stream
+        )
+
+    def refused(self, status: int, wait_s: float) -> bool:
+        """The engine answered with an error of its own; it asked to be left alone for ``wait_s``. Returns
+        whether that ended the attempt."""
+        now = self.now()
+        self._breaker.record(status == _TOO_MANY, now, connection=False)
+        if wait_s > 0:
+            self._breaker.refused(xxhash.xxh3_64_intdigest(self.request.body), wait_s, now)
+        return self._end(None, "status")
+
+    def broke(self, reason: str) -> bool:
+        """The connection failed, for one of ``router.openai.request.FAILURES``, or could not be had within
+        our own limit (``overflow``). Returns whether that ended the attempt."""
+        if reason == "overflow":
+            return self._end(None, "refused")
+        self._breaker.record(False, self.now())
+        return self._end(None, reason)
+
+    def finished(self, usage: Usage | None) -> None:
+        """The answer ended (also when the client went away: ``usage`` is None then)."""
+        self._end(usage, "")
+
+    def _end(self, usage: Usage | None, failed: str) -> bool:
+        was_open, self._open = self._open, False
+        if was_open:
+            self._ended(usage, failed)
+        return was_open
+
+    def _begun(self, now: float) -> None:
+        """The first byte of an answer of success came: of a stream, the prefill is over."""
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        """The end, once; ``failed`` is one of ``router.openai.request.FAILURES``, or "" where it did not
+        fail."""

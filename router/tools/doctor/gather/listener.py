@@ -1,0 +1,255 @@
+"""Listens to one engine's live event socket and replay socket, raw.
+
+Not a ``Feed``: a feed repairs and hides what the doctor is here to see. The replay socket is asked once, for
+everything; live messages that come meanwhile wait, then all are applied in the order of their numbers. It
+subscribes to every topic, so that a wrong topic can be told from silence. Nothing a publisher sends ends a
+tap; it ends by being cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from publisher.events import DecodedBatch
+from router.feeds.sockets import MessageReader, Slice
+from router.feeds.wire import Frame, WireError, parse_live, parse_replay
+from router.tools.doctor.gather.event_counts import EventCounts
+from router.tools.doctor.gather.observation import Connectivity, Observation, ReplayState
+
+_HELD_MAX = 20_000
+_STRANGE_MAX = 16
+"""Messages that are none, after which a replay socket is given up."""
+_REPLAY_TIMEOUTS = 10
+"""Total replay time-out, as a multiple of the idle time-out."""
+_TOPICS_MAX = 16
+_MESSAGE_BYTES_MAX = 256 << 20
+_SLICE_S = 0.005
+
+
+class EventSink(Protocol):
+    """Where a tap's batches go."""
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Take one batch; in the order of their numbers."""
+
+    def forget(self, engine_id: str) -> None:
+        """The engine restarted."""
+
+
+class EventListener:
+    """Hears one engine and hands its batches to ``sink``. ``run`` may be called once.
+
+    ``replay_timeout_s``: how long the replay socket may be silent.
+    """
+
+    def __init__(
+        self, engine_id: str, events: str, replay: str | None, sink: EventSink, *, replay_timeout_s: float
+    ) -> None:
+        self.seen = Observation()
+        self.tally = EventCounts()
+        self.settled = asyncio.Event()
+        """Set once the history has been heard, or is not to be had."""
+        self._engine_id = engine_id
+        self._events = events
+        self._replay = replay
+        self._sink = sink
+        self._timeout_s = replay_timeout_s
+        self._held: dict[int, tuple[Frame, bytes]] = {}
+        self._up = asyncio.Event()
+
+    async def run(self) -> None:
+        """Listen until cancelled."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        with contextlib.ExitStack() as stack:
+            try:
+                live, monitor = _connect(context, zmq.SUB, self._events, stack)
+            except zmq.ZMQError as problem:
+                self.seen.events_problem = str(problem)
+                await self._ask_replay()
+                self._flush()
+                await asyncio.Event().wait()
+                return
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read_live(live))
+                tasks.create_task(self._watch_live(monitor))
+                tasks.create_task(self._history())
+
+    async def _history(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._up.wait()
+        await self._ask_replay()
+        self._flush()
+
+    # The live socket.
+
+    async def _read_live(self, reader: MessageReader) -> None:
+        work = Slice(time.monotonic, _SLICE_S)
+        while True:
+            message = reader.take()
+            if message is None:
+                await reader.wait()
+                work.begin()
+                continue
+            self._take_live(message)
+            await work.breathe()
+
+    def _take_live(self, message: list[bytes]) -> None:
+        try:
+            frame = parse_live(message)
+        except WireError as problem:
+            self.seen.malformed[problem.reason] += 1
+            return
+        if len(self.seen.topics) < _TOPICS_MAX:
+            self.seen.topics.add(message[0].decode("utf-8", "replace"))
+        self.seen.live_batches += 1
+        if frame.fault is not None:
+            self.seen.malformed[frame.fault] += 1
+        if frame.batch is not None and len(self.seen.lags_s) < _HELD_MAX:
+            self.seen.lags_s.append(time.time() - frame.batch.ts)
+        if self.settled.is_set():
+            self._apply(frame, message[2])
+        elif len(self._held) < _HELD_MAX:
+            self._held[frame.seq] = frame, message[2]
+
+    async def _watch_live(self, monitor: MessageReader) -> None:
+        async for event in _monitored(monitor):
+            self.seen.events_link = _further(self.seen.events_link, event)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._up.set()
+            elif event == zmq.EVENT_DISCONNECTED and self.seen.events_link is Connectivity.UP:
+                self.seen.disconnects += 1
+
+    # The replay socket.
+
+    async def _ask_replay(self) -> None:
+        if self._replay is None:
+            return
+        self.seen.replay_state = ReplayState.WAITING
+        with contextlib.ExitStack() as stack:
+            try:
+                reader, monitor = _connect(zmq.Context.instance(), zmq.DEALER, self._replay, stack)
+                reader.socket.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
+            except zmq.ZMQError as problem:
+                self.seen.replay_state, self.seen.replay_problem = ReplayState.SILENT, str(problem)
+                return
+            watching = asyncio.create_task(self._watch_replay(monitor))
+            try:
+                async with asyncio.timeout(_REPLAY_TIMEOUTS * self._timeout_s):
+                    await self._read_replay(reader)
+            except TimeoutError:
+                self.seen.replay_state = ReplayState.CUT_SHORT
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch_replay(self, monitor: MessageReader) -> None:
+        async for event in _monitored(monitor):
+            self.seen.replay_link = _further(self.seen.replay_link, event)
+
+    async def _read_replay(self, reader: MessageReader) -> None:
+        """Take the answer; a stranger may send garbage for ever, or drop by drop."""
+        seen = self.seen
+        work = Slice(time.monotonic, _SLICE_S)
+        strange = 0
+        seen.replay_state = ReplayState.CUT_SHORT
+        while seen.replayed_batches < _HELD_MAX and strange < _STRANGE_MAX:
+            message = await self._next(reader)
+            if message is None:
+                seen.replay_state = ReplayState.CUT_SHORT if seen.replayed_batches else ReplayState.SILENT
+                return
+            try:
+                frame = parse_replay(message)
+            except WireError as problem:
+                seen.malformed[problem.reason] += 1
+                strange += 1
+                continue
+            if frame is None:
+                seen.replay_state = ReplayState.COMPLETE
+                return
+            seen.replayed_batches += 1
+            if seen.first_seq is None or frame.seq < seen.first_seq:
+                seen.first_seq = frame.seq
+            if frame.fault is not None:
+                seen.malformed[frame.fault] += 1
+            self._held[frame.seq] = frame, message[-1]
+            await work.breathe()
+
+    async def _next(self, reader: MessageReader) -> list[bytes] | None:
+        """The next message; None after ``replay_timeout_s`` of silence."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while (message := reader.take()) is None:
+                    await reader.wait()
+        except TimeoutError:
+            return None
+        return message
+
+    # What was heard, in order.
+
+    def _flush(self) -> None:
+        for seq in sorted(self._held):
+            self._apply(*self._held[seq])
+        self._held.clear()
+        self.settled.set()
+
+    def _apply(self, frame: Frame, payload: bytes) -> None:
+        seen = self.seen
+        if seen.last_seq is not None and frame.seq <= seen.last_seq:
+            if (frame.seq, frame.digest) in self.tally.digests:
+                return
+            seen.restarts += 1
+            self._sink.forget(self._engine_id)
+        elif seen.last_seq is not None:
+            seen.missing += frame.seq - seen.last_seq - 1
+        seen.last_seq = frame.seq
+        self.tally.add(frame, payload)
+        if frame.batch is None:
+            return
+        try:
+            self._sink.apply(self._engine_id, frame.batch)
+        except Exception as problem:  # noqa: BLE001  strange events must not end the examination
+            seen.sink_problem = f"{type(problem).__name__}: {problem}"[:200]
+
+
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, stack: contextlib.ExitStack
+) -> tuple[MessageReader, MessageReader]:
+    """A connecting socket and its monitor, closed with ``stack``. Raises ``zmq.ZMQError``."""
+    reader = stack.enter_context(MessageReader(context.socket(kind)))
+    reader.socket.set(zmq.RCVHWM, _HELD_MAX)
+    reader.socket.set(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+    if kind == zmq.SUB:
+        reader.socket.set(zmq.SUBSCRIBE, b"")
+    monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
+    stack.callback(reader.socket.disable_monitor)
+    reader.socket.connect(endpoint)
+    return reader, monitor
+
+
+async def _monitored(monitor: MessageReader) -> AsyncIterator[int]:
+    """Events of a monitor socket, for ever."""
+    while True:
+        while (message := monitor.take()) is not None:
+            yield int(parse_monitor_message(message)["event"])
+        await monitor.wait()
+
+
+_LINK_OF_EVENT = {
+    int(zmq.EVENT_CONNECT_DELAYED): Connectivity.REFUSED,
+    int(zmq.EVENT_CONNECTED): Connectivity.NO_HANDSHAKE,
+    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): Connectivity.UP,
+}
+_ORDER = list(Connectivity)
+
+
+def _further(link: Connectivity, event: int) -> Connectivity:
+    """The furthest the connection has come, after one more monitor event."""
+    return max(link, _LINK_OF_EVENT.get(event, Connectivity.NONE), key=_ORDER.index)

@@ -1,0 +1,32 @@
+"""vLLM and the connectors accept what docs/connectors.md tells to write on the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+WHY = "needs torch and vLLM; make test-connectors runs it"
+pytest.importorskip("torch", reason=WHY)
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", reason=WHY)
+
+from connectors.compat import KVConnectorFactory, KVTransferConfig  # noqa: E402
+from connectors.multi.children import read_children  # noqa: E402
+from tests.docs.pages import transfer_configs  # noqa: E402
+from tests.support.paths import ROOT  # noqa: E402
+
+CONFIGS = transfer_configs(ROOT / "docs" / "connectors.md")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config["kv_connector"]))
+def test_vllm_finds_the_connector(config: dict[str, Any]) -> None:
+    made = KVTransferConfig(**config)
+    assert KVConnectorFactory.supports_hma_config(made)
+    assert KVConnectorFactory.get_connector_class(made).__name__ == config["kv_connector"]
+    extra = config["kv_connector_extra_config"]
+    if config["kv_connector"] == "HybridMultiConnector":
+        assert len(read_children(extra)) == len(extra["connectors"])
+    if "spec_module_path" in extra:
+        from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: PLC0415
+
+        assert OffloadingSpecFactory.get_spec_cls(extra).__name__ == extra["spec_name"]

@@ -1,0 +1,120 @@
+"""What a simulated engine refuses, in vLLM's error shape, and that nothing else changes by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.publisher.simulator.support import all_blocks_free, client, engine, request
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+CASES: dict[str, tuple[str, Any, int, str, str | None]] = {
+    "unknown model": (CHAT, {"model": "x", "messages": USER}, 404, "NotFoundError", "model"),
+    "messages missing": (CHAT, {}, 400, "Bad Request", "body.messages"),
+    "messages not a list": (CHAT, {"messages": "Hi"}, 400, "Bad Request", "body.messages"),
+    "message not an object": (CHAT, {"messages": ["Hi"]}, 400, "Bad Request", "body.messages.0"),
+    "no messages": (CHAT, {"messages": []}, 400, "BadRequestError", None),
+    "body not an object": (CHAT, [1], 400, "Bad Request", None),
+    "image part": (CHAT, {"messages": [IMAGE]}, 400, "BadRequestError", None),
+    "no output wanted": (CHAT, {"messages": USER, "max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
+    "several choices": (CHAT, {"messages": USER, "n": 2}, 400, "BadRequestError", "n"),
+    "empty salt": (CHAT, {"messages": USER, "cache_salt": ""}, 400, "BadRequestError", "cache_salt"),
+    "options without stream": (
+        CHAT, {"messages": USER, "stream_options": {}}, 400, "BadRequestError", "stream_options",
+    ),
+    "foreign template": (CHAT, {"messages": USER, "chat_template": "x"}, 400, "BadRequestError", None),
+    "prompt too long": (COMPLETIONS, {"prompt": [5] * 1025}, 400, "BadRequestError", "input_tokens"),
+    "no room for output": (COMPLETIONS, {"prompt": [5] * 1024}, 400, "BadRequestError", "max_tokens"),
+    "no prompt": (COMPLETIONS, {"prompt": []}, 400, "BadRequestError", None),
+    "empty prompt": (COMPLETIONS, {"prompt": ""}, 400, "BadRequestError", "prompt"),
+    "two prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "BadRequestError", "prompt"),
+    "mixed prompt": (COMPLETIONS, {"prompt": [1, "b"]}, 400, "BadRequestError", "prompt"),
+    "negative token": (COMPLETIONS, {"prompt": [-1]}, 400, "Bad Request", "body.prompt.0"),
+    "unknown token": (COMPLETIONS, {"prompt": [99999]}, 400, "BadRequestError", None),
+    "wrong number": (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, "Bad Request", "body.max_tokens"),
+    "detokenize nonsense": ("/detokenize", {"tokens": ["x"]}, 400, "Bad Request", "body.tokens.0"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, tuple[int, Any]]:
+    """Every case asked once of one engine, which must be none the worse for it."""
+
+    async def ask() -> dict[str, tuple[int, Any]]:
+        async with engine(max_model_len=1024) as running:
+            answers = {name: await request(running, "POST", *case[:2]) for name, case in CASES.items()}
+            status, _ = await request(running, "POST", CHAT, {"messages": USER})
+            assert status == 200
+            assert all_blocks_free(running)
+            return answers
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refusals_have_vllms_shape(name: str, outcomes: dict[str, tuple[int, Any]]) -> None:
+    _, _, status, kind, param = CASES[name]
+    got_status, body = outcomes[name]
+    error = body["error"]
+    assert got_status == status
+    assert (error["type"], error["param"], error["code"]) == (kind, param, status)
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("POST", "/health", 405), ("GET", CHAT, 405)]
+)
+def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int) -> None:
+    async def check() -> None:
+        async with engine() as running:
+            got_status, body = await request(running, method, path)
+            assert got_status == status
+            assert list(body) == ["detail"]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": NaN}'])
+def test_broken_json_is_refused(body: bytes) -> None:
+    async def check() -> None:
+        async with engine() as running:
+            headers = {"content-type": "application/json"}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(running.base_url + CHAT, data=body, headers=headers) as answer,
+            ):
+                assert answer.status == 400
+                assert (await answer.json())["error"]["code"] == 400
+
+    asyncio.run(check())
+
+
+def test_a_body_that_is_not_json_by_its_type_is_refused() -> None:
+    async def check() -> None:
+        async with (
+            engine() as running,
+            aiohttp.ClientSession() as session,
+            session.post(running.base_url + CHAT, data=json.dumps({"messages": USER})) as answer,
+        ):
+            assert answer.status == 400
+            assert "application/json" in (await answer.json())["error"]["message"]
+
+    asyncio.run(check())
+
+
+def test_the_openai_client_sees_message_and_parameter() -> None:
+    async def check() -> None:
+        async with engine() as running, client(running) as api:
+            with pytest.raises(openai.NotFoundError, match="The model `x` does not exist") as caught:
+                await api.chat.completions.create(model="x", messages=[{"role": "user", "content": "Hi"}])
+            assert caught.value.param == "model"
+
+    asyncio.run(check())

@@ -1,0 +1,233 @@
+"""The metrics page: valid whatever the parts hold, and its labels bounded by the fleet."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from publisher.events import DecodedBatch
+from router.api.admin.stats import AdminStats
+from router.api.metrics import _GAUGES, Sources, exported, render_metrics
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
+from router.fleet.sources.base import SourceStats
+from router.fleet.status import Fleet
+from router.http.server.stats import ListenStats
+from router.index.learn.layout import ModelFacts
+from router.index.models import Scopes
+from router.observe.receipts import ERROR_BUCKETS, Receipt
+from router.placement.affinity import AffinityStats
+from router.placement.engine import Accounts, Engine
+from router.placement.inflight import InflightStats
+from router.placement.load import LoadStats
+from router.placement.shadow import ShadowStats
+from router.prompts.stats import PromptStats
+from router.proxy.stats import ProxyStats
+from router.replication.gossip.inflight import GossipStats
+from router.replication.leases.lease_manager import LeaseStats
+from router.replication.lookup import SightStats
+from router.replication.service import SharedIndex
+from router.replication.settings import IndexSettings
+from router.replication.writer.dirty import MirrorStats
+
+IDS = ("http://a:1", 'http://b:1/"quoted"\\')
+PARTS: dict[str, type[msgspec.Struct]] = {
+    "feed": FeedStats,
+    "proxy": ProxyStats,
+    "listen": ListenStats,
+    "prompts": PromptStats,
+    "inflight": InflightStats,
+    "affinity": AffinityStats,
+    "shadow": ShadowStats,
+    "load": LoadStats,
+    "lease": LeaseStats,
+    "look": SightStats,
+    "flight": GossipStats,
+    "mirror": MirrorStats,
+    "source": SourceStats,
+    "admin": AdminStats,
+}
+
+
+def engine_of(fleet: Fleet[Engine], number: int) -> Engine:
+    engine = fleet.get(IDS[number])
+    assert engine is not None
+    return engine
+
+
+@pytest.fixture
+def sources() -> Sources:
+    """Two engines that have done something."""
+    accounts = Accounts(lambda: 100.0)
+
+    def make(address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
+        return Engine(address, accounts, fleet_changed=fleet_changed)
+
+    fleet = Fleet([EngineAddress(name) for name in IDS], make)
+    for engine in fleet:
+        engine.load.admit(uncached_tokens=100, now=100.0)
+    scopes = Scopes(lambda _: ModelFacts())
+    first = engine_of(fleet, 0)
+    first.residency = scopes.assign(IDS[0], "m")
+    first.feed = FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})
+    proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
+    shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), lambda now: {}, clock=lambda: 100.0)
+    shared.scope("m")  # nothing is connected before it runs
+    origins = FleetSources([], FleetSettings(), Roster(engines_max=9), changed=lambda: None)
+    origins.stats["static"].complain("fleet_full", "too many")
+    return Sources(
+        fleet,
+        scopes,
+        accounts,
+        proxy,
+        PromptStats(),
+        ListenStats,
+        shared,
+        origins,
+        AdminStats(changes={"drain": 2}),
+    )
+
+
+def families(sources: Sources) -> dict[str, object]:
+    page = render_metrics(sources).decode()
+    return {family.name: family for family in text_string_to_metric_families(page)}
+
+
+def values(sources: Sources, name: str) -> dict[tuple[str, ...], float]:
+    found = families(sources)[name]
+    return {tuple(s.labels.values()): s.value for s in found.samples}  # type: ignore[attr-defined]
+
+
+def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
+    return Receipt(
+        request_id="r",
+        engine_id=engine_id,
+        model="m",
+        mode="native",
+        feed="ready",
+        prompt_tokens=100,
+        predicted_tokens=predicted,
+        actual_tokens=actual,
+    )
+
+
+def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
+    found = families(sources)
+    missing = [
+        exported(part, name)
+        for part, struct in PARTS.items()
+        for name in struct.__struct_fields__
+        if exported(part, name) not in found
+        and not isinstance(getattr(struct(), name), str)  # words are for /kvatlas/engines
+    ]
+    assert missing == []
+
+
+def test_every_metric_says_what_it_is(sources: Sources) -> None:
+    words = {
+        family.name: family.documentation  # type: ignore[attr-defined]
+        for family in families(sources).values()
+    }
+    made_up = [name for name, text in words.items() if re.fullmatch(r"[a-z_]+: [a-z_ ]+", text)]
+    assert made_up == []  # the name once more, for want of a text below the field
+    assert min(len(text) for text in words.values()) > 9
+
+
+def test_units_are_spelled_out(sources: Sources) -> None:
+    short = [name for name in families(sources) if re.search(r"_(s|ms|kb|mb|monotonic)$", name)]
+    assert short == []
+
+
+def test_gauges_are_numbers_that_exist() -> None:
+    known = {f"{part}_{name}" for part, struct in PARTS.items() for name in struct.__struct_fields__}
+    assert known >= _GAUGES
+
+
+def test_labels_are_kept_apart_and_escaped(sources: Sources) -> None:
+    assert set(values(sources, "kvatlas_engine_up")) == {(name,) for name in IDS}
+    assert values(sources, "kvatlas_feed_malformed_frames") == {(IDS[0], "too_large"): 2}
+    assert values(sources, "kvatlas_proxy_errors") == {("invalid_json",): 2}
+    assert values(sources, "kvatlas_source_errors") == {("fleet_full", "static"): 1}
+    assert values(sources, "kvatlas_admin_changes") == {("drain",): 2}
+
+
+def test_one_feed_state_is_set_at_a_time(sources: Sources) -> None:
+    states = values(sources, "kvatlas_feed_state")
+    assert len(states) == len(FeedState)
+    assert [key for key, value in states.items() if value] == [(IDS[0], "ready")]
+
+
+def test_receipts_are_counted_by_outcome_with_a_histogram_of_errors(sources: Sources) -> None:
+    for predicted, actual in ((0, 0), (64, 64), (100, 0), (0, 3000)):
+        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], predicted, actual))
+    assert values(sources, "kvatlas_receipts") == {
+        (IDS[0], "exact"): 2,
+        (IDS[0], "over"): 1,
+        (IDS[0], "under"): 1,
+    }
+    buckets = values(sources, "kvatlas_prediction_error_tokens")
+    assert buckets[IDS[0], "-1024"] == 1
+    assert buckets[IDS[0], "0"] == 3
+    assert buckets[IDS[0], "256"] == buckets[IDS[0], "+Inf"] == 4
+    assert len(buckets) == len(ERROR_BUCKETS) + 1
+    assert values(sources, "kvatlas_prediction_drifting") == {(IDS[0],): 0}
+
+
+def test_how_removals_are_read_shows_with_its_evidence(sources: Sources) -> None:
+    sources.scopes.apply(IDS[0], DecodedBatch(0.0, [], None, None, []))
+    engine = sources.scopes.engine(IDS[0])
+    assert engine is not None
+    assert values(sources, "kvatlas_index_removals") == {(IDS[0], "undecided"): 1}
+    engine.removals.phantom()
+    assert values(sources, "kvatlas_index_removals") == {(IDS[0], "last_copy"): 1}
+    engine.removals.counted()
+    assert values(sources, "kvatlas_index_removals") == {(IDS[0], "counted"): 1}
+    assert values(sources, "kvatlas_index_removal_evidence") == {
+        (IDS[0], "removed_again"): 0,
+        (IDS[0], "told_counts"): 1,
+        (IDS[0], "phantoms"): 1,
+    }
+    assert values(sources, "kvatlas_index_re_reports_suspected") == {(IDS[0],): 0}
+
+
+def test_an_open_breaker_shows(sources: Sources) -> None:
+    for _ in range(3):
+        engine_of(sources.fleet, 1).breaker.record(False, 100.0)
+    assert values(sources, "kvatlas_engine_breaker_open") == {(IDS[0],): 0, (IDS[1],): 1}
+
+
+def test_engines_that_left_are_in_no_label(sources: Sources) -> None:
+    engine_of(sources.fleet, 1).receipts.add(receipt(IDS[1], 1, 1))
+    assert IDS[1] in {label for labels in values(sources, "kvatlas_receipts") for label in labels}
+    sources.fleet.replace(IDS[1], [])
+    for name, family in families(sources).items():
+        for sample in family.samples:  # type: ignore[attr-defined]
+            assert IDS[1] not in sample.labels.values(), name
+
+
+def test_the_number_of_series_does_not_grow_with_requests(sources: Sources) -> None:
+    def series() -> int:
+        return sum(len(family.samples) for family in families(sources).values())  # type: ignore[attr-defined]
+
+    for outcome in ((0, 0), (1, 0), (0, 1)):
+        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], *outcome))
+    before = series()
+    for n in range(500):
+        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], n, n % 7))
+        load = engine_of(sources.fleet, 0).load
+        load.finish(load.admit(uncached_tokens=n, now=100.0), 100.0)
+    assert series() == before
+
+
+def test_every_value_is_a_number(sources: Sources) -> None:
+    for family in families(sources).values():
+        for sample in family.samples:  # type: ignore[attr-defined]
+            assert not math.isnan(sample.value), sample

@@ -1,0 +1,201 @@
+"""The ops port: what tells of others' requests is not on the public port, and from afar wants a token."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from router.api.admin.settings import AdminSettings
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import OPS_PORT, Config, ServerConfig
+from router.serve import ListenError, check
+from router.simulate.advise.command import see
+from router.simulate.fetch import fetch_access_log
+from router.tools.doctor.examine import ask_router
+from router.tools.doctor.gather.http import Http
+from router.tools.explain.command import ExplainOptions, run_explain
+from router.tools.top.command import take
+from tests.support.whole_router import MODEL, Rig, configure, number, routing, run, running
+
+TOKEN = "0123456789abcdefgh"
+PATHS = [
+    ("GET", "/metrics"),
+    ("GET", "/kvatlas/engines"),
+    ("GET", "/kvatlas/sources"),
+    ("GET", "/kvatlas/receipts"),
+    ("GET", "/kvatlas/access_log"),
+    ("POST", "/kvatlas/explain"),
+]
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def at(rig: Rig, url: str | None, method: str, path: str, token: str | None = None) -> tuple[int, Any]:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    json = BODY if method == "POST" else None
+    async with rig.session.request(method, f"{url}{path}", json=json, headers=headers) as answer:
+        is_json = answer.content_type == "application/json"
+        return answer.status, await answer.json() if is_json else await answer.text()
+
+
+def test_the_public_port_tells_nothing_of_others_and_says_where_it_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            await rig.chat("a secret question")
+            for method, path in PATHS:
+                for spelled in (path, path.replace("kv", "%6bv").replace("met", "m%65t")):
+                    status, body = await at(rig, rig.url, method, spelled)
+                    assert (status, body["error"]["code"]) == (404, "ops_port")
+                    assert f"port {number(rig.ops_url)} of 127.0.0.1" in body["error"]["message"]
+                ops = (await at(rig, rig.ops_url, method, path))[0]
+                assert ops == (404 if path.endswith("access_log") else 200)  # none is written here
+            for path in ("//metrics", "/x/../metrics", "/kvatlas", "/KVATLAS/engines", "/metrics/"):
+                assert (await at(rig, rig.url, "GET", path))[0] == 404
+            for path in ("/health", "/ready", "/version", "/v1/models"):
+                assert (await at(rig, rig.url, "GET", path))[0] == 200
+                assert (await at(rig, rig.ops_url, "GET", path))[0] == 200
+            status, body = await at(rig, rig.ops_url, "POST", "/v1/chat/completions")
+            assert (status, body["error"]["code"]) == (404, "path_not_found")
+
+    run(main())
+
+
+@pytest.mark.parametrize("setting", ["off", "public"])
+def test_without_a_port_of_its_own(setting: Any) -> None:
+    async def main() -> None:
+        server = ServerConfig(port=0, ops_port=setting)
+        async with running({}) as engines, routing(configure(*engines, server=server)) as rig:
+            assert rig.router.ops.base_url is None
+            for method, path in PATHS[:4] + PATHS[5:]:
+                status, body = await at(rig, rig.url, method, path)
+                assert status == (200 if setting == "public" else 404)
+                if setting == "off":
+                    assert "which is off (server.ops_port)" in body["error"]["message"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("key", ["server.ops_token_file", "admin.token_file"])
+def test_from_other_machines_it_wants_a_token(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"prometheus:{TOKEN}\n", encoding="ascii")
+    own = key.startswith("server")
+    server = ServerConfig(port=0, ops_host="0.0.0.0", ops_token_file=str(path) if own else None)
+    admin = AdminSettings(enabled=not own, token_file=None if own else str(path), requests_per_minute=12)
+
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines, server=server, admin=admin)) as rig:
+            for method, where in PATHS[:2]:
+                status, body = await at(rig, rig.ops_url, method, where)
+                assert (status, body["error"]["code"]) == (401, "ops_unauthorized")
+                assert key in body["error"]["message"]
+            assert (await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0] == 401
+            assert (await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0] == 429
+            for _ in range(8):  # a scrape is never too often
+                assert (await at(rig, rig.ops_url, "GET", "/metrics", TOKEN))[0] == 200
+            assert (await at(rig, rig.ops_url, "GET", "/health"))[0] == 200
+            assert (await at(rig, rig.url, "GET", "/metrics", TOKEN))[0] == 404
+            http = Http(rig.session, 10.0)
+            assert "without a valid token" in (await take(http, rig.ops_url)).problem
+            monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
+            assert (await take(http, rig.ops_url)).problem == ""
+            assert (await ask_router(http, rig.ops_url)).engines
+            assert (await asyncio.to_thread(see, rig.ops_url)).engines == 1
+
+    run(main())
+
+
+def test_open_means_open() -> None:
+    async def main() -> None:
+        server = ServerConfig(port=0, ops_host="0.0.0.0", ops_open=True)
+        async with running({}) as engines, routing(configure(*engines, server=server)) as rig:
+            assert (await at(rig, rig.ops_url, "GET", "/kvatlas/engines"))[0] == 200
+
+    run(main())
+
+
+def test_a_tool_given_the_public_port_is_told_which_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            told = f"port {number(rig.ops_url)} of 127.0.0.1 (server.ops_port)"
+            http = Http(rig.session, 10.0)
+            assert told in (await take(http, rig.url)).problem
+            assert told in (await ask_router(http, rig.url)).engines_answer.what
+            with pytest.raises(ConfigError) as refused:
+                await asyncio.to_thread(see, rig.url)
+            assert told in str(refused.value)
+            with pytest.raises(OSError, match="ops port"):
+                await asyncio.to_thread(fetch_access_log, rig.url, tmp_path / "log")
+            file = tmp_path / "body.json"
+            file.write_bytes(b'{"model": "kvatlas-demo", "prompt": "hello"}')
+            options = ExplainOptions(file, router=rig.url)
+            assert await asyncio.to_thread(run_explain, options, as_json=False) == 1
+            assert told in capsys.readouterr().err
+
+    run(main())
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = ServerConfig(port=0, ops_port=taken.getsockname()[1])
+
+        async def main() -> None:
+            with structlog.testing.capture_logs() as logs, pytest.raises(ListenError):
+                async with routing(configure(server=server), wait=False):
+                    pytest.fail("it must not start")
+            (line,) = [line for line in logs if line["event"] == "not started"]
+            assert line["problem"] == f"server.ops_port: cannot listen on 127.0.0.1:{server.ops_port}"
+
+        run(main())
+
+
+def settings(tmp_path: Path, server: str, rest: str = "") -> Config:
+    path = tmp_path / "kvatlas.toml"
+    path.write_text(f'[server]\n{server}\n{rest}\n[[engines]]\nbase_url = "http://a:1"\n', encoding="utf-8")
+    return load(path, environ={}).config
+
+
+def test_where_it_listens_if_nothing_is_said(tmp_path: Path) -> None:
+    assert settings(tmp_path, "").server.ops_listens_on == OPS_PORT
+    assert settings(tmp_path, "port = 0").server.ops_listens_on == 0
+    assert settings(tmp_path, 'ops_port = "public"').server.ops_listens_on is None
+    flags = {"server.ops_port": "9005"}  # as text, from a flag or a variable
+    assert load(flags=flags, environ={}).config.server.ops_listens_on == 9005
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        ("port = 9001", "server.ops_port: 9001 is the public port"),
+        ("ops_port = 70000", "server.ops_port: 70000 is not a port number"),
+        ('ops_port = "none"', "server.ops_port = 'none'"),
+        ('ops_host = "0.0.0.0"', "server.ops_host = '0.0.0.0': everybody who reaches it could read"),
+        ('ops_open = true\nops_token_file = "x"', "server.ops_open: with it nobody needs a token"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(tmp_path: Path, server: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(tmp_path, server)
+    assert str(refused.value).startswith(told)
+
+
+def test_it_is_not_the_admin_port(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"server.ops_port: 9001 is admin.port"):
+        settings(tmp_path, "", '[admin]\nenabled = true\ntoken_file = "x"\nport = 9001')
+
+
+def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
+    server = ServerConfig(port=0, ops_token_file=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"^server.ops_token_file: .*No such file"):
+        check(configure(server=server))

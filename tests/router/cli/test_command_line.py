@@ -1,0 +1,175 @@
+"""The ``kvatlas`` command as a process of its own: statuses, messages, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from publisher.engine import DEMO_TOKENIZER_DIR
+from tests.support.paths import ROOT
+
+KVATLAS = [sys.executable, "-m", "router"]
+
+
+def kvatlas(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVATLAS, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_lists_the_commands() -> None:
+    told = kvatlas("--help")
+    assert told.returncode == 0
+    for command in ("serve", "verify", "engine", "demo"):
+        assert command in told.stdout
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom router.__main__ import main\nsys.argv = ['kvatlas', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'numpy', 'tokenizers', 'fastapi', 'uvicorn', 'aiohttp', 'zmq.asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve"], "no engine configured: give --engine URL"),
+        (["serve", "--engine", "nonsense"], "engine 'nonsense': expected http://HOST:PORT"),
+        (["serve", "--engine", "http://h", "--set", "policy.beta"], "expected SECTION.KEY=VALUE"),
+        (["serve", "--engine", "http://h", "--set", "policy.betta=1"], "policy.betta is not a known setting"),
+        (["serve", "--engine", "http://h", "--policy", "nope"], "policy.policy: unknown policy 'nope'"),
+        (["serve", "--engine", "http://h", "--tokenizer", "/nowhere"], "models.*.tokenizer: /nowhere"),
+        (["serve", "--engine", "http://h", "--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["serve", "--engine", "http://h", "--port", "x"], "--port"),
+        (["serve", "--nonsense"], "--nonsense"),
+        (["nonsense"], "nonsense"),
+        (["demo", "--seconds", "x"], "--seconds"),
+        (["demo", "--engines", "0"], "--engines: 0 is not in 1..64"),
+        (["demo", "--seconds", "-1"], "--seconds: -1.0 is not in"),
+        (["demo", "--seconds", "nan"], "--seconds: nan is not in"),
+        (["demo", "--port", "70000"], "--port: 70000 is not a port number"),
+        (["engine", "--set", "nonsense=1"], "expected KEY=VALUE with a KEY of"),
+    ],
+)
+def test_bad_arguments_end_with_status_2_and_a_reason(arguments: list[str], told: str) -> None:
+    ended = kvatlas(*arguments)
+    assert ended.returncode == 2, ended
+    assert told in ended.stderr + ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+def test_print_config_shows_where_values_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("[policy]\nbeta = 0.25\n", encoding="utf-8")
+    told = kvatlas(
+        "serve",
+        *("--print-config", "--config", str(file), "--set", "policy.tie_s=0.5", "--engine", "http://h:1"),
+        KVATLAS_FEEDS_TICK_S="0.125",
+    )
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert f"policy.beta = 0.25  # file {file}" in lines
+    assert "policy.tie_s = 0.5  # flag" in lines
+    assert "feeds.tick_s = 0.125  # environment KVATLAS_FEEDS_TICK_S" in lines
+    assert 'engines[0].base_url = "http://h:1"  # flag' in lines
+    assert "server.port = 8000  # default" in lines
+
+
+def test_check_config_checks_and_stops() -> None:
+    told = kvatlas("serve", "--check-config", "--engine", "http://h", "--tokenizer", str(DEMO_TOKENIZER_DIR))
+    assert (told.returncode, told.stdout) == (0, "configuration ok\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_says_where_and_ends_cleanly(number: int) -> None:
+    process = subprocess.Popen(
+        [
+            *KVATLAS,
+            "serve",
+            "--port",
+            "0",
+            "--engine",
+            "http://127.0.0.1:9",
+            "--set",
+            "server.log_format=json",
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    with process, process.stderr as log:
+        said = {}
+        while said.get("event") != "listening":
+            said = json.loads(log.readline())
+        with urllib.request.urlopen(f"{said['url']}/health", timeout=30) as answer:
+            assert json.load(answer) == {"status": "ok"}
+        process.send_signal(number)
+        rest = log.read()
+        assert process.wait(30) == 0
+        assert "Traceback" not in rest
+
+
+def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> None:
+    router = subprocess.Popen(
+        [*KVATLAS, "serve", "--port", "0", "--engine", "http://127.0.0.1:9"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert router.stderr is not None
+    with router:
+        while "listening" not in router.stderr.readline():
+            pass
+        router.stderr.close()
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(30) in {0, 120}  # 120: Python's own word for a standard stream it could not flush
+
+
+def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
+    first = subprocess.Popen(
+        [
+            *KVATLAS,
+            "serve",
+            "--port",
+            "0",
+            "--engine",
+            "http://127.0.0.1:9",
+            "--set",
+            "server.log_format=json",
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stderr is not None
+    with first, first.stderr as log:
+        said = {}
+        while said.get("event") != "listening":
+            said = json.loads(log.readline())
+        port = said["url"].rpartition(":")[2]
+        second = kvatlas("serve", "--port", port, "--ops-port", "0", "--engine", "http://127.0.0.1:9")
+        assert second.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
+        assert "Traceback" not in second.stderr
+        first.send_signal(signal.SIGTERM)

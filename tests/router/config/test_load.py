@@ -1,0 +1,269 @@
+"""One configuration from four sources: who wins, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from publisher.engine import DEMO_TOKENIZER_DIR
+from router.config.errors import ConfigError
+from router.config.load import SECTIONS, load, parse_engine, plain_keys
+from router.config.schema import ANY_MODEL, Config
+from router.fleet.identity import EngineAddress
+from router.placement.shadow import Shadow
+from router.serve import check, describe
+
+EXAMPLE = f"""
+[server]
+port = 9000
+expose_decision = true
+
+[[engines]]
+base_url = "http://10.0.0.1:8000/"
+
+[[engines]]
+base_url = "http://10.0.0.2:8000"
+events = "tcp://10.0.0.2:5557"
+replay = "tcp://10.0.0.2:5558"
+topic = "kv"
+dp_rank = 1
+
+[models."org/name"]
+tokenizer = "{DEMO_TOKENIZER_DIR}"
+retention_interval = "dense"
+lora_paths = {{ sql = "/adapters/sql" }}
+kinds = {{ 0 = "full_attention", 1 = "sliding_window" }}
+windows = {{ 1 = 128 }}
+attention_chunk_sizes = {{ 2 = 64, 3 = 8192 }}
+eagle_groups = [0]
+
+[models."org/name".shadow]
+num_blocks = 5000
+sliding_window = 128
+
+[policy]
+policy = "exact"
+beta = 0.5
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvatlas.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(tmp_path: Path, text: str = "", **options: Any) -> str:
+    """The one line that says what is wrong."""
+    with pytest.raises(ConfigError) as error:
+        load(write(tmp_path, text), **{"environ": {}, **options})
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
+    config = load(write(tmp_path, EXAMPLE), environ={}).config
+    assert config.server.port == 9000
+    assert config.engines == (
+        EngineAddress("http://10.0.0.1:8000"),
+        EngineAddress("http://10.0.0.2:8000", 1, "tcp://10.0.0.2:5557", "tcp://10.0.0.2:5558", "kv"),
+    )
+    model = config.model("org/name")
+    assert model.retention() is None
+    assert model.facts().kinds == {0: "full_attention", 1: "sliding_window"}
+    assert model.facts().windows == {1: 128}
+    assert model.facts().attention_chunk_sizes == {2: 64, 3: 8192}
+    assert model.facts().eagle_groups == (0,)
+    assert model.prompts().lora_paths == {"sql": "/adapters/sql"}
+    assert model.shadow_spec().num_blocks == 5000
+    assert [group.sliding_window for group in model.shadow_spec().groups] == [None, 128]
+    assert (config.policy.policy, config.policy.beta) == ("exact", 0.5)
+    assert config.model("another").tokenizer is None
+    check(config)
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "[policy]\nbeta = 0.1\ntie_s = 0.1\nqueue_gap_s = 0.1\n")
+    environ = {"KVATLAS_POLICY_TIE_S": "0.2", "KVATLAS_POLICY_QUEUE_GAP_S": "0.2"}
+    loaded = load(path, environ=environ, flags={"policy.queue_gap_s": "0.3"})
+    policy = loaded.config.policy
+    assert (policy.cold_fraction, policy.beta, policy.tie_s, policy.queue_gap_s) == (0.1, 0.1, 0.2, 0.3)
+    assert loaded.sources == {
+        "policy.beta": f"file {path}",
+        "policy.tie_s": "environment KVATLAS_POLICY_TIE_S",
+        "policy.queue_gap_s": "flag",
+    }
+    told = describe(loaded).splitlines()
+    assert f"policy.beta = 0.1  # file {path}" in told
+    assert "policy.tie_s = 0.2  # environment KVATLAS_POLICY_TIE_S" in told
+    assert "policy.queue_gap_s = 0.3  # flag" in told
+    assert "policy.cold_fraction = 0.1  # default" in told
+
+
+def test_engines_by_flag_take_the_place_of_those_in_the_file(tmp_path: Path) -> None:
+    given = (parse_engine("http://h:1"),)
+    loaded = load(write(tmp_path, EXAMPLE), environ={}, engines=given)
+    assert loaded.config.engines == given
+    assert 'engines[0].base_url = "http://h:1"  # flag' in describe(loaded)
+
+
+def test_models_by_flag_are_added_to_those_in_the_file(tmp_path: Path) -> None:
+    models = {ANY_MODEL: {"tokenizer": str(DEMO_TOKENIZER_DIR)}}
+    config = load(write(tmp_path, EXAMPLE), environ={}, models=models).config
+    assert set(config.models) == {"org/name", ANY_MODEL}
+    assert config.model("another").tokenizer == str(DEMO_TOKENIZER_DIR)
+
+
+def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
+    """The description is a complete list: what it names, environment and flags can name."""
+    described = describe(load(None, environ={}))
+    for section in SECTIONS:
+        for name in plain_keys(section):
+            assert re.search(rf"^{re.escape(section)}\.{name} = ", described, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[policy]\nbetta = 1", "unknown key policy.betta; known: beta,"),
+        (
+            "[access_log]\npath = '/nowhere/a.jsonl'",
+            "access_log.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
+        ),
+        ("[access_log]\nqueue_len_max = 0", "access_log.queue_len_max = 0: expected a finite number"),
+        ("[polcy]\nbeta = 1", "unknown key polcy; known: access_log, admin, cors, engines,"),
+        ("policy = 3", "policy: expected a table of settings, got 3"),
+        ('[policy]\nbeta = "high"', "policy.beta = 'high': Expected `float`"),
+        ("[policy]\nbeta = 2", "policy.beta must lie in 0..1, got 2"),
+        ("[policy]\nbeta = nan", "policy.beta must lie in 0..1, got nan"),
+        ('[server]\nport = "http"', "server.port = 'http': Expected `int`"),
+        ("[server]\nport = 70000", "server.port: 70000 is not a port number"),
+        ('[server]\nlog_level = "loud"', "server.log_level: 'loud' is none of debug,"),
+        ('[server]\nlog_format = "xml"', "server.log_format: 'xml' is neither console nor json"),
+        ("[fleet]\npoll_interval_s = 0", "fleet.poll_interval_s must be positive"),
+        ("[feeds]\ntick_s = 0", "feeds.tick_s = 0.0: expected a finite number, more than 0"),
+        ("[proxy]\nattempts_max = 0", "proxy.attempts_max = 0: expected a finite number, more than 0"),
+        ("[proxy]\nconnect_timeout_s = inf", "proxy.connect_timeout_s = inf: expected a finite number"),
+        ("[listen]\ndrain_s_max = -1", "listen.drain_s_max = -1.0: expected a finite number, 0 or more"),
+        ("[prompts]\nworker_threads = 0", "prompts.worker_threads = 0: expected a finite number"),
+        ("engines = 3", "engines = 3: Expected `array`"),
+        ("engines = [3]", "engines[0]: expected a table of settings, got 3"),
+        ('[[engines]]\nevents = "tcp://h:1"', "engines[0]: base_url must be given"),
+        ('[[engines]]\nurl = "http://h"', "unknown key engines[0].url; known: base_url,"),
+        ('[[engines]]\nbase_url = "h:1"', "engine 'h:1': expected http://HOST:PORT"),
+        (
+            '[[engines]]\nbase_url = "https://h"',
+            "engine 'https://h': expected http://HOST:PORT; engines are not asked over TLS",
+        ),
+        ('[[engines]]\nbase_url = "http://h:99999"', "engine 'http://h:99999': expected http://HOST:PORT"),
+        ('[[engines]]\nbase_url = "http://u:p@h"', "expected http://HOST:PORT"),
+        ('[[engines]]\nbase_url = "http://h"\nevents = "h:5557"', "events='h:5557' is not a tcp://"),
+        ('[[engines]]\nbase_url = "http://h"\nreplay = "tcp://h:1"', "replay= needs events="),
+        ('[[engines]]\nbase_url = "http://h"\ndp_rank = -1', "dp_rank=-1 is negative"),
+        (
+            '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://h/"',
+            "engines: http://h is listed twice",
+        ),
+        ("models = 3", "models = 3: Expected `object`"),
+        ("[models.m]\ntokeniser = 1", "unknown key models.m.tokeniser; known: "),
+        ("[models.m]\ntokenizer = 7", "models.m.tokenizer = 7: Expected `str | null`"),
+        (
+            '[models.m]\ntokenizer = "/nowhere"',
+            "models.m.tokenizer: /nowhere is not a directory with a token",
+        ),
+        ('[models.m]\nretention_interval = "x"', "models.m.retention_interval = 'x'"),
+        ("[models.m]\nretention_interval = -16", "models.m.retention_interval = -16: 0 or more"),
+        ('[models.m]\nkinds = {a = "mamba"}', "models.m.kinds: keys must be group numbers"),
+        ('[models.m]\nkinds = {0 = "odd"}', "models.m.kinds: group 0: unknown kv_cache_spec_kind 'odd'"),
+        ("[models.m.shadow]\nnum_blocks = 0", "models.m.shadow: num_blocks 0"),
+        ("[models.m.shadow]\nblock_size = -16", "models.m.shadow: group 0"),
+        ("[models.m.shadow]\nblocks = 1", "unknown key models.m.shadow.blocks; known: "),
+        ("no toml", "kvatlas.toml: "),
+    ],
+)
+def test_a_fault_is_named_by_key_and_value(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refused(tmp_path, text)
+
+
+def test_what_is_unknown_in_the_environment_is_refused(tmp_path: Path) -> None:
+    assert "KVATLAS_POLICY_BETTA" in refused(tmp_path, environ={"KVATLAS_POLICY_BETTA": "1"})
+    assert "policy.beta = 'x'" in refused(tmp_path, environ={"KVATLAS_POLICY_BETA": "x"})
+
+
+def test_other_programs_variables_are_none_of_our_business() -> None:
+    environ = {"KVATLAS_PORT": "tcp://10.0.0.1:80", "KVATLAS_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}
+    assert load(None, environ=environ).config == Config()  # as Kubernetes sets for a service "kvatlas"
+
+
+def test_environment_texts_become_values() -> None:
+    environ = {
+        "KVATLAS_SERVER_EXPOSE_DECISION": "true",
+        "KVATLAS_SERVER_PORT": "8123",
+        "KVATLAS_FEEDS_HEARTBEATS": "false",
+        "KVATLAS_PROXY_CONNECT_TIMEOUT_S": "1.5",
+    }
+    config = load(None, environ=environ).config
+    assert (config.server.expose_decision, config.server.port) == (True, 8123)
+    assert (config.feeds.heartbeats, config.proxy.connect_timeout_s) == (False, 1.5)
+
+
+def test_unknown_flags_are_refused(tmp_path: Path) -> None:
+    assert "polcy.beta is not a known setting" in refused(tmp_path, flags={"polcy.beta": "1"})
+    assert "beta is not a known setting" in refused(tmp_path, flags={"beta": "1"})
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load(tmp_path / "nowhere.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("http://h:1", EngineAddress("http://h:1")),
+        ("http://h:1/", EngineAddress("http://h:1")),
+        ("http://[::1]:1,dp-rank=2", EngineAddress("http://[::1]:1", 2)),
+        (
+            "http://h:1,events=tcp://h:2,replay=tcp://h:3,topic=t",
+            EngineAddress("http://h:1", None, "tcp://h:2", "tcp://h:3", "t"),
+        ),
+    ],
+)
+def test_engines_as_the_flag_takes_them(text: str, engine: EngineAddress) -> None:
+    assert parse_engine(text) == engine
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "h:1", "ftp://h", "http://", "http://h,x=1", "http://h,events", "http://h,dp-rank=x", "http://h:x"],
+)
+def test_what_is_no_engine(text: str) -> None:
+    with pytest.raises(ConfigError, match="engine"):
+        parse_engine(text)
+
+
+def test_retention_of_hybrid_engines_does_not_trouble_an_assumed_shadow() -> None:
+    config = load(None, environ={}, models={"m": {"retention_interval": 128}}).config
+    assert config.model("m").retention() == 128
+    Shadow(config.model("m").shadow_spec())
+
+
+def test_what_can_only_be_seen_by_building_is_named_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.policy: unknown policy 'nope'; known: kvatlas,"):
+        check(load(None, environ={}, flags={"policy.policy": "nope"}).config)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="models: "):
+        check(load(None, environ={}, models={"m": {"tokenizer": str(tmp_path)}}).config)
+
+
+def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
+    loaded = load(None, environ={})
+    check(loaded.config)
+    text = describe(loaded)
+    for harmless in ("key_", "/var/run/secrets/"):
+        text = text.replace(harmless, "")
+    assert not re.search(r"key|token=|secret|password", text, re.IGNORECASE)

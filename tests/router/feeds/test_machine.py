@@ -1,0 +1,557 @@
+"""The feed machine case by case: what it does for each thing that can happen to a stream."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
+from router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
+from router.feeds.base import FeedSettings, FeedState, FeedStats
+from router.feeds.machine import FeedMachine
+from router.feeds.wire import Frame
+from tests.router.feeds.feed_network import make_frame
+
+SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)
+
+
+class Driver:
+    """A machine with a clock, the batches it applied (by time stamp) and the actions it asked for."""
+
+    def __init__(self, settings: FeedSettings = SETTINGS, *, has_replay: bool = True) -> None:
+        self.stats = FeedStats()
+        self.machine = FeedMachine(settings, self.stats, has_replay=has_replay)
+        self.now = 0.0
+        self.applied: list[float] = []
+        self.forgets = 0
+        self.requests: list[RequestReplay] = []
+        self.states: list[tuple[FeedState, str]] = []
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Apply(batch=batch):
+                    self.applied.append(batch.ts)
+                case Forget():
+                    self.applied.clear()
+                    self.forgets += 1
+                case RequestReplay():
+                    self.requests.append(action)
+                case StateChanged():
+                    self.states.append((action.state, action.reason))
+
+    def connected(self) -> None:
+        self.do(self.machine.connected(self.now))
+
+    def disconnected(self) -> None:
+        self.do(self.machine.disconnected(self.now))
+
+    def live(self, *frames: Frame) -> None:
+        for frame in frames:
+            self.do(self.machine.live(self.now, frame))
+
+    def replay(self, *frames: Frame, end: bool = True) -> None:
+        request_id = self.requests[-1].request_id
+        for frame in frames:
+            self.do(self.machine.replayed(self.now, request_id, frame))
+        if end:
+            self.do(self.machine.replay_ended(self.now, request_id))
+
+    def fail(self) -> None:
+        self.do(self.machine.replay_failed(self.now, self.requests[-1].request_id))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.do(self.machine.tick(self.now))
+
+    @property
+    def state(self) -> tuple[FeedState, str]:
+        return self.stats.state, self.stats.reason
+
+
+def frame(seq: int, process: int = 0, publisher_id: bytes | None = None, *, clear: bool = False) -> Frame:
+    """Batch ``seq`` of a process; its time stamp is ``1000 * process + seq``."""
+    return make_frame(process, seq, 1000.0 * process + seq, publisher_id, clear=clear)
+
+
+def frames(start: int, stop: int, process: int = 0) -> list[Frame]:
+    return [frame(seq, process) for seq in range(start, stop)]
+
+
+def ready(*, upto: int = 3, settings: FeedSettings = SETTINGS) -> Driver:
+    """A driver whose feed is READY after the batches before ``upto``."""
+    driver = Driver(settings)
+    driver.connected()
+    driver.replay(*frames(0, upto))
+    assert driver.state == (FeedState.READY, "")
+    return driver
+
+
+def test_connecting_asks_for_the_history_and_holds_live_batches_until_it_is_there() -> None:
+    driver = Driver()
+    assert driver.state == (FeedState.COLD, "")
+    driver.connected()
+    assert driver.requests[0].from_seq == 0
+    driver.live(frame(3))
+    assert driver.applied == []
+    driver.replay(*frames(0, 4))
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0]
+    assert [state for state, _ in driver.states] == [FeedState.REPLAYING, FeedState.READY]
+
+
+def test_an_engine_that_has_said_nothing_is_ready() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.replay()
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_the_first_batch_heard_live_needs_no_replay_answer() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.live(frame(0), frame(1))
+    assert driver.applied == [0.0, 1.0]
+    assert driver.state == (FeedState.READY, "")
+    driver.replay(*frames(0, 2))  # the answer comes all the same, and changes nothing
+    assert driver.applied == [0.0, 1.0]
+
+
+def test_a_history_rolled_past_is_degraded_but_used_until_a_cache_clear() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.replay(*frames(5, 8))
+    assert driver.applied == [5.0, 6.0, 7.0]
+    assert driver.state == (FeedState.DEGRADED, "history_rolled")
+    assert (driver.stats.missing_batches, driver.stats.lost_batches) == (5, 0)
+    driver.tick(1000)
+    assert len(driver.requests) == 1  # seq 0 is gone for good: no re-sync is tried
+    driver.live(frame(8, clear=True))
+    assert driver.state == (FeedState.READY, "")
+    assert driver.stats.missing_batches == 0
+
+
+def test_a_cache_clear_does_not_make_up_for_losses_once_offload_tiers_were_seen() -> None:
+    driver = Driver()
+    driver.connected()
+    stored: list[Event] = [BlockStored([1], None, encode_tokens([1]), 1, None, "CPU", None)]
+    offload = msgspec.structs.replace(frame(5), batch=DecodedBatch(5.0, stored, 0, None, []))
+    driver.replay(offload)
+    driver.live(frame(6, clear=True))
+    assert driver.state == (FeedState.DEGRADED, "history_rolled")
+
+
+def test_a_gap_is_repaired_in_order_from_the_batch_before_it() -> None:
+    driver = ready()
+    driver.live(frame(5), frame(6))
+    assert driver.state == (FeedState.DEGRADED, "gap")
+    assert driver.requests[-1].from_seq == 2
+    driver.replay(*frames(2, 6))
+    assert driver.applied == [float(seq) for seq in range(7)]
+    assert driver.state == (FeedState.READY, "")
+    assert (driver.stats.gaps, driver.stats.lost_batches, driver.stats.held_batches) == (1, 0, 0)
+
+
+def test_a_gap_that_closes_by_itself_needs_no_answer() -> None:
+    driver = ready()
+    driver.live(frame(4), frame(3))
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert driver.state == (FeedState.READY, "")
+    assert not driver.machine.wants(driver.requests[-1].request_id)
+
+
+def test_a_second_gap_behind_the_first_is_repaired_too() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    driver.replay(*frames(2, 4), end=False)
+    driver.live(frame(9))
+    driver.replay(*frames(4, 7))
+    assert driver.applied[-1] == 6.0
+    assert driver.requests[-1].from_seq == 6
+    driver.replay(*frames(6, 10))
+    assert driver.applied == [float(seq) for seq in range(10)]
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_an_answer_cut_short_is_continued_where_it_ended() -> None:
+    driver = ready()
+    driver.live(frame(9))
+    driver.replay(*frames(2, 6), end=False)
+    driver.fail()
+    assert (driver.requests[-1].from_seq, driver.requests[-1].delay_s) == (5, 0.0)
+    driver.replay(*frames(5, 10))
+    assert driver.applied == [float(seq) for seq in range(10)]
+
+
+@pytest.mark.parametrize("order", ["reversed", "repeated"])
+def test_a_disordered_answer_is_put_in_order(order: str) -> None:
+    driver = ready()
+    driver.live(frame(6))
+    answer = frames(2, 6)[::-1] if order == "reversed" else [f for f in frames(2, 6) for _ in range(3)]
+    driver.replay(*answer)
+    assert driver.applied == [float(seq) for seq in range(7)]
+
+
+def test_what_replay_cannot_give_is_lost_counted_and_live_goes_on() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    for _ in range(SETTINGS.replay_attempts_max):
+        assert driver.applied == [0.0, 1.0, 2.0]
+        driver.fail()
+    assert driver.applied == [0.0, 1.0, 2.0, 5.0]
+    assert driver.state == (FeedState.DEGRADED, "replay_failed")
+    assert (driver.stats.lost_batches, driver.stats.missing_batches) == (2, 2)
+    driver.live(frame(6))
+    assert driver.applied[-1] == 6.0
+    driver.live(frame(8))  # replay has just failed: no waiting for it again so soon
+    assert driver.applied[-1] == 8.0
+    assert driver.stats.missing_batches == 3
+
+
+def test_repeated_requests_back_off() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    driver.fail()
+    driver.fail()
+    assert [request.delay_s for request in driver.requests[-3:]] == [0.0, 0.2, 0.4]
+
+
+def test_a_repair_without_progress_ends_by_the_clock() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    driver.tick(SETTINGS.hold_s_max - 0.1)
+    assert driver.applied[-1] == 2.0
+    driver.tick(0.2)
+    assert driver.applied[-1] == 5.0
+
+
+def test_after_a_loss_a_full_resync_is_tried_and_makes_the_feed_ready() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    driver.tick(SETTINGS.hold_s_max)
+    driver.tick(SETTINGS.resync_backoff_s)
+    assert driver.requests[-1].from_seq == 0
+    driver.live(frame(6))  # live goes on meanwhile
+    assert driver.applied == [0.0, 1.0, 2.0, 5.0, 6.0]
+    driver.replay(*frames(0, 6))
+    assert driver.applied == [float(seq) for seq in range(6)]
+    assert driver.requests[-1].from_seq == 5  # seq 6 had been heard, so it is still wanted
+    driver.replay(*frames(5, 7))
+    assert driver.applied == [float(seq) for seq in range(7)]
+    assert driver.state == (FeedState.READY, "")
+    assert (driver.stats.resyncs, driver.stats.restarts) == (1, 0)
+
+
+def test_no_resync_is_tried_when_the_history_is_known_to_be_gone() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.replay(*frames(5, 8))
+    driver.live(frame(9))
+    driver.tick(SETTINGS.hold_s_max)
+    assert driver.applied == [5.0, 6.0, 7.0, 9.0]
+    asked = len(driver.requests)
+    driver.tick(10_000)
+    assert len(driver.requests) == asked
+
+
+def test_attempts_are_counted_anew_after_progress() -> None:
+    driver = ready()
+    driver.live(frame(9))
+    driver.fail()
+    driver.fail()
+    driver.replay(*frames(2, 5), end=False)
+    driver.fail()
+    driver.fail()
+    driver.fail()
+    assert driver.applied[-1] == 4.0
+    driver.replay(*frames(4, 10))
+    assert driver.applied[-1] == 9.0
+
+
+def test_a_resync_that_cannot_reach_the_start_changes_nothing_and_is_not_repeated() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    driver.tick(SETTINGS.hold_s_max)
+    driver.tick(SETTINGS.resync_backoff_s)
+    driver.replay(*frames(1, 6))
+    assert driver.applied == [0.0, 1.0, 2.0, 5.0]
+    asked = len(driver.requests)
+    driver.tick(10_000)
+    assert len(driver.requests) == asked
+
+
+def test_an_empty_or_failed_resync_is_tried_again_later() -> None:
+    driver = ready()
+    driver.live(frame(5))
+    driver.tick(SETTINGS.hold_s_max)
+    driver.tick(SETTINGS.resync_backoff_s)
+    driver.replay()
+    driver.tick(1000)
+    driver.fail()
+    driver.tick(1000)
+    driver.replay(*frames(0, 6))
+    assert driver.state == (FeedState.READY, "")
+    assert driver.forgets == 1
+
+
+def test_more_live_batches_than_fit_are_fetched_again() -> None:
+    driver = ready()
+    driver.live(*frames(4, 20))
+    assert driver.stats.buffer_overflows == 8
+    assert driver.stats.held_batches == 8
+    driver.replay(*frames(2, 4))
+    assert driver.applied[-1] == 11.0
+    driver.replay(*frames(11, 20))
+    assert driver.applied == [float(seq) for seq in range(20)]
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_a_repeated_live_batch_is_left_out() -> None:
+    driver = ready()
+    driver.live(frame(2), frame(0), frame(3), frame(3))
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0]
+    assert (driver.stats.duplicate_batches, driver.stats.restarts) == (3, 0)
+
+
+def test_a_batch_given_up_for_lost_that_comes_after_all_is_left_out() -> None:
+    driver = ready()
+    driver.live(frame(4))
+    driver.tick(SETTINGS.hold_s_max)
+    driver.live(frame(3))
+    assert driver.applied == [0.0, 1.0, 2.0, 4.0]
+    assert (driver.stats.late_batches, driver.stats.restarts) == (1, 0)
+
+
+def test_a_slow_reader_that_a_replay_went_past_takes_nothing_for_a_restart() -> None:
+    """Live batches 11..99 wait in the socket's queue while the replay that mends a gap brings them all."""
+    driver = ready()
+    driver.live(frame(10))
+    driver.replay(*frames(2, 100))
+    assert driver.state == (FeedState.READY, "")
+    driver.live(*frames(11, 101))
+    assert driver.applied == [float(seq) for seq in range(101)]
+    assert (driver.stats.restarts, driver.state) == (0, (FeedState.READY, ""))
+    driver.live(frame(0, process=1))
+    assert driver.stats.restarts == 1
+
+
+def test_a_new_process_far_behind_is_a_restart_though_its_seqs_rise() -> None:
+    driver = ready(upto=100)
+    driver.live(frame(5, process=1))
+    assert (driver.stats.restarts, driver.forgets) == (1, 1)
+
+
+def test_a_seq_that_goes_back_is_a_restart() -> None:
+    driver = ready()
+    driver.live(frame(2, process=1))
+    assert driver.forgets == 1
+    assert driver.requests[-1].from_seq == 0
+    assert driver.state == (FeedState.REPLAYING, "history")
+    driver.replay(*frames(0, 3, process=1))
+    assert driver.applied == [1000.0, 1001.0, 1002.0]
+    assert driver.state == (FeedState.READY, "")
+    assert driver.stats.restarts == 1
+
+
+def test_a_restart_heard_from_its_first_batch_needs_no_replay() -> None:
+    driver = ready()
+    asked = len(driver.requests)
+    driver.live(frame(0, process=1))
+    assert driver.applied == [1000.0]
+    assert driver.state == (FeedState.READY, "")
+    assert len(driver.requests) == asked
+
+
+def test_a_restart_behind_a_gap_shows_in_the_replay() -> None:
+    driver = ready()
+    driver.live(frame(7, process=1))
+    driver.replay(*frames(2, 8, process=1))
+    assert driver.forgets == 1
+    driver.replay(*frames(0, 8, process=1))
+    assert driver.applied == [1000.0 + seq for seq in range(8)]
+
+
+def test_after_a_reconnect_nothing_is_applied_before_the_process_is_known() -> None:
+    driver = ready()
+    driver.disconnected()
+    assert driver.state == (FeedState.DEGRADED, "disconnected")
+    driver.connected()
+    driver.live(frame(3, process=1))  # fits, by its seq
+    assert driver.applied == [0.0, 1.0, 2.0]
+    assert driver.state == (FeedState.DEGRADED, "check")
+    driver.replay(*frames(2, 4, process=1))
+    assert driver.forgets == 1
+    driver.replay(*frames(0, 4, process=1))
+    assert driver.applied == [1000.0, 1001.0, 1002.0, 1003.0]
+
+
+def test_a_reconnect_to_the_same_process_fetches_what_was_missed() -> None:
+    driver = ready()
+    driver.disconnected()
+    driver.connected()
+    driver.replay(*frames(2, 5))
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert driver.state == (FeedState.READY, "")
+    assert (driver.stats.restarts, driver.stats.disconnects) == (0, 1)
+
+
+@pytest.mark.parametrize("answer", [[], frames(50, 60)], ids=["behind", "far ahead"])
+def test_a_reconnect_to_a_process_that_does_not_have_our_last_batch_is_a_restart(answer: list[Frame]) -> None:
+    driver = ready()
+    driver.disconnected()
+    driver.connected()
+    driver.replay(*answer)
+    assert (driver.forgets, driver.stats.restarts) == (1, 1)
+    assert driver.requests[-1].from_seq == 0
+
+
+def test_a_reconnect_that_cannot_be_checked_credits_nothing_old() -> None:
+    driver = ready()
+    driver.disconnected()
+    driver.connected()
+    for _ in range(SETTINGS.replay_attempts_max):
+        driver.fail()
+    assert driver.state == (FeedState.DEGRADED, "unverified")
+    assert driver.applied == [0.0, 1.0, 2.0]
+    driver.live(frame(3))
+    driver.tick(SETTINGS.hold_s_max)
+    assert driver.applied == [3.0]
+    assert driver.state == (FeedState.DEGRADED, "replay_failed")
+
+
+def test_publisher_ids_decide_about_restarts() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.live(frame(0, publisher_id=b"a"), frame(1, publisher_id=b"a"), frame(0, 9, publisher_id=b"a"))
+    assert (driver.applied, driver.stats.duplicate_batches) == ([0.0, 1.0], 1)
+    driver.live(frame(2, 1, publisher_id=b"b"))
+    assert driver.forgets == 1
+    driver.replay(*[frame(seq, 1, publisher_id=b"b") for seq in range(3)])
+    assert driver.applied == [1000.0, 1001.0, 1002.0]
+
+
+def test_without_replay_the_first_seq_says_whether_history_is_known() -> None:
+    fresh, late = Driver(has_replay=False), Driver(has_replay=False)
+    for driver in (fresh, late):
+        driver.connected()
+        assert driver.state == (FeedState.COLD, "")
+    fresh.live(frame(0))
+    assert fresh.state == (FeedState.READY, "")
+    late.live(frame(4))
+    assert late.state == (FeedState.DEGRADED, "history_unknown")
+    assert (late.applied, late.stats.missing_batches, late.stats.lost_batches) == ([4.0], 4, 0)
+
+
+def test_without_replay_a_gap_is_lost_at_once_and_a_restart_starts_over() -> None:
+    driver = Driver(has_replay=False)
+    driver.live(frame(0), frame(2))
+    assert driver.applied == [0.0, 2.0]
+    assert (driver.state, driver.stats.lost_batches) == ((FeedState.DEGRADED, "gap"), 1)
+    driver.live(frame(0, process=1))
+    assert (driver.applied, driver.state) == ([1000.0], (FeedState.READY, ""))
+    assert driver.requests == []
+
+
+def test_without_replay_a_reconnect_leaves_doubt_and_with_a_gap_starts_over() -> None:
+    driver = Driver(has_replay=False)
+    driver.connected()
+    driver.live(frame(0))
+    driver.disconnected()
+    driver.connected()
+    driver.live(frame(1))
+    assert driver.applied == [0.0, 1.0]
+    assert driver.state == (FeedState.DEGRADED, "unverified")
+    driver.disconnected()
+    driver.connected()
+    driver.live(frame(5))
+    assert driver.applied == [5.0]
+    assert driver.stats.restarts == 1
+
+
+def unusable(seq: int) -> Frame:
+    return Frame(seq, None, 1, 10, None, "payload_undecodable")
+
+
+def test_an_undecodable_batch_spends_its_seq_and_shows() -> None:
+    driver = ready()
+    driver.live(unusable(3), frame(4))
+    assert driver.applied == [0.0, 1.0, 2.0, 4.0]
+    assert driver.state == (FeedState.DEGRADED, "payload_undecodable")
+    assert (driver.stats.lost_batches, driver.stats.gaps) == (1, 0)
+
+
+def test_undecodable_noise_with_any_other_seq_changes_nothing() -> None:
+    driver = ready()
+    driver.live(unusable(0), unusable(2), unusable(99), unusable(2**62))
+    assert driver.state == (FeedState.READY, "")
+    assert (driver.forgets, driver.stats.lost_batches, driver.stats.held_batches) == (0, 0, 0)
+
+
+def test_an_undecodable_batch_in_an_answer_does_not_stop_the_repair() -> None:
+    driver = ready()
+    driver.live(frame(6))
+    driver.replay(frame(2), frame(3), unusable(4), frame(5))
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0, 5.0, 6.0]
+
+
+def test_silence_is_stale_only_where_it_means_something() -> None:
+    driver = ready()
+    driver.tick(1000)
+    assert driver.state == (FeedState.READY, "")
+    driver.do(driver.machine.computed(driver.now, since=driver.now - 1))
+    driver.tick(SETTINGS.stale_after_s / 2)
+    assert driver.state == (FeedState.READY, "")  # the events may be on their way
+    driver.do(driver.machine.computed(driver.now, since=driver.now - 1))  # more answers put nothing off
+    driver.tick(SETTINGS.stale_after_s / 2)
+    assert driver.state == (FeedState.STALE, "silent")
+    assert driver.requests[-1].from_seq == 2  # is the engine there, and did we miss anything?
+    driver.replay(*frames(2, 5))
+    assert driver.state == (FeedState.READY, "")
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_engine_whose_events_came_owes_nothing() -> None:
+    driver = ready()
+    before = driver.now
+    driver.tick(1)
+    driver.live(frame(3))  # the request's events, heard before its answer was whole
+    driver.tick(1)
+    driver.do(driver.machine.computed(driver.now, since=before))
+    driver.tick(1000)
+    assert driver.state == (FeedState.READY, "")
+    driver.do(driver.machine.computed(driver.now, since=driver.now - 1))
+    driver.live(frame(4))  # a little late
+    driver.tick(1000)
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_a_live_batch_ends_stale() -> None:
+    driver = ready(settings=msgspec.structs.replace(SETTINGS, heartbeats=True))
+    driver.tick(SETTINGS.stale_after_s)
+    for _ in range(SETTINGS.replay_attempts_max):
+        driver.fail()
+    assert driver.state == (FeedState.STALE, "silent")
+    driver.live(frame(3))
+    assert driver.state[0] is FeedState.DEGRADED  # checking that it is still the same process
+    driver.replay(*frames(2, 4))
+    assert driver.state == (FeedState.READY, "")
+    assert driver.applied == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_answers_to_requests_that_are_void_are_ignored() -> None:
+    driver = ready()
+    void = driver.requests[-1].request_id
+    driver.live(frame(5))
+    assert driver.machine.replayed(driver.now, void, frame(3)) == []
+    assert driver.machine.replay_ended(driver.now, void) == []
+    assert driver.machine.replay_failed(driver.now, void) == []
+    assert driver.applied == [0.0, 1.0, 2.0]
+
+
+def test_request_ids_are_never_used_twice() -> None:
+    driver = ready()
+    for seq in range(5, 50, 5):
+        driver.live(frame(seq))
+        driver.fail()
+        driver.replay(*frames(seq - 5 if seq > 5 else 2, seq + 1))
+    ids = [request.request_id for request in driver.requests]
+    assert ids == sorted(set(ids))

@@ -1,0 +1,116 @@
+"""Following engines: one feed each, stopped before its next batch, begun again after a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from publisher.events import AllBlocksCleared, DecodedBatch
+from publisher.zmq_publisher import ZmqPublisher
+from router.feeds import manager as module
+from router.feeds.base import FeedSettings
+from router.feeds.manager import Followers
+from router.fleet.identity import EngineAddress
+from tests.support.whole_router import run, until
+
+
+class Sink:
+    """Remembers what it got; may stop the follower at a batch."""
+
+    def __init__(self) -> None:
+        self.applied: list[str] = []
+        self.forgotten: list[str] = []
+        self.followers: Followers | None = None
+        self.stop_at = 0
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        self.applied.append(engine_id)
+        if self.followers is not None and len(self.applied) == self.stop_at:
+            self.followers.stop(engine_id)
+
+    def forget(self, engine_id: str) -> None:
+        self.forgotten.append(engine_id)
+
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        raise AssertionError("no snapshots here")
+
+    def adopt(self, engine_id: str) -> None:
+        raise AssertionError("no snapshots here")
+
+    def unstage(self, engine_id: str) -> None:
+        pass
+
+
+def publisher_of(count: int) -> ZmqPublisher:
+    """A publisher with ``count`` batches to be replayed."""
+    publisher = ZmqPublisher("tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
+    publisher.start()
+    for _ in range(count):
+        publisher.publish([AllBlocksCleared()])
+    return publisher
+
+
+def engine_of(publisher: ZmqPublisher) -> EngineAddress:
+    return EngineAddress("http://h:1", None, publisher.endpoint, publisher.replay_endpoint)
+
+
+def test_after_stop_not_one_batch_is_applied() -> None:
+    async def main() -> None:
+        sink = Sink()
+        sink.followers = followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
+        sink.stop_at = 50
+        publisher = publisher_of(400)
+        engine = engine_of(publisher)
+        async with asyncio.TaskGroup() as tasks:
+            followers.follow(engine, "m", tasks)
+            (task,) = [t for t in asyncio.all_tasks() if t.get_name().startswith("feed ")]
+            await until(task.done, "the feed has ended")
+        assert len(sink.applied) == 50
+        assert sink.forgotten[-1] == engine.engine_id
+        assert not followers.follows(engine, "m")
+        assert followers.stats == {}
+        followers.stop(engine.engine_id)  # a second time: nothing
+        publisher.close()
+
+    run(main())
+
+
+def test_an_engine_may_be_followed_again_at_once() -> None:
+    async def main() -> None:
+        sink = Sink()
+        followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
+        old, new = publisher_of(3), publisher_of(5)
+        async with asyncio.TaskGroup() as tasks:
+            followers.follow(engine_of(old), "m", tasks)
+            await until(lambda: len(sink.applied) == 3, "the old one's batches")
+            assert followers.follows(engine_of(old), "m")
+            assert not followers.follows(engine_of(old), "other")
+            assert not followers.follows(engine_of(new), "m")
+            followers.stop("http://h:1")
+            followers.follow(engine_of(new), "m", tasks)
+            old.publish([AllBlocksCleared()])
+            await until(lambda: len(sink.applied) == 8, "the new one's batches")
+            assert followers.stats["http://h:1"].batches == 5
+            followers.stop_all()
+        assert len(sink.applied) == 8
+        old.close()
+        new.close()
+
+    run(main())
+
+
+def test_a_feed_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RESTART_S", 0.01)
+
+    async def main() -> None:
+        sink = Sink()
+        followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
+        async with asyncio.TaskGroup() as tasks:
+            followers.follow(EngineAddress("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
+            await until(lambda: len(sink.forgotten) > 2, "begun again and again")
+            followers.stop_all()
+        assert sink.applied == []
+
+    run(main())

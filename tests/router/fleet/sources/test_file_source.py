@@ -1,0 +1,197 @@
+"""Engines from a file that is written while it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FileSettings
+from router.fleet.sources.base import Sighting
+from router.fleet.sources.engine_list import BadListError, read_list
+from router.fleet.sources.file import FileSource
+
+ONE = '[[engines]]\nbase_url = "http://a:1"\n'
+TWO = ONE + '[[engines]]\nbase_url = "http://b:2/"\nevents = "tcp://b:5557"\ndrain = true\n'
+
+
+class Seeing:
+    def __init__(self, source: FileSource) -> None:
+        self.source = source
+        self.told: list[dict[str, str]] = []
+
+    def tell(self, sightings: Sequence[Sighting]) -> None:
+        self.told.append({one.engine.base_url: one.held for one in sightings})
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end, f"never happened: {what}; {self.told} {self.source.stats}"
+            await asyncio.sleep(0.003)
+
+    async def sees(self, wanted: dict[str, str]) -> None:
+        await self.until(lambda: bool(self.told) and self.told[-1] == wanted, f"{wanted}")
+
+
+@asynccontextmanager
+async def seeing(path: Path, bytes_max: int = 10_000) -> AsyncIterator[Seeing]:
+    source = FileSource(FileSettings(path=str(path), interval_s=0.01, bytes_max=bytes_max))
+    seen = Seeing(source)
+    task = asyncio.create_task(source.run(seen.tell))
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def replace(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def test_what_the_file_says_is_followed(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "engines.toml"
+        path.write_text(ONE)
+        async with seeing(path) as seen:
+            await seen.sees({"http://a:1": ""})
+            assert seen.source.stats.synced
+            replace(path, TWO)
+            await seen.sees({"http://a:1": "", "http://b:2": "drained in the file"})
+            path.write_text(ONE)  # in place works too
+            await seen.sees({"http://a:1": ""})
+            replace(path, "engines = []")
+            await seen.sees({})
+            assert not seen.source.stats.failing
+
+    asyncio.run(main())
+
+
+def test_a_change_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "engines.toml"
+        path.write_text(ONE)
+        stamp = path.stat()
+        async with seeing(path) as seen:
+            await seen.sees({"http://a:1": ""})
+            path.write_text(ONE.replace("a:1", "c:1"))
+            os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+            await seen.sees({"http://c:1": ""})
+
+    asyncio.run(main())
+
+
+def test_a_mounted_config_map_is_swapped_by_its_directory(tmp_path: Path) -> None:
+    async def main() -> None:
+        for version, text in (("v1", ONE), ("v2", TWO)):
+            (tmp_path / version).mkdir()
+            (tmp_path / version / "engines.toml").write_text(text)
+        (tmp_path / "..data").symlink_to("v1")
+        path = tmp_path / "engines.toml"
+        path.symlink_to("..data/engines.toml")
+        async with seeing(path) as seen:
+            await seen.sees({"http://a:1": ""})
+            (tmp_path / "..tmp").symlink_to("v2")
+            (tmp_path / "..tmp").replace(tmp_path / "..data")
+            await seen.sees({"http://a:1": "", "http://b:2": "drained in the file"})
+
+    asyncio.run(main())
+
+
+def test_a_list_that_is_just_being_written_is_not_believed() -> None:
+    """Half a file may make sense, with half of the engines."""
+    seen = Seeing(FileSource(FileSettings(path="engines.toml")))
+    for reading in (TWO, TWO, ONE, TWO, ONE, ONE + "\n", TWO):
+        seen.source._heard(reading.encode(), seen.tell)
+    assert [len(told) for told in seen.told] == [2]
+    seen.source._heard(ONE.encode(), seen.tell)
+    seen.source._heard(ONE.encode(), seen.tell)
+    assert [len(told) for told in seen.told] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "told"),
+    [
+        ("[[engines]", "malformed", "TOMLDecodeError"),
+        ("", "malformed", "missing required field `engines`"),
+        ("engine = []", "malformed", "unknown field `engine`"),
+        ('[[engines]]\nbase_url = "ftp://x"', "malformed", "expected http://HOST:PORT"),
+        (ONE + ONE, "malformed", "http://a:1 is listed twice"),
+        ('[[engines]]\nbase_url = "http://a:1"\nreplya = "x"', "malformed", "unknown field `replya`"),
+        ("# " + "x" * 20_000, "unreadable", "over fleet.file.bytes_max = 10000"),
+        (None, "unreadable", "No such file"),
+    ],
+)
+def test_what_is_no_list_changes_nothing_and_is_said(
+    tmp_path: Path, content: str | None, reason: str, told: str
+) -> None:
+    async def main() -> None:
+        path = tmp_path / "engines.toml"
+        path.write_text(ONE)
+        async with seeing(path) as seen:
+            await seen.sees({"http://a:1": ""})
+            if content is None:
+                path.unlink()
+            else:
+                replace(path, content)
+            await seen.until(lambda: seen.source.stats.failing, "the failure")
+            assert told in seen.source.stats.last_error
+            assert str(path) in seen.source.stats.last_error
+            assert seen.source.stats.errors[reason] >= 1
+            assert len(seen.told) == 1
+            replace(path, TWO)
+            await seen.until(lambda: not seen.source.stats.failing, "recovered")
+            assert len(seen.told) == 2
+
+    asyncio.run(main())
+
+
+def test_the_old_content_again_ends_the_failure(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "engines.toml"
+        path.write_text(ONE)
+        async with seeing(path) as seen:
+            await seen.sees({"http://a:1": ""})
+            path.unlink()
+            await seen.until(lambda: seen.source.stats.failing, "the failure")
+            path.write_text(ONE)
+            await seen.until(lambda: not seen.source.stats.failing, "recovered")
+            assert len(seen.told) == 1
+
+    asyncio.run(main())
+
+
+def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "engines.json"
+        async with seeing(path) as seen:
+            await seen.until(lambda: seen.source.stats.failing, "the failure")
+            assert not seen.source.stats.synced
+            path.write_text('{"engines": [{"base_url": "http://j:1", "dp_rank": 1, "topic": "t"}]}')
+            await seen.sees({"http://j:1": ""})
+
+    asyncio.run(main())
+
+
+def test_json_and_toml_say_the_same() -> None:
+    as_json = b'{"engines": [{"base_url": "http://a:1", "events": "tcp://a:2", "drain": false}]}'
+    as_toml = b'[[engines]]\nbase_url = "http://a:1"\nevents = "tcp://a:2"\n'
+    wanted = [Sighting(EngineAddress("http://a:1", None, "tcp://a:2"))]
+    assert read_list(as_json, is_json=True) == read_list(as_toml, is_json=False) == wanted
+
+
+@given(st.binary(max_size=60), st.booleans())
+def test_any_bytes_are_a_list_or_refused(content: bytes, is_json: bool) -> None:
+    with contextlib.suppress(BadListError):
+        read_list(content, is_json=is_json)

@@ -1,0 +1,215 @@
+"""Sources and administrators disagree: who wins, what holds, and when it ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.desired import ORDER, FleetFullError, Roster
+from router.fleet.identity import EngineAddress
+from router.fleet.sources.base import Sighting
+from router.fleet.status import Fleet
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+def roster(engines_max: int = 100) -> Roster:
+    return Roster(engines_max=engines_max)
+
+
+def urls(of: Roster) -> list[str]:
+    return [engine.base_url for engine in of.wanted().engines]
+
+
+def see(url: str, held: str = "", identity: str = "", **fields: str) -> Sighting:
+    return Sighting(EngineAddress(url, **fields), held, identity)  # type: ignore[arg-type]
+
+
+def test_a_server_is_wanted_while_any_source_names_it() -> None:
+    r = roster()
+    r.tell("static", [see(A)])
+    r.tell("dns", [see(A), see(B)])
+    assert urls(r) == [A, B]
+    assert r.sources(A) == ["static", "dns"]
+    r.tell("dns", [])
+    assert urls(r) == [A]
+
+
+def test_addresses_are_those_of_the_first_source_that_names_it() -> None:
+    r = roster()
+    r.tell("kubernetes", [see(A, events="tcp://k:1")])
+    r.tell("dns", [see(A, events="tcp://d:1")])
+    assert r.wanted().engines == (EngineAddress(A, None, "tcp://k:1"),)
+    r.tell("file", [see(A, events="tcp://f:1")])
+    assert r.wanted().engines == (EngineAddress(A, None, "tcp://f:1"),)
+    r.add(EngineAddress(A, None, "tcp://admin:1"))
+    assert r.wanted().engines == (EngineAddress(A, None, "tcp://admin:1"),)
+
+
+def test_any_source_may_hold_it() -> None:
+    r = roster()
+    r.tell("static", [see(A)])
+    r.tell("kubernetes", [see(A, "terminating")])
+    assert r.wanted().holds == {A: "terminating"}
+    r.drain(A, "ann")
+    assert r.wanted().holds == {A: "drained by ann"}
+    assert r.undrain(A)
+    assert not r.undrain(A)
+    assert r.wanted().holds == {A: "terminating"}
+
+
+def test_removed_is_out_until_it_is_added_again() -> None:
+    r = roster()
+    r.tell("static", [see(A), see(B)])
+    assert r.remove(A, "ann")
+    assert not r.remove(A, "ann")
+    assert urls(r) == [B]
+    r.tell("file", [see(A)])
+    assert urls(r) == [B]
+    assert r.removed[A].by == "ann"
+    assert r.add(EngineAddress(A))
+    assert urls(r) == [B, A]
+    assert r.removed == {}
+    assert not r.add(EngineAddress(A))
+
+
+def test_removed_is_over_when_no_source_names_it_any_more() -> None:
+    r = roster()
+    r.tell("kubernetes", [see(A)])
+    r.remove(A, "ann")
+    r.tell("kubernetes", [])
+    assert r.removed == {}
+    r.tell("kubernetes", [see(A)])
+    assert urls(r) == [A]
+
+
+def test_what_was_decided_of_a_pod_is_not_decided_of_the_next_at_its_address() -> None:
+    r = roster()
+    r.tell("kubernetes", [see(A, identity="one"), see(B, identity="two")])
+    r.remove(A, "ann")
+    r.drain(B, "ann")
+    r.tell("kubernetes", [see(A, identity="one"), see(B, identity="two")])
+    assert (urls(r), r.wanted().holds) == ([B], {B: "drained by ann"})
+    r.tell("kubernetes", [see(A, identity="three"), see(B, identity="four")])
+    assert (sorted(urls(r)), r.wanted().holds) == ([A, B], {})
+
+
+def test_a_decision_made_before_the_pod_was_known_is_about_the_pod() -> None:
+    r = roster()
+    r.tell("static", [see(A)])
+    r.remove(A, "ann")
+    r.tell("kubernetes", [see(A, identity="one")])
+    assert urls(r) == []
+    r.tell("kubernetes", [see(A, identity="two")])
+    assert urls(r) == [A]
+
+
+def test_an_added_engine_that_nobody_else_names_is_gone_when_removed() -> None:
+    r = roster()
+    r.add(EngineAddress(A))
+    assert r.sources(A) == ["admin"]
+    assert r.remove(A, "ann")
+    assert r.removed == {}
+    assert urls(r) == []
+
+
+def test_a_drain_ends_with_its_server() -> None:
+    r = roster()
+    r.tell("dns", [see(A)])
+    r.drain(f"{A}#dp1", "ann")
+    r.tell("dns", [])
+    assert r.drained == {}
+
+
+def test_ranks_are_added_one_by_one_and_replace_the_whole_server() -> None:
+    r = roster()
+    r.add(EngineAddress(A))
+    r.add(EngineAddress(A, 0))
+    r.add(EngineAddress(A, 1))
+    assert r.wanted().engines == (EngineAddress(A, 0), EngineAddress(A, 1))
+    r.add(EngineAddress(A))
+    assert r.wanted().engines == (EngineAddress(A),)
+
+
+def test_there_is_room_for_so_many() -> None:
+    r = roster(2)
+    r.tell("dns", [see(B), see(C)])
+    r.tell("static", [see(A)])
+    assert (urls(r), r.left_out) == ([B, C], 1)  # who is in stays in
+    with pytest.raises(FleetFullError):
+        r.add(EngineAddress("http://d:1"))
+    r.add(EngineAddress(B, None, "tcp://b:1"))  # one that is in may change
+    r.tell("dns", [see(C)])
+    assert sorted(urls(r)) == [B, C]
+    r.remove(B, "ann")
+    assert (urls(r), r.left_out) == ([C, A], 0)
+
+
+sightings = st.lists(
+    st.builds(
+        see,
+        st.sampled_from([A, B, C]),
+        st.sampled_from(["", "not ready", "terminating"]),
+        st.sampled_from(["", "one", "two"]),
+    ),
+    max_size=4,
+    unique_by=lambda one: one.engine.base_url,
+)
+tellings = st.lists(st.tuples(st.sampled_from(ORDER[1:]), sightings), max_size=8)
+
+
+@given(tellings, st.randoms(use_true_random=False))
+def test_what_was_told_last_makes_the_roster_in_any_order(
+    told: list[tuple[str, list[Sighting]]], rng: object
+) -> None:
+    last = dict(told)
+    one, other = roster(), roster()
+    for source, seen in told:
+        one.tell(source, seen)
+    mixed = list(last.items())
+    rng.shuffle(mixed)  # type: ignore[attr-defined]
+    for source, seen in mixed:
+        other.tell(source, seen)
+    ours, theirs = one.wanted(), other.wanted()
+    assert set(ours.engines) == set(theirs.engines)
+    assert (ours.holds, ours.identities) == (theirs.holds, theirs.identities)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(ORDER[1:]), sightings),
+        st.tuples(st.sampled_from(["add", "remove", "drain", "undrain"]), st.sampled_from([A, B, C])),
+    ),
+    max_size=20,
+)
+
+
+@given(actions)
+def test_the_fleet_is_always_what_the_roster_says(steps: list[tuple[str, object]]) -> None:
+    r, fleet = roster(2), Fleet()
+    named: dict[str, list[Sighting]] = {}
+    for kind, what in steps:
+        if kind in ORDER:
+            named[kind] = what  # type: ignore[assignment]
+            r.tell(kind, what)  # type: ignore[arg-type]
+        elif kind == "add":
+            try:
+                r.add(EngineAddress(what))  # type: ignore[arg-type]
+            except FleetFullError:
+                continue
+        else:
+            getattr(r, kind)(what, *(("ann",) if kind != "undrain" else ()))
+        wanted = r.wanted()
+        before = {s.engine_id: s for s in fleet}
+        changes = fleet.assign(wanted)
+        assert [s.engine for s in fleet] != [] or wanted.engines == ()
+        assert {s.engine for s in fleet} == set(wanted.engines)
+        for status in fleet:
+            assert status.held == wanted.holds.get(status.engine_id, "")
+            kept = status.engine.base_url not in (*changes.new, *changes.dropped)
+            assert (before.get(status.engine_id) is status) == kept
+        assert len(fleet) <= 2
+        assert set(r.removed).isdisjoint(status.engine.base_url for status in fleet)
+        in_sources = {s.engine.base_url for seen in named.values() for s in seen}
+        assert set(r.removed) <= in_sources

@@ -1,0 +1,368 @@
+"""The poller against a server that says anything at all: it goes on, and believes only what makes sense."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import msgspec
+import pytest
+
+from router.fleet.desired import DesiredFleet
+from router.fleet.gauges import read_gauges
+from router.fleet.identity import EngineAddress
+from router.fleet.poller import reachable
+from router.fleet.settings import FleetSettings
+from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
+
+SOURCE = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:5557",
+    "replay_endpoint": "tcp://*:5558",
+    "topic": "",
+}
+NONSENSE = {
+    "garbage": b"\x00\xff garbage\r\n\r\n",
+    "closes": b"",
+    "not-json": page(b"<html>"),
+    "invalid-utf8": page(b'{"data":[{"id":"\xff"}]}'),
+    "deep": page(b'{"data":[{"id":"a","x":' + b"[" * 20_000 + b"]" * 20_000 + b"}]}"),
+    "wrong-types": page(b'{"data": [{"id": 5}]}'),
+    "null": page(b'{"data": null}'),
+    "no-model": page(b'{"data": []}'),
+    "error": page(b"{}", 500),
+    "not-found": page(b"{}", 404),
+    "redirect": b"HTTP/1.1 302 X\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n",
+    "huge": page(b'{"data": [' + b" " * 200_000 + b"]}"),
+    "cut": b'HTTP/1.1 200 X\r\ncontent-length: 1000\r\n\r\n{"data":',
+    "hangs": HANG,
+}
+
+
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
+def test_an_engine_that_talks_nonsense_is_down_until_it_talks_sense(answer: object) -> None:
+    async def main() -> None:
+        async with watching(answers={"/v1/models": answer}) as watch:
+            await watch.polls()
+            (status,) = watch.fleet
+            assert not status.up
+            assert status.problem.startswith("GET /v1/models: ")
+            assert len(status.problem) <= 300
+            assert watch.told == []
+            watch.server.answers["/v1/models"] = MODELS
+            await watch.until(lambda: status.up, "up")
+            assert status.problem == ""
+            assert watch.told == [("up", status.engine_id)]
+            watch.server.answers["/v1/models"] = answer
+            await watch.until(lambda: not status.up, "down")
+            assert watch.told[-1] == ("down", status.engine_id)
+            assert status.serves("m")  # what it served is remembered, for who asks for that model
+
+    asyncio.run(main())
+
+
+def test_one_missed_poll_does_not_take_an_engine_out() -> None:
+    async def main() -> None:
+        settings = msgspec.structs.replace(QUICK, polls_missed_max=1000)
+        async with watching(settings=settings) as watch:
+            (status,) = watch.fleet
+            await watch.until(lambda: status.up)
+            watch.server.answers["/v1/models"] = page(b"", 503)
+            await watch.polls(count=5)
+            assert status.up
+            assert watch.told == [("up", status.engine_id)]
+
+    asyncio.run(main())
+
+
+def test_a_refused_port_takes_an_engine_out_at_once() -> None:
+    async def main() -> None:
+        settings = msgspec.structs.replace(QUICK, polls_missed_max=10**6)
+        async with watching(settings=settings) as watch:
+            (status,) = watch.fleet
+            await watch.until(lambda: status.up)
+            watch.listening.close()
+            await watch.until(lambda: not status.up)
+            assert "ClientConnectorError" in status.problem
+            assert watch.told[-1] == ("down", status.engine_id)
+
+    asyncio.run(main())
+
+
+def test_models_that_change_are_told() -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            (status,) = watch.fleet
+            await watch.until(lambda: status.up)
+            card = {"id": "sql", "root": "/adapters/sql", "parent": "m"}
+            watch.server.answers["/v1/models"] = {"data": [*MODELS["data"], card]}  # type: ignore[misc]
+            await watch.until(lambda: status.serves("sql"))
+            assert watch.told == [("up", status.engine_id)] * 2
+            assert status.base_model == "m"
+            await watch.polls()
+            assert len(watch.told) == 2  # what stays the same is not told again
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("odd"), KeyError("odd")])
+def test_a_listener_that_fails_is_told_again(error: Exception) -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            watch.listener.fault = error
+            (status,) = watch.fleet
+            await watch.until(lambda: "odd" in status.problem)
+            assert not status.up  # nobody knows it, so nothing may be sent there
+            watch.listener.fault = None
+            await watch.until(lambda: status.up)
+            assert watch.told == [("up", status.engine_id)]
+
+    asyncio.run(main())
+
+
+async def sources_found(sources: object) -> list[EngineAddress]:
+    """The engines of a server that says this of its event sources."""
+    async with watching(answers={"/kv_event_sources": sources}) as watch:
+        await watch.until(lambda: any(status.up for status in watch.fleet))
+        base_url = watch.server.base_url
+        return [
+            msgspec.structs.replace(s.engine, base_url=s.engine.base_url.replace(base_url, ""))
+            for s in watch.fleet
+        ]
+
+
+MUTE = [EngineAddress("")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "engines"),
+    [
+        ({"0": SOURCE}, [EngineAddress("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
+        ({"3": SOURCE}, [EngineAddress("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
+        ({"0": {**SOURCE, "replay_endpoint": None}}, [EngineAddress("", None, "tcp://127.0.0.1:5557")]),
+        (
+            {
+                "0": {
+                    **SOURCE,
+                    "topic": "kv",
+                    "endpoint": "tcp://10.0.0.7:1",
+                    "replay_endpoint": "tcp://0.0.0.0:2",
+                }
+            },
+            [EngineAddress("", None, "tcp://10.0.0.7:1", "tcp://127.0.0.1:2", "kv")],
+        ),
+        (
+            {"10": {**SOURCE, "endpoint": "tcp://*:5567"}, "2": {**SOURCE, "endpoint": "tcp://[::]:5559"}},
+            [
+                EngineAddress("", 2, "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5558"),
+                EngineAddress("", 10, "tcp://127.0.0.1:5567", "tcp://127.0.0.1:5558"),
+            ],
+        ),
+        ({"0": SOURCE, "1": None}, [EngineAddress("", 0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
+        (
+            {"0": {**SOURCE, "new_field": [1]}},
+            [EngineAddress("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")],
+        ),
+        ({}, MUTE),
+        ({"0": None}, MUTE),
+        ({"0": {**SOURCE, "enable_kv_cache_events": False}}, MUTE),
+        ({"0": {**SOURCE, "endpoint": None}}, MUTE),
+        ({"0": {**SOURCE, "endpoint": "nonsense"}}, MUTE),
+        ({"0": {**SOURCE, "endpoint": 5557}}, MUTE),
+        ({"²": SOURCE}, MUTE),
+        ({"-1": SOURCE}, MUTE),
+        ({"9" * 5000: SOURCE}, MUTE),
+        ([], MUTE),
+        (page(b'{"0": "\xff"}'), MUTE),
+        (page(b"", 404), MUTE),
+        (page(b"", 500), MUTE),
+        (b"garbage", MUTE),
+    ],
+)
+def test_event_sources_of_every_shape(sources: object, engines: list[EngineAddress]) -> None:
+    assert asyncio.run(sources_found(sources)) == engines
+
+
+def test_the_host_of_an_ipv6_server_stands_in_brackets() -> None:
+    assert reachable("tcp://*:5557", "::1") == "tcp://[::1]:5557"
+    assert reachable("tcp://[::]:5557", "h") == "tcp://h:5557"
+    assert reachable("tcp://[fd00::1]:5557", "h") == "tcp://[fd00::1]:5557"
+    assert reachable("ipc:///tmp/x", "h") == "ipc:///tmp/x"
+
+
+def test_configured_endpoints_are_not_asked_for() -> None:
+    async def main() -> None:
+        given = [lambda url: EngineAddress(url, 0, "tcp://h:1"), lambda url: EngineAddress(url, 1)]
+        async with watching(*given, answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
+            await watch.until(lambda: all(status.up for status in watch.fleet))
+            await watch.polls()
+            assert watch.server.count("/kv_event_sources") == 0
+            assert watch.ids == ["#dp0", "#dp1"]
+
+    asyncio.run(main())
+
+
+def test_ranks_that_were_configured_stay_where_the_server_tells_no_sources() -> None:
+    async def main() -> None:
+        given = [lambda url: EngineAddress(url, 0), lambda url: EngineAddress(url, 1)]
+        async with watching(*given, answers={"/kv_event_sources": {}}) as watch:
+            await watch.until(lambda: all(status.up for status in watch.fleet))
+            assert watch.ids == ["#dp0", "#dp1"]
+            assert {kind for kind, _ in watch.told} == {"up"}
+
+    asyncio.run(main())
+
+
+def test_moved_and_vanished_endpoints_are_told_and_a_slip_changes_nothing() -> None:
+    async def main() -> None:
+        async with watching(answers={"/kv_event_sources": {"0": SOURCE}}) as watch:
+            (status,) = watch.fleet
+            await watch.until(lambda: status.up)
+            assert status.engine.events == "tcp://127.0.0.1:5557"
+            watch.server.answers["/kv_event_sources"] = {"0": {**SOURCE, "endpoint": "tcp://*:7777"}}
+            await watch.until(lambda: status.engine.events == "tcp://127.0.0.1:7777")
+            assert watch.told == [("up", status.engine_id)] * 2
+            for slip in (page(b"", 500), b"", page(b"[")):
+                watch.server.answers["/kv_event_sources"] = slip
+                await watch.polls()
+                assert status.engine.events == "tcp://127.0.0.1:7777"
+            assert len(watch.told) == 2
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_stops_publishing_loses_its_endpoints() -> None:
+    async def main() -> None:
+        async with watching(answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
+            await watch.until(lambda: watch.ids == ["#dp0", "#dp1"])
+            base_url = watch.server.base_url
+            assert ("gone", base_url) in watch.told
+            watch.server.answers["/kv_event_sources"] = {}
+            await watch.until(lambda: watch.ids == [""])
+            assert watch.told[-3:] == [
+                ("gone", f"{base_url}#dp0"),
+                ("gone", f"{base_url}#dp1"),
+                ("up", base_url),
+            ]
+            (status,) = watch.fleet
+            assert not status.publishes_events
+
+    asyncio.run(main())
+
+
+GAUGES = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 5
+vllm:num_requests_waiting{engine="0",model_name="m"} 1e1
+vllm:num_requests_waiting{engine="1",model_name="m"} 0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:num_requests_waiting_by_reason{engine="1"} 99
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "running", "waiting", "usage"), [(None, 8, 10, 0.5), (0, 3, 10, 0.25), (1, 5, 0, 0.5)]
+)
+def test_gauges_of_an_engine_and_of_its_ranks(
+    rank: int | None, running: int, waiting: int, usage: float
+) -> None:
+    assert read_gauges(GAUGES, rank) == {
+        "num_requests_running": running,
+        "num_requests_waiting": waiting,
+        "kv_cache_usage_perc": usage,
+    }
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308", "-1", "abc", "1_0x"])
+def test_gauges_that_are_no_number_are_left_out(value: str) -> None:
+    text = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n".encode()
+    gauges = read_gauges(text, None)
+    assert gauges == {"num_requests_waiting": 2.0}
+    assert all(math.isfinite(number) for number in gauges.values())
+
+
+def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            (status,) = watch.fleet
+            watch.server.answers["/metrics"] = page(GAUGES)
+            await watch.until(lambda: bool(watch.listener.loads))
+            assert watch.listener.loads == {status.engine_id: (8, 10)}
+            assert status.kv_usage == 0.5
+            watch.listener.loads.clear()
+            for bad in (
+                GAUGES.replace(b"3.0", b"+Inf").replace(b" 5\n", b" NaN\n"),
+                b"\xff" * 1000,
+                b"x" * 200_000,
+            ):
+                watch.server.answers["/metrics"] = page(bad)
+                await watch.polls("/metrics")
+                watch.listener.loads.clear()
+                await watch.polls("/metrics")
+                assert watch.listener.loads == {}
+            assert status.up
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "name", ["poll_interval_s", "poll_down_interval_s", "poll_timeout_s", "gauge_interval_s"]
+)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_times_that_are_none_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        FleetSettings(**{name: value})
+
+
+def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_left_alone() -> None:
+    async def main() -> None:
+        async with watching() as watch, watching() as other:
+            here, there = watch.server.base_url, other.server.base_url
+            await watch.until(lambda: all(s.up for s in watch.fleet), "up")
+            watch.poller.assign(DesiredFleet((EngineAddress(here), EngineAddress(there))))
+            await watch.until(lambda: ("up", there) in watch.told, "the new one is up")
+            watch.poller.assign(DesiredFleet((EngineAddress(there),)))
+            assert watch.told[-1] == ("gone", here)
+            assert [s.engine_id for s in watch.fleet] == [there]
+            asked = len(watch.server.asked)
+            mark = other.server.count("/v1/models")
+            await watch.until(lambda: other.server.count("/v1/models") >= mark + 5, "time goes by")
+            assert len(watch.server.asked) <= asked + 1  # one may have been on its way
+            assert watch.told.count(("up", there)) == 1
+
+    asyncio.run(main())
+
+
+def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:
+    async def main() -> None:
+        async with watching(answers={"/v1/models": HANG}) as watch:
+            base_url = watch.server.base_url
+            await watch.until(lambda: watch.server.count("/v1/models") >= 1, "asked")
+            watch.poller.assign(DesiredFleet())
+            watch.server.answers["/v1/models"] = MODELS
+            watch.poller.assign(DesiredFleet((EngineAddress(base_url),), {}, {base_url: "another"}))
+            await watch.until(lambda: ("up", base_url) in watch.told, "up")
+            assert watch.told == [("gone", base_url), ("up", base_url)]
+
+    asyncio.run(main())
+
+
+def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            base_url = watch.server.base_url
+            await watch.until(lambda: all(s.up for s in watch.fleet), "up")
+            watch.poller.assign(DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),)))
+            assert watch.told == [("up", base_url), ("up", base_url)]
+            (status,) = watch.fleet
+            assert status.engine.events == "tcp://h:1"
+            watch.poller.assign(
+                DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),), {base_url: "drained"})
+            )
+            assert (status.held, watch.told) == ("drained", [("up", base_url)] * 2)
+            await watch.polls()
+            assert status.up
+
+    asyncio.run(main())

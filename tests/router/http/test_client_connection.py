@@ -1,0 +1,160 @@
+"""The engine connection by itself, where sockets cannot bring packets apart on command."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.proxy.settings import ProxySettings
+from router.proxy.stats import ProxyStats
+from tests.support.proxy_rig import answer, run
+
+
+class FakeTransport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted = False
+        self.unsent = 0
+        self.reading = True
+
+    def write(self, data: Any) -> None: ...
+
+    def writelines(self, pieces: Any) -> None: ...
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+def _made(settings: ProxySettings | None = None) -> tuple[UpstreamConnection, FakeTransport]:
+    connection = UpstreamConnection(settings or ProxySettings(), ProxyStats(), time.monotonic, lambda _: None)
+    transport = FakeTransport()
+    connection.connection_made(transport)
+    connection.start("POST", b"head", b"", 1.0)
+    return connection, transport
+
+
+async def _read(connection: UpstreamConnection) -> bytes:
+    body = b""
+    while data := await connection.read():
+        body += data
+    return body
+
+
+@pytest.mark.parametrize("late", [b"x", b"HTTP/1.1 200 OK\r\n", answer(200, b"poison")])
+def test_bytes_behind_an_answer_make_it_unfit_for_reuse(late: bytes) -> None:
+    async def main() -> None:
+        connection, transport = _made()
+        connection.data_received(answer(200, b"right"))
+        connection.data_received(late)
+        assert await _read(connection) == b"right"
+        assert not connection.release()
+        assert transport.aborted
+
+    run(main())
+
+
+@pytest.mark.parametrize("late", [b"x", answer(200, b"poison")])
+def test_bytes_behind_an_answer_that_was_read_are_never_given(late: bytes) -> None:
+    async def main() -> None:
+        connection, _ = _made()
+        connection.data_received(answer(200, b"right"))
+        assert await connection.read() == b"right"
+        connection.data_received(late)
+        assert await connection.read() == b""
+        assert not connection.release()
+
+    run(main())
+
+
+def test_whole_answer_can_be_followed_by_another() -> None:
+    async def main() -> None:
+        connection, transport = _made()
+        for body in (b"one", b"", b"three"):
+            connection.data_received(answer(200, body))
+            assert await _read(connection) == body
+            assert connection.finished
+            assert connection.release()
+            connection.start("POST", b"head", b"", 1.0)
+        assert not transport.aborted
+
+    run(main())
+
+
+@pytest.mark.parametrize("raw", [answer(200, b"x", "connection: close"), b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_engine_that_will_close_is_not_reused(raw: bytes) -> None:
+    async def main() -> None:
+        connection, transport = _made()
+        connection.data_received(raw)
+        assert not connection.release()
+        assert transport.aborted
+
+    run(main())
+
+
+def test_answer_before_the_request_was_sent_whole_ends_the_connection() -> None:
+    async def main() -> None:
+        connection, transport = _made()
+        transport.unsent = 5
+        connection.data_received(answer(413, b"too large"))
+        assert await _read(connection) == b"too large"
+        assert not connection.release()
+
+    run(main())
+
+
+def test_unasked_bytes_close_an_idle_connection() -> None:
+    async def main() -> None:
+        connection, transport = _made()
+        connection.data_received(answer(200, b""))
+        assert connection.release()
+        connection.data_received(answer(200, b"surprise"))
+        assert transport.aborted
+        assert not connection.usable
+
+    run(main())
+
+
+def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanwhile() -> None:
+    async def main() -> None:
+        connection, transport = _made(ProxySettings(read_ahead_bytes_max=1000))
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3000\r\n\r\n")
+        connection.data_received(b"x" * 900)
+        assert transport.reading
+        connection.data_received(b"x" * 200)
+        assert not transport.reading
+        assert connection.deadline == float("inf")
+        assert await connection.read() == b"x" * 1100
+        assert transport.reading
+        assert connection.deadline < float("inf")
+
+    run(main())
+
+
+def test_loss_before_the_request_is_told_at_once() -> None:
+    async def main() -> None:
+        connection, _ = _made()
+        connection.data_received(answer(200, b""))
+        assert connection.release()
+        connection.connection_lost(None)
+        connection.start("POST", b"head", b"", 1.0)
+        with pytest.raises(UpstreamError) as caught:
+            connection.has_head()
+        assert caught.value.reason == "reset"
+
+    run(main())

@@ -1,0 +1,219 @@
+"""A client that leaves takes its request with it, wherever that is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import uvicorn
+
+from router.openai.request import InboundRequest
+from router.proxy.app import ProxyApp
+from tests.support.proxy_rig import (
+    CHAT,
+    DONE,
+    END,
+    SSE_HEAD,
+    STREAM,
+    Engine,
+    FakePlacement,
+    FakePlanner,
+    Rig,
+    Script,
+    chunk,
+    event,
+    read_answer,
+    request,
+    reset,
+    routing,
+    run,
+    until,
+    writes,
+)
+
+STAGES: dict[str, tuple[Script, bytes]] = {
+    "before the head": (writes(then="hang"), CHAT),
+    "before the first token": (writes(SSE_HEAD, then="hang"), STREAM),
+    "mid-stream": (writes(SSE_HEAD + chunk(event("a")), then="hang"), STREAM),
+    "mid-body": (writes(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc", then="hang"), CHAT),
+}
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_upstream_is_closed(stage: str, how: str) -> None:
+    script, body = STAGES[stage]
+
+    async def main() -> None:
+        async with Engine(script) as engine, routing(engine.url) as rig:
+            reader, writer = await rig.connect()
+            writer.write(request(body))
+            await until(lambda: bool(engine.calls), "the engine is asked")
+            if stage.startswith("mid"):
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.read(3)
+            if how == "close":
+                writer.close()
+            else:
+                reset(writer)
+            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            placement = rig.planner.placements[0]
+            await until(lambda: placement.over, "the placement ends")
+            assert placement.told[-1] == "finished"
+            assert placement.usage is None
+            assert rig.stats.clients_gone == 1
+            assert rig.stats.retries == 0
+            assert rig.stats.requests_active == 0
+            assert rig.app.client.origin(engine.url).open == 0
+            assert rig.planner.available(engine.url)
+
+    run(main())
+
+
+def placed(rig: Rig, number: int) -> bool:
+    return len(rig.planner.placements) == number
+
+
+@pytest.mark.parametrize("hung", ["no head", "head only"])
+def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung: str) -> None:
+    """Its server may live on (vLLM's sends a stream's head at once) while its engine does nothing."""
+
+    async def main() -> None:
+        stuck = writes(then="hang") if hung == "no head" else writes(SSE_HEAD, then="hang")
+        alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
+        async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
+            now = [0.0]
+            rig.planner.now = lambda: now[0]
+            for number in range(1, 13):
+                reader, writer = await rig.connect()
+                writer.write(request(STREAM))
+                await until(partial(placed, rig, number), "it is placed")
+                placement = rig.planner.placements[-1]
+                if placement.base_url == bad.url:
+                    await until(lambda: bool(bad.calls), "the engine is asked")
+                    now[0] += 2.0
+                else:
+                    await read_answer(reader)
+                writer.close()
+                await until(lambda: rig.planner.placements[-1].over, "over")
+            assert len(bad.calls) == 1
+            assert rig.stats.clients_gave_up == 1
+            now[0] += 10.0
+            assert rig.planner.available(bad.url)  # for a probe
+
+    run(main())
+
+
+def test_client_that_leaves_while_the_planner_thinks() -> None:
+    async def main() -> None:
+        cancelled = asyncio.Event()
+
+        async with routing() as rig:
+
+            async def place(request: InboundRequest, *, exclude: frozenset[str]) -> FakePlacement:
+                rig.planner.requests.append(request)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.set()
+                raise AssertionError
+
+            rig.planner.place = place  # type: ignore[method-assign]
+            _, writer = await rig.connect()
+            writer.write(request())
+            await until(lambda: bool(rig.planner.requests), "the planner is asked")
+            writer.close()
+            await asyncio.wait_for(cancelled.wait(), 5)
+            await until(lambda: rig.stats.clients_gone == 1, "counted")
+
+    run(main())
+
+
+def test_client_that_leaves_in_its_body() -> None:
+    async def main() -> None:
+        async with routing() as rig:
+            _, writer = await rig.connect()
+            writer.write(request()[:-5])
+            await until(lambda: rig.stats.requests_active == 1, "the request is being read")
+            writer.close()
+            await until(lambda: rig.stats.requests_active == 0, "given up")
+            assert rig.stats.clients_gone == 1
+            assert not rig.planner.requests
+
+    run(main())
+
+
+def test_under_a_foreign_asgi_server() -> None:
+    """Without the listener's extension a task waits for http.disconnect; all else is the same."""
+
+    async def main() -> None:
+        async with Engine(writes(SSE_HEAD, then="hang")) as engine:
+            planner = FakePlanner(engine.url)
+            app = ProxyApp(planner)
+            config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+            config.load()
+            server = uvicorn.Server(config)
+            server.lifespan = config.lifespan_class(config)
+            await server.startup()
+            port = server.servers[0].sockets[0].getsockname()[1]
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request(STREAM))
+            await until(lambda: bool(engine.calls), "the engine is asked")
+            writer.close()
+            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            await until(lambda: app.stats.clients_gone == 1, "counted")
+            assert planner.placements[0].told == ["finished"]
+            await server.shutdown()
+            app.close()
+            await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_the_engine_notices_within_fifty_milliseconds() -> None:
+    """The requirement is a time; the best of several is taken, so that a busy machine cannot fail it."""
+
+    async def main() -> None:
+        best = 1.0
+        async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
+            for number in range(20):
+                _, writer = await rig.connect()
+                writer.write(request(STREAM))
+                await until(lambda number=number: len(engine.calls) > number, "asked")  # type: ignore[misc]
+                begin = time.monotonic()
+                writer.close()
+                await engine.calls[number].closed.wait()
+                best = min(best, time.monotonic() - begin)
+        assert best < 0.05
+
+    run(main())
+
+
+def test_app_that_fails_after_the_client_left_harms_nobody() -> None:
+    async def main() -> None:
+        left = asyncio.Event()
+
+        def wrap(app: ProxyApp) -> Any:
+            async def outer(scope: Any, receive: Any, send: Any) -> None:
+                if scope["path"] == "/v1/slow":
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    left.set()
+                    await send({"type": "http.response.start", "status": 200, "headers": []})
+                    await send({"type": "http.response.body", "body": b"late"})
+                else:
+                    await app(scope, receive, send)
+
+            return outer
+
+        async with routing(wrap=wrap) as rig:
+            _, writer = await rig.connect()
+            writer.write(request(target="/v1/slow"))
+            await until(lambda: rig.listen_stats.requests == 1, "begun")
+            writer.close()
+            await asyncio.wait_for(left.wait(), 5)
+
+    run(main())

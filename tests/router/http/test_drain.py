@@ -1,0 +1,204 @@
+"""SIGTERM to a real process: stop accepting at once, finish what runs, end well, and not wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.proxy_rig import (
+    DONE,
+    END,
+    SSE_HEAD,
+    STREAM,
+    Call,
+    Engine,
+    chunk,
+    event,
+    read_answer,
+    request,
+    run,
+    says,
+)
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.port = port
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def refuses(self) -> None:
+        """Wait until new connections are refused."""
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    _, writer = await self.connect()
+                except ConnectionRefusedError:
+                    return
+                except ConnectionResetError:
+                    continue  # was still waiting to be accepted when the listener closed
+                writer.close()
+
+
+@contextlib.asynccontextmanager
+async def router(engine: Engine, drain_s: float, delay_s: float = 0.0) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.router.http.drained_router",
+        engine.url,
+        str(drain_s),
+        str(delay_s),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    try:
+        yield Process(process, int(await process.stdout.readline()))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+        process._transport.close()  # type: ignore[attr-defined]
+
+
+async def _slow(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+    writer.write(SSE_HEAD + chunk(event("a")))
+    await engine.go.wait()
+    writer.write(chunk(event("b") + DONE) + END)
+
+
+def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
+    async def main() -> None:
+        async with Engine(_slow) as engine, router(engine, 30) as process:
+            reader, writer = await process.connect()
+            idle, idle_writer = await process.connect()
+            writer.write(request(STREAM))
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(chunk(event("a"))))
+            for _ in range(3):  # repeating it changes nothing
+                process.process.send_signal(signal.SIGTERM)
+            await process.refuses()
+            assert await idle.read() == b""
+            engine.go.set()
+            assert await reader.read() == chunk(event("b") + DONE) + END
+            assert await process.process.wait() == 0
+            writer.close()
+            idle_writer.close()
+
+    run(main())
+
+
+def test_answers_begun_while_draining_close_their_connection() -> None:
+    async def main() -> None:
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            await engine.go.wait()
+            await says(200, b"{}")(engine, call, writer)
+
+        async with Engine(script) as engine, router(engine, 30) as process:
+            reader, writer = await process.connect()
+            writer.write(request())
+            while not engine.calls:
+                await asyncio.sleep(0.005)
+            process.process.send_signal(signal.SIGTERM)
+            await process.refuses()
+            engine.go.set()
+            got = await read_answer(reader)
+            assert (got.status, got.head["connection"]) == (200, "close")
+            assert await process.process.wait() == 0
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["time", "second SIGINT"])
+def test_drain_does_not_last_for_ever(how: str) -> None:
+    async def main() -> None:
+        async with Engine(_slow) as engine, router(engine, 0.3 if how == "time" else 60) as process:
+            reader, writer = await process.connect()
+            writer.write(request(STREAM))
+            await reader.readuntil(b"\r\n\r\n")
+            process.process.send_signal(signal.SIGINT)
+            await process.refuses()
+            if how != "time":
+                process.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(ConnectionError):
+                rest = await reader.read()
+                assert not rest.endswith(END)  # cut, not ended
+            assert await process.process.wait() == 0
+            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            writer.close()
+
+    run(main())
+
+
+def test_idle_router_ends_at_once() -> None:
+    async def main() -> None:
+        async with Engine(_slow) as engine, router(engine, 60) as process:
+            process.process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.process.wait(), 10) == 0
+            assert process.process.stdout is not None
+            assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
+
+    run(main())
+
+
+def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
+    """Load balancers that have not noticed yet lose nothing, and clients with idle connections move on."""
+
+    async def main() -> None:
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            await says(200, b"{}")(engine, call, writer)
+
+        async with Engine(script) as engine, router(engine, 30, delay_s=60) as process:
+            idle, idle_writer = await process.connect()
+            idle_writer.write(request())
+            assert "connection" not in (await read_answer(idle)).head
+            process.process.send_signal(signal.SIGTERM)
+            assert process.process.stderr is not None
+            while b"draining" not in await process.process.stderr.readline():
+                pass
+            late, late_writer = await process.connect()
+            for reader, writer in ((idle, idle_writer), (late, late_writer)):
+                writer.write(request())
+                got = await read_answer(reader)
+                assert (got.status, got.head["connection"]) == (200, "close")
+                assert await reader.read() == b""
+                writer.close()
+            process.process.send_signal(signal.SIGTERM)  # repeating it changes nothing
+            _, writer = await process.connect()
+            writer.close()
+            process.process.send_signal(signal.SIGINT)  # a person who will not wait
+            await process.refuses()
+            assert await process.process.wait() == 0
+
+    run(main())
+
+
+def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
+    async def main() -> None:
+        async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:
+            reader, writer = await process.connect()
+            idle, idle_writer = await process.connect()
+            writer.write(request(STREAM))
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(chunk(event("a"))))
+            process.process.send_signal(signal.SIGTERM)
+            await process.refuses()
+            assert await idle.read() == b""
+            engine.go.set()
+            assert await reader.read() == chunk(event("b") + DONE) + END
+            assert await process.process.wait() == 0
+            writer.close()
+            idle_writer.close()
+
+    run(main())

@@ -1,0 +1,199 @@
+"""What all clients hold together: connections, by address too, bodies, descriptors; and probes get in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+from typing import Any
+
+import pytest
+
+from router.http import descriptors
+from router.http.server.capacity import Capacity, client_of
+from router.http.server.settings import ListenSettings
+from tests.support.proxy_rig import (
+    Call,
+    Engine,
+    Rig,
+    answer,
+    ask,
+    read_answer,
+    request,
+    routing,
+    run,
+    says,
+    until,
+)
+
+GOOD = says(200, b"{}")
+
+
+class _Spare:
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def _probed(app: Any) -> Any:
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != "/health":
+            return await app(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"well"})
+        return None
+
+    return wrapped
+
+
+async def _health(rig: Rig) -> None:
+    got = await ask(rig, request(b"", method="GET", target="/health"))
+    assert (got.status, got.body, got.head["connection"]) == (200, b"well", "close")
+
+
+def test_probes_get_in_where_others_hold_every_connection() -> None:
+    async def main() -> None:
+        listen = ListenSettings(connections_max=2, drain_s_max=0.5)
+        async with Engine(GOOD) as engine, routing(engine.url, listen=listen, wrap=_probed) as rig:
+            held = [await rig.connect() for _ in range(2)]
+            await until(lambda: len(rig.server.server_state.connections) == 2, "held")
+            hogs = [await rig.connect() for _ in range(100)]  # more than there are spares
+            await _health(rig)
+            got = await ask(rig)
+            assert (got.status, got.json()["error"]["code"]) == (503, "too_many_connections")
+            assert not engine.calls
+            for _, writer in (*held, *hogs):
+                writer.close()
+            await until(lambda: not rig.server.server_state.connections, "all gone")
+            assert (await ask(rig)).status == 200
+
+    run(main())
+
+
+def test_one_address_holds_its_share_of_connections() -> None:
+    room = Capacity(ListenSettings(connections_max=1000, client_share_max=0.1))
+    assert [room.enter("a") for _ in range(101)] == [True] * 100 + [False]
+    assert room.enter("b")
+    room.leave("a")
+    assert room.enter("a")
+    assert [room.enter(f"{i}") for i in range(900)] == [True] * 899 + [False]
+    small = Capacity(ListenSettings(connections_max=70, client_share_max=0.1))
+    assert sum(small.enter("a") for _ in range(70)) == 64
+
+
+def test_newest_spare_takes_the_oldest_ones_place() -> None:
+    room, spares = Capacity(ListenSettings()), [_Spare() for _ in range(66)]
+    for spare in spares[:64]:
+        room.add_spare(spare)
+    room.drop_spare(spares[0])
+    room.add_spare(spares[64])
+    assert not any(spare.aborted for spare in spares)
+    room.add_spare(spares[65])
+    assert [spare.aborted for spare in spares[:3]] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        (("10.0.0.1", 5), "10.0.0.1"),
+        (("::ffff:10.0.0.1", 5, 0, 0), "10.0.0.1"),
+        (("2001:db8::1", 5, 0, 0), "2001:db8::/64"),
+        (("2001:db8::ff:1", 5, 0, 0), "2001:db8::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_whose_connection_it_is(peer: Any, client: str) -> None:
+    assert client_of(peer) == client
+
+
+def test_all_bodies_together_are_bounded() -> None:
+    async def main() -> None:
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            await engine.go.wait()
+            writer.write(answer(200, b"{}"))
+
+        listen = ListenSettings(bodies_bytes_max=1_000_000, drain_s_max=0.5)
+        async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
+            room = rig.server.config.capacity  # type: ignore[attr-defined]
+            body = b'{"model":"m","x":"%b"}' % (b"x" * 600_000)
+            first = asyncio.ensure_future(ask(rig, request(body)))
+            await until(lambda: len(engine.calls) == 1, "the first is asked")
+            assert room.body_bytes == len(body)
+            got = await ask(rig, request(body))
+            assert (got.status, got.json()["error"]["code"]) == (503, "too_many_bodies")
+            assert got.head["retry-after"] == "1"
+            assert rig.listen_stats.bodies_refused == 1
+            engine.go.set()
+            assert (await first).status == 200
+            await until(lambda: room.body_bytes == 0, "given back")
+            assert (await ask(rig, request(body))).status == 200
+            _, writer = await rig.connect()  # one that leaves in the middle, with a second one queued
+            writer.write(request(body) * 2)
+            await until(lambda: len(engine.calls) == 3, "asked")
+            writer.close()
+            await until(lambda: room.body_bytes == 0, "given back")
+
+    run(main())
+
+
+def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with Engine(GOOD) as engine, routing(engine.url) as rig:
+            reader, writer = await rig.connect()
+            writer.write(request(b"", method="GET", target="/nothing"))
+            assert (await read_answer(reader)).status == 404
+            descriptors._Said.next_at = 0.0
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            taken: list[int] = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.dup(0))
+                for _ in range(20):  # more than open a breaker
+                    writer.write(request())
+                    got = await read_answer(reader)
+                    assert (got.status, got.json()["error"]["code"]) == (503, "no_ready_engine")
+                assert rig.planner.available(engine.url)
+                assert rig.stats.descriptor_shortages == 20
+            finally:
+                for descriptor in taken:
+                    os.close(descriptor)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            writer.write(request())
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+
+    run(main())
+    out = capsys.readouterr()
+    assert (out.out + out.err).count("out of file descriptors") == 1
+
+
+def test_soft_limit_is_raised_and_what_cannot_be_held_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = (1024, 4096)
+
+    def set_limits(kind: int, wanted: tuple[int, int]) -> None:
+        nonlocal limits
+        limits = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    assert descriptors.connections_held(100) == 100
+    assert limits == (1024, 4096)
+    assert descriptors.connections_held(1000) == 1000
+    assert limits == (2256, 4096)
+    assert not capsys.readouterr().out
+    assert descriptors.connections_held(10_000) == 1920
+    assert limits == (4096, 4096)
+    out = capsys.readouterr().out
+    assert "connections_max" in out
+    assert "4096" in out
+    limits = (1024, resource.RLIM_INFINITY)
+    assert descriptors.connections_held(10_000) == 10_000

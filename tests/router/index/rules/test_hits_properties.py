@@ -1,0 +1,255 @@
+"""Hit rules over random models: against a slow reading of the rules, against the pool's finders, and laws."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from publisher.block_hash import HashScheme
+from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.events import BlockHash, decode_batch, encode_batch
+from publisher.groups import Family, GroupSpec, SpecClass
+from publisher.pool.hits import HitFinder
+from publisher.pool.layout import pool_layout
+from router.index.base import Plane
+from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
+from router.index.model import FleetResidency
+from router.index.rules.eagle import order_matters
+from tests.router.index.rules.layouts import (
+    chunked,
+    evaluate_one,
+    full,
+    hashes_of,
+    mamba,
+    models,
+    residencies,
+    window,
+)
+
+Units = dict[int, set[int]]
+
+
+def serves(boundary: int, spec_class: SpecClass, layout: CacheLayout, units: Units, num_tokens: int) -> bool:
+    """Whether a class could resume at ``boundary``: the rules word by word, one block at a time."""
+    unit, size = layout.hash_block_size, spec_class.block_size
+    last = (num_tokens - 1) // unit if layout.single_group else num_tokens // unit
+    eagle = spec_class.spec.is_eagle and not layout.lookahead
+
+    def has(end: int) -> bool:
+        number = end // unit - 1
+        limit = last if eagle else num_tokens // unit
+        return end % unit == 0 and number < limit and all(number in units[g] for g in spec_class.group_idxs)
+
+    def block(number: int) -> bool:
+        return has((number + 1) * size)
+
+    match spec_class.family:
+        case Family.FULL:
+            end = boundary + (min(layout.alignment, size) if eagle else 0)
+            if not all(block(number) for number in range(end // size)):
+                return False
+            if end % size == 0:
+                return True
+            top = min((end // size + 1) * size, num_tokens - 1 + (unit if eagle else 0))
+            return any(has(longer) for longer in range(end, top + 1, unit))
+        case Family.WINDOW:
+            ends, wanted = boundary // size, -(-((spec_class.spec.sliding_window or 1) - 1) // size)
+            number, run = ends - 1 + eagle, 0
+            while number >= 0 and run < max(1, wanted + eagle) and block(number):
+                number, run = number - 1, run + 1
+            return number < 0 or run >= max(1, wanted + eagle)
+        case Family.CHUNKED:
+            chunk = spec_class.spec.attention_chunk_size or 0
+            return all(block(number) for number in range(boundary // chunk * chunk // size, boundary // size))
+        case _:
+            return has(boundary)
+
+
+def slow_hit(layout: CacheLayout, num_tokens: int, units: Units) -> int:
+    """The last boundary short of the last token that every class serves."""
+    boundaries = range((num_tokens - 1) // layout.alignment * layout.alignment, 0, -layout.alignment)
+    for boundary in boundaries:
+        if all(serves(boundary, c, layout, units, num_tokens) for c in layout.classes):
+            return boundary
+    return 0
+
+
+def engine_hit(layout: CacheLayout, num_tokens: int, units: Units) -> int:
+    """What the pool's finders, which search as the engine does, find over the same residency."""
+    scheme = HashScheme(hash_block_size=layout.hash_block_size)
+    maps = [{1000 + number: 1 for number in units[group.group_idx]} for group in layout.groups]
+    finder = HitFinder(pool_layout(layout.groups, scheme, None), maps)  # type: ignore[arg-type]
+    return finder.find(hashes_of(num_tokens, layout), num_tokens - 1).length
+
+
+cases = st.tuples(models(), st.integers(1, 420)).flatmap(
+    lambda case: st.tuples(st.just(case[0]), st.just(case[1]), residencies(*case))
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> None:
+    layout, num_tokens, units = case
+    assume(not order_matters(layout))
+    assert evaluate_one(layout, num_tokens, units).hit[0] == slow_hit(layout, num_tokens, units)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases)
+def test_equals_what_the_engine_finds(case: tuple[CacheLayout, int, Units]) -> None:
+    layout, num_tokens, units = case
+    assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
+
+
+ORDERED = [
+    (full(0, 32), window(1, 128, 16, is_eagle=True)),
+    (full(0, 32), window(1, 96, 16), window(2, 64, 16, is_eagle=True)),
+    (full(0), window(1, 48, is_eagle=True), window(2, 64, is_eagle=True)),
+    (full(0), window(1, 48, is_eagle=True), mamba(2, "align", 16, is_eagle=True)),
+    (window(0, 48, 32, is_eagle=True), window(1, 64, is_eagle=True)),
+    (window(0, 48, is_eagle=True), window(1, 64, 32, is_eagle=True)),
+    (full(0, 64), window(1, 1, 16, is_eagle=True), window(2, 200, 32, is_eagle=True)),
+    (full(0), window(1, 1, is_eagle=True), window(2, 64)),
+    (full(0, 32), window(1, 1, 16, is_eagle=True)),
+    (full(0, is_eagle=True), full(1), window(2, 1, is_eagle=True), mamba(3, "align")),
+    (full(0, 48), mamba(1, "align", 32), full(2, 64)),
+    (full(0, 64), full(1, 48), full(2, 16), mamba(3, "align", 32)),
+    (full(0, 64, is_eagle=True), mamba(1, "align", 32), full(2, 48)),
+    (full(0, 64), full(1, 32, is_eagle=True), mamba(2, "align", 64), window(3, 40, 16)),
+]
+
+
+@pytest.mark.parametrize("groups", ORDERED)
+def test_where_the_order_matters_hits_equal_what_the_engine_finds(groups: tuple[GroupSpec, ...]) -> None:
+    layout = make_layout(groups, ModelFacts(), None)
+    assert order_matters(layout)
+    rng = random.Random(str(groups))
+    for _ in range(400):
+        num_tokens = rng.randrange(1, 700)
+        count, density = num_tokens // layout.hash_block_size, rng.choice([0.5, 0.8, 0.95, 1.0])
+        units = {g.group_idx: {n for n in range(count) if rng.random() < density} for g in groups}
+        assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases)
+def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units]) -> None:
+    layout, num_tokens, units = case
+    hits = evaluate_one(layout, num_tokens, units, detail=True)
+    for tokens in (hits.hit[0], hits.trunk[0], *(by_class[0] for by_class in hits.by_class)):
+        assert tokens % layout.alignment == 0
+        assert 0 <= tokens <= num_tokens - 1
+    assert hits.hit[0] <= hits.trunk[0]
+    if not order_matters(layout):
+        assert all(hits.hit[0] <= by_class[0] for by_class in hits.by_class)
+    assert not any(layout.classes[0].family is not Family.CHUNKED and tokens for tokens in hits.hit[1:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases, st.data())
+def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], data: st.DataObject) -> None:
+    layout, num_tokens, units = case
+    assume(not order_matters(layout))
+    more = data.draw(residencies(layout, num_tokens))
+    joined = {group: units[group] | more[group] for group in units}
+    before, after = evaluate_one(layout, num_tokens, units), evaluate_one(layout, num_tokens, joined)
+    assert after.hit[0] >= before.hit[0]
+    assert after.trunk[0] >= before.trunk[0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases, st.integers(1, 200))
+def test_a_longer_prompt_with_the_same_start_never_hits_less(
+    case: tuple[CacheLayout, int, Units], more: int
+) -> None:
+    layout, num_tokens, units = case
+    assume(not order_matters(layout))
+    assert (
+        evaluate_one(layout, num_tokens + more, units).hit[0]
+        >= evaluate_one(layout, num_tokens, units).hit[0]
+    )
+
+
+class Prompt:
+    """What ``predict`` takes."""
+
+    def __init__(self, request: PoolRequest) -> None:
+        self.num_tokens = request.num_tokens
+        self.token_ids, self.extras = request.token_ids, request.extras
+        self._hashes = [BlockHash(int(block)) for block in request.known_hashes()]  # type: ignore[arg-type]
+
+    def hashes(self, scheme: HashScheme) -> list[BlockHash]:
+        del scheme
+        return self._hashes
+
+
+def serve(pool: HybridBlockPool, request: PoolRequest, rng: random.Random) -> None:
+    """One request, computed in chunks, with a few generated tokens."""
+    if pool.start(request) is None:
+        return
+    while chunk := pool.next_chunk(request, rng.choice([40, 100, 8192])):
+        if not pool.compute(request, chunk):
+            break
+        pool.end_step()
+    else:
+        for _ in range(rng.randrange(30)):
+            pool.append(request, rng.randrange(50))
+            if not pool.compute(request, 1):
+                break
+            pool.end_step()
+    pool.finish(request)
+
+
+MIXES: list[tuple[tuple[GroupSpec, ...], int]] = [
+    ((full(),), 16),
+    ((full(), window(1, 64), window(2, 64)), 16),
+    ((window(0, 96),), 16),
+    ((full(0, 32), window(1, 100), window(2, 100, 64)), 16),
+    ((full(), chunked(1, 64)), 16),
+    ((full(0, 64), mamba(1, "align", 64)), 16),
+    ((full(), mamba(1, "all"), window(2, 40)), 16),
+    ((full(is_eagle=True), window(1, 64)), 16),
+    ((full(), window(1, 48, is_eagle=True), window(2, 80)), 16),
+]
+
+
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize(("groups", "unit"), MIXES)
+def test_events_of_a_pool_predict_its_hits(
+    groups: tuple[GroupSpec, ...], unit: int, retention: int | None
+) -> None:
+    """Everything between: the pool's events on the wire, learned groups, detected scheme, counted copies."""
+    rng = random.Random(f"{groups}{retention}")
+    scheme = HashScheme(hash_block_size=unit)
+    pool = HybridBlockPool(groups, num_blocks=160, scheme=scheme, retention_interval=retention)
+    facts = ModelFacts(
+        attention_chunk_size=64,
+        mamba_cache_mode=next((g.mamba_cache_mode for g in groups if g.mamba_cache_mode), None),
+        eagle_groups=tuple(g.group_idx for g in groups if g.is_eagle),
+    )
+    fleet = FleetResidency(facts)
+    history = [[rng.randrange(50) for _ in range(400)]]
+    hits = 0
+    for turn in range(60):
+        base = rng.choice(history)
+        prompt = base[: rng.randrange(1, len(base) + 1)] + [
+            rng.randrange(50) for _ in range(rng.randrange(120))
+        ]
+        request = pool.request(prompt)
+        if turn > 3:  # by then every group has been seen
+            truth = pool.find_hit(request)
+            hits += truth > 0
+            assert fleet.predict(Prompt(request), ["a"])["a"].hit_tokens == truth
+        serve(pool, request, rng)
+        history.append(list(request.token_ids)[:500])
+        if events := pool.take_events():
+            fleet.apply("a", decode_batch(encode_batch(0.0, events)))
+        for group in groups:
+            held = {int(block) for block in pool.resident(group.group_idx)}  # type: ignore[arg-type]
+            assert fleet.index.copies("a", Plane("GPU", group.group_idx)) == len(held)
+    assert hits > 5, "a run without hits shows nothing"
+    assert fleet.index.stats().unknown_removals == 0

@@ -1,0 +1,164 @@
+"""Receipts: outcomes, sums, the histogram of errors, and when an engine counts as drifting."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.observe.receipts import (
+    DRIFT_MIN,
+    DRIFT_SHARE,
+    ERROR_BUCKETS,
+    RECEIPTS_KEPT,
+    WINDOW,
+    EngineReceipts,
+    Outcome,
+    Receipt,
+    ReceiptLog,
+)
+
+ENGINE = "http://h:1"
+
+
+def receipt(predicted: int | None, actual: int | None, engine_id: str = ENGINE) -> Receipt:
+    return Receipt(
+        request_id="r",
+        engine_id=engine_id,
+        model="m",
+        mode="native",
+        feed="ready",
+        prompt_tokens=1000,
+        predicted_tokens=predicted,
+        actual_tokens=actual,
+    )
+
+
+class Book:
+    """Receipts as a router keeps them: the latest of all engines, and the sums of each."""
+
+    def __init__(self) -> None:
+        self.log = ReceiptLog()
+        self.engines: dict[str, EngineReceipts] = {}
+
+    def add(self, one: Receipt) -> None:
+        self.log.add(one)
+        self.engines.setdefault(one.engine_id, EngineReceipts()).add(one)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "actual", "outcome"),
+    [
+        (0, 0, "exact"),
+        (64, 64, "exact"),
+        (64, 0, "over"),
+        (0, 64, "under"),
+        (None, 64, "unpredicted"),
+        (None, None, "unpredicted"),
+        (0, None, "unreported"),
+    ],
+)
+def test_outcomes(predicted: int | None, actual: int | None, outcome: Outcome) -> None:
+    book = Book()
+    book.add(receipt(predicted, actual))
+    assert book.log.latest[-1].outcome == outcome
+    assert book.engines[ENGINE].outcomes == {outcome: 1}
+
+
+tokens = st.none() | st.integers(0, 100_000)
+
+
+@given(st.lists(st.tuples(tokens, tokens, st.sampled_from(["a", "b"])), max_size=60))
+def test_sums_and_histogram_are_those_of_the_receipts(
+    pairs: list[tuple[int | None, int | None, str]],
+) -> None:
+    book = Book()
+    for predicted, actual, engine_id in pairs:
+        book.add(receipt(predicted, actual, engine_id))
+    for engine_id, sums in book.engines.items():
+        compared = [(p, a) for p, a, e in pairs if e == engine_id and p is not None and a is not None]
+        assert sum(sums.outcomes.values()) == sum(e == engine_id for *_, e in pairs)
+        assert sums.predicted_tokens == sum(p for p, _ in compared)
+        assert sums.actual_tokens == sum(a for _, a in compared)
+        assert sums.abs_error_tokens == sum(abs(p - a) for p, a in compared)
+        bounds = [-float("inf"), *ERROR_BUCKETS, float("inf")]
+        counts = [sum(low < p - a <= high for p, a in compared) for low, high in itertools.pairwise(bounds)]
+        assert sums.errors == counts
+        assert len(sums.window) == min(len(compared), WINDOW)
+
+
+def test_the_bucket_of_zero_holds_the_exact_ones_alone() -> None:
+    book = Book()
+    for error in (-1, 0, 1):
+        book.add(receipt(100 + error, 100))
+    at_zero = ERROR_BUCKETS.index(0)
+    assert book.engines[ENGINE].errors[at_zero - 1 : at_zero + 2] == [1, 1, 1]
+
+
+def test_an_engine_drifts_when_too_many_of_its_latest_predictions_are_wrong() -> None:
+    book = Book()
+    for _ in range(DRIFT_MIN - 1):
+        book.add(receipt(1, 0))
+    assert not book.engines[ENGINE].drifting  # too few to tell
+    book.add(receipt(1, 0))
+    assert book.engines[ENGINE].drifting
+    for _ in range(WINDOW - DRIFT_MIN):
+        book.add(receipt(1, 1))
+    assert not book.engines[ENGINE].drifting  # one in four is allowed
+    book.add(receipt(None, 0))
+    book.add(receipt(5, None))
+    assert len(book.engines[ENGINE].window) == WINDOW  # what was not compared is no evidence
+    for _ in range(int(WINDOW * DRIFT_SHARE) + 1):
+        book.add(receipt(0, 1))
+    assert book.engines[ENGINE].drifting
+
+
+def test_what_is_kept_is_bounded() -> None:
+    book = Book()
+    for n in range(RECEIPTS_KEPT + WINDOW):
+        book.add(receipt(n, n))
+    assert len(book.log.latest) == RECEIPTS_KEPT
+    assert book.log.latest[-1].predicted_tokens == RECEIPTS_KEPT + WINDOW - 1
+
+
+def test_a_listener_is_told_of_every_receipt() -> None:
+    book, told = Book(), []
+    book.log.listener = told.append
+    for n in range(3):
+        book.add(receipt(n, None))
+    assert [r.predicted_tokens for r in told] == [0, 1, 2]
+
+
+def loaded(predicted: int, actual: int, *, cpu: int = 0, storage: int = 0) -> Receipt:
+    return msgspec.structs.replace(receipt(predicted, actual), cpu_tokens=cpu, storage_tokens=storage)
+
+
+def test_predictions_are_told_by_medium() -> None:
+    book = Book()
+    book.add(loaded(160, 160))
+    book.add(loaded(160, 96, cpu=64))
+    book.add(loaded(320, 320, cpu=64, storage=128))
+    book.add(receipt(None, 64))
+    sums = book.engines[ENGINE]
+    assert sums.predicted_by_medium == {"GPU": 160 + 96 + 128, "CPU": 128, "STORAGE": 128}
+    assert sum(sums.predicted_by_medium.values()) == sums.predicted_tokens
+    assert sums.by_medium == {("GPU", "exact"): 1, ("CPU", "over"): 1, ("STORAGE", "exact"): 1}
+    assert [r.by_medium for r in book.log.latest][1:3] == [
+        {"GPU": 96, "CPU": 64, "STORAGE": 0},
+        {"GPU": 128, "CPU": 64, "STORAGE": 128},
+    ]
+    assert book.log.latest[-1].by_medium == {}
+
+
+def test_what_a_store_evicts_does_not_count_as_drift() -> None:
+    book = Book()
+    for _ in range(2 * DRIFT_MIN):
+        book.add(loaded(160, 32, storage=128))
+    assert not book.engines[ENGINE].drifting
+    assert book.engines[ENGINE].abs_error_tokens == 2 * DRIFT_MIN * 128
+    for _ in range(DRIFT_MIN):
+        book.add(loaded(160, 32, cpu=128))
+    assert book.engines[ENGINE].drifting

@@ -1,0 +1,333 @@
+"""The cost model and the choice: parts, ties, probes, and the bound on queues."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
+from router.placement.cost import choose, cost, within_bound
+from tests.router.placement.candidates import changed, make_candidate
+
+DEFAULTS = PolicySettings()
+RATE = 1 / 8000
+
+
+def fleet(count: int, **fields: object) -> list[Candidate]:
+    return [
+        changed(make_candidate(f"http://engine-{i}:8000", prefill_s_per_token=RATE), **fields)
+        for i in range(count)
+    ]
+
+
+def test_cost_is_the_stated_formula() -> None:
+    candidate = make_candidate(
+        "e",
+        hit_tokens=1000,
+        trunk_tokens=5000,
+        cpu_tokens=2000,
+        queue_s=0.7,
+        running=10,
+        prefill_s_per_token=0.001,
+        decode_interference_s=0.002,
+    )
+    knobs = PolicySettings(beta=0.5, eviction_premium=0.25, load_s_per_token=0.0001)
+    parts = cost(candidate, 8000, knobs)
+    assert parts.queue_s == 0.7
+    assert parts.prefill_s == pytest.approx(5.0)  # 8000 - 1000 - 2000 tokens
+    assert parts.load_s == pytest.approx(0.2)
+    assert parts.decode_s == pytest.approx(0.02)
+    assert parts.credit_s == pytest.approx(1.0)  # half of 2000 tokens
+    assert parts.eviction_s == pytest.approx(1.0)  # a quarter of 5.0 - 1.0
+    assert parts.total_s == pytest.approx(0.7 + 5.0 + 0.2 + 0.02 - 1.0 + 1.0)
+    assert parts.uncached_tokens == 5000
+
+
+def test_beliefs_beyond_the_prompt_are_clamped_to_all_but_its_last_token() -> None:
+    parts = cost(make_candidate("e", hit_tokens=500, trunk_tokens=900, cpu_tokens=50), 100, DEFAULTS)
+    assert parts.uncached_tokens == 1
+    assert parts.credit_s == 0
+    assert parts.load_s == 0
+    low_trunk = cost(make_candidate("e", hit_tokens=50, trunk_tokens=10), 100, DEFAULTS)
+    assert low_trunk.credit_s == 0
+    assert low_trunk.trunk_tokens == 50
+
+
+def test_the_exact_hit_wins_on_equal_engines() -> None:
+    engines = fleet(4)
+    engines[2] = changed(engines[2], hit_tokens=4096, trunk_tokens=4096)
+    choice = choose(engines, 8192, DEFAULTS)
+    assert choice.index == 2
+    assert choice.reason == "cheapest"
+    assert choice.uncached_tokens == 4096
+    assert [c.engine_id for c in choice.costs] == [e.engine_id for e in engines]
+
+
+def test_trunk_draws_siblings_together_and_beta_zero_does_not() -> None:
+    trunk = make_candidate("trunk", trunk_tokens=6000, queue_s=0.3)
+    other = make_candidate("other")
+    assert choose([trunk, other], 8000, DEFAULTS).engine_id == "trunk"
+    assert choose([trunk, other], 8000, PolicySettings(beta=0.0)).engine_id == "other"
+    # whatever draws it there, the account is charged with what the engine has to compute
+    assert choose([trunk, other], 8000, DEFAULTS).uncached_tokens == 8000
+
+
+@pytest.mark.parametrize("premium", [0.0, 0.5, 1.0])
+def test_a_cached_prefix_is_worth_its_prefill_and_the_premium_and_no_more(premium: float) -> None:
+    knobs = PolicySettings(eviction_premium=premium)
+    worth_s = (1 + premium) * 4000 * RATE
+    cached = make_candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=worth_s + 0.1)
+    idle = make_candidate("idle")
+    assert choose([cached, idle], 8000, knobs).engine_id == "idle"
+    shorter = changed(cached, queue_s=worth_s - 0.1)
+    assert choose([shorter, idle], 8000, knobs).engine_id == "cached"
+
+
+def test_the_account_is_charged_without_the_premium() -> None:
+    """The premium is paid by others and later; the queue gets what this prompt computes."""
+    engines = fleet(2)
+    dear = choose(engines, 8000, PolicySettings(eviction_premium=2.0))
+    plain = choose(engines, 8000, PolicySettings(eviction_premium=0.0))
+    assert dear.uncached_tokens == plain.uncached_tokens
+    assert dear.cost.prefill_s == pytest.approx(8000 * RATE)
+
+
+def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
+    gpu = make_candidate("gpu", hit_tokens=4000, trunk_tokens=4000)
+    cpu = make_candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
+    none = make_candidate("none")
+    slow = PolicySettings(load_s_per_token=RATE / 4)
+    assert choose([none, cpu], 8000, slow).engine_id == "cpu"
+    assert choose([none, cpu, gpu], 8000, slow).engine_id == "gpu"
+
+
+def test_every_medium_costs_its_own_time() -> None:
+    knobs = PolicySettings(load_s_per_token=1e-6, storage_load_s_per_token=1e-5)
+    both = make_candidate("e", hit_tokens=1000, cpu_tokens=2000, storage_tokens=3000)
+    parts = cost(both, 8000, knobs)
+    assert parts.uncached_tokens == 2000
+    assert parts.load_s == pytest.approx(2000 * 1e-6 + 3000 * 1e-5)
+    replace = changed
+    coming = cost(replace(both, coming_tokens=2500), 8000, knobs)  # host memory gives 500 of what is left
+    assert coming.load_s == pytest.approx(500 * 1e-6 + 3000 * 1e-5)
+    assert cost(replace(both, coming_tokens=4000), 8000, knobs).load_s == pytest.approx(2000 * 1e-5)
+    short = cost(both, 2501, knobs)  # the last token is computed, whatever there is
+    assert (short.uncached_tokens, short.load_s) == (1, pytest.approx(1500 * 1e-6))
+
+
+def test_slow_storage_is_worth_less_than_host_memory() -> None:
+    cpu = make_candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
+    storage = make_candidate("storage", storage_tokens=4000, trunk_tokens=4000)
+    none = make_candidate("none")
+    assert choose([none, storage, cpu], 8000, DEFAULTS).engine_id == "cpu"
+    assert choose([none, storage], 8000, DEFAULTS).engine_id == "storage"
+
+
+def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
+    knobs = PolicySettings(load_s_per_token=0.0001)
+    candidate = make_candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)
+    parts = cost(candidate, 8000, knobs)
+    assert parts.uncached_tokens == 5000
+    assert parts.load_s == pytest.approx(500 * 0.0001)
+    assert cost(changed(candidate, coming_tokens=7000), 8000, knobs).load_s == 0
+
+
+def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
+    cached = make_candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.4)  # saves 0.5 s
+    half = PolicySettings(saving_factor=0.5, eviction_premium=0.0)
+    choice = choose([cached, make_candidate("idle")], 8000, half)
+    assert (choice.engine_id, choice.reason) == ("idle", "bounded")
+    most = PolicySettings(saving_factor=0.9, eviction_premium=0.0)
+    assert choose([cached, make_candidate("idle")], 8000, most).index == 0
+    wide = PolicySettings(saving_factor=0.5, eviction_premium=0.0, queue_gap_s=0.5)
+    assert choose([cached, make_candidate("idle")], 8000, wide).index == 0
+
+
+def test_the_saving_is_measured_against_the_best_of_the_shortest_queues() -> None:
+    slow = make_candidate("a-slow", prefill_s_per_token=3 * RATE)
+    chosen = make_candidate("cached", hit_tokens=7200, trunk_tokens=7200, queue_s=0.8)
+    choice = choose([slow, make_candidate("fast"), chosen], 8000, PolicySettings(saving_factor=0.5))
+    assert choice.engine_id == "fast"
+
+
+def test_cold_prompts_spread_evenly_and_repeat_themselves() -> None:
+    engines = fleet(8)
+    rng = random.Random(7)
+    keys = [rng.getrandbits(64) for _ in range(4000)]
+    placed = [choose(engines, 2000, DEFAULTS, prompt_key=key).engine_id for key in keys]
+    counts = Counter(placed)
+    assert len(counts) == 8
+    assert max(counts.values()) < 1.2 * 500  # binomial: 5 sigma is 1.21
+    assert min(counts.values()) > 0.8 * 500
+    shuffled = rng.sample(engines, 8)
+    assert placed == [choose(shuffled, 2000, DEFAULTS, prompt_key=key).engine_id for key in keys]
+
+
+def test_an_engine_that_leaves_moves_only_its_own_cold_prompts() -> None:
+    engines = fleet(8)
+    for key in range(500):
+        before = choose(engines, 2000, DEFAULTS, prompt_key=key)
+        after = choose(engines[1:], 2000, DEFAULTS, prompt_key=key)
+        assert before.index == 0 or after.engine_id == before.engine_id
+
+
+def test_noise_of_learned_rates_does_not_draw_every_cold_prompt_to_one_engine() -> None:
+    engines = fleet(8)
+    engines = [changed(e, prefill_s_per_token=RATE * (1 + 0.002 * i)) for i, e in enumerate(engines)]
+    chosen = {choose(engines, 4000, DEFAULTS, prompt_key=key).index for key in range(100)}
+    assert chosen == set(range(8))
+
+
+def test_equal_costs_go_to_the_longer_trunk() -> None:
+    credit_s = DEFAULTS.beta * (1 + DEFAULTS.eviction_premium) * 4000 * RATE
+    with_trunk = make_candidate("with", trunk_tokens=4000, queue_s=credit_s)
+    without = make_candidate("without")
+    for key in range(20):
+        choice = choose([without, with_trunk], 8000, DEFAULTS, prompt_key=key)
+        assert (choice.engine_id, choice.reason) == ("with", "tie")
+
+
+def test_a_starved_engine_gets_the_next_cold_prompt_even_if_it_seems_slower() -> None:
+    engines = fleet(4)
+    slow = changed(engines[3], prefill_s_per_token=3 * RATE, idle_s=31.0)
+    choice = choose([*engines[:3], slow], 2000, DEFAULTS)
+    assert (choice.index, choice.reason) == (3, "probe")
+    fresh = msgspec.structs.replace(slow, idle_s=29.0)
+    assert choose([*engines[:3], fresh], 2000, DEFAULTS).index != 3
+
+
+def test_a_probe_gives_up_no_saving_and_stays_within_its_price() -> None:
+    slow = make_candidate("slow", prefill_s_per_token=3 * RATE, idle_s=1e9)
+    warm = make_candidate("warm", hit_tokens=1000, trunk_tokens=1000)
+    assert choose([slow, warm], 2000, DEFAULTS).engine_id == "warm"
+    cold = make_candidate("cold")
+    assert choose([slow, cold], 20_000, DEFAULTS).engine_id == "cold"  # 5 s dearer
+
+
+def test_an_engine_loaded_by_others_is_not_probed() -> None:
+    busy = make_candidate("busy", queue_s=0.9, idle_s=1e9)
+    assert choose([busy, make_candidate("free")], 2000, DEFAULTS).engine_id == "free"
+
+
+def test_a_prompt_of_unknown_length_costs_its_wait() -> None:
+    engines = [make_candidate("busy", queue_s=0.9), make_candidate("free")]
+    choice = choose(engines, 0, DEFAULTS)
+    assert (choice.engine_id, choice.uncached_tokens) == ("free", 1)
+
+
+def test_no_candidates_is_an_error_and_one_needs_no_cost() -> None:
+    with pytest.raises(ValueError, match="no engine"):
+        choose([], 100, DEFAULTS)
+    assert choose(fleet(1, queue_s=100.0), 100, DEFAULTS).reason == "only"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"eviction_premium": -0.1},
+        {"eviction_premium": 5.0},
+        {"eviction_premium": float("nan")},
+        {"beta": 1.5},
+        {"beta": -0.1},
+        {"saving_factor": 0},
+        {"tie_s": -1},
+        {"bounded_load_factor": 1.0},
+    ],
+)
+def test_settings_that_void_the_bound_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        PolicySettings(**bad)
+
+
+def test_ask_takes_its_keys_from_the_hashes() -> None:
+    assert ask(100, [1, 2, 3], prefix_blocks=2) == ask(100, [9, 2, 3], prefix_blocks=2)
+    assert ask(100, [1, 2, 3], prefix_blocks=64).prefix_key == 3
+    assert ask(10, [], prefix_blocks=64, fallback_key=5).prompt_key == 5
+
+
+def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
+    one = st.builds(
+        make_candidate,
+        engine_id=st.uuids().map(str),
+        hit_tokens=st.integers(0, 20_000),
+        trunk_tokens=st.integers(0, 20_000),
+        cpu_tokens=st.integers(0, 5000),
+        storage_tokens=st.integers(0, 5000),
+        queue_s=st.floats(0, 50),
+        running=st.integers(0, 200),
+        idle_s=st.floats(0, 100),
+        prefill_s_per_token=st.floats(1e-5, 1e-3),
+        decode_interference_s=st.floats(0, 0.01),
+    )
+    return st.lists(one, min_size=1, max_size=num, unique_by=lambda c: c.engine_id)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    engines=candidates_of(8),
+    prompt_tokens=st.integers(1, 20_000),
+    factor=st.floats(0.01, 1),
+    premium=st.floats(0, EVICTION_PREMIUM_MAX),
+    gap=st.floats(0, 5),
+    key=st.integers(0, 2**64 - 1),
+)
+def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
+    engines: list[Candidate], prompt_tokens: int, factor: float, premium: float, gap: float, key: int
+) -> None:
+    knobs = PolicySettings(saving_factor=factor, eviction_premium=premium, queue_gap_s=gap)
+    choice = choose(engines, prompt_tokens, knobs, prompt_key=key)
+    least = min(choice.costs, key=lambda c: (c.queue_s, c.total_s))
+    assert within_bound(choice.cost, least, knobs)
+    inside = [c for c in choice.costs if within_bound(c, least, knobs)]
+    cheapest = min(c.total_s for c in inside)
+    whole_s = (1 + premium) * prompt_tokens * min(e.prefill_s_per_token for e in engines)
+    band = max(knobs.tie_s, knobs.tie_fraction * whole_s)
+    slack = knobs.probe_cost_max_s if choice.reason == "probe" else band
+    assert choice.cost.total_s <= cheapest + slack + 1e-9
+    assert all(1 <= c.uncached_tokens <= prompt_tokens for c in choice.costs)
+    assert choose(engines[::-1], prompt_tokens, knobs, prompt_key=key).engine_id == choice.engine_id
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 20_000),  # prompt tokens
+            st.integers(0, 7),  # engine that holds a trunk of it
+            st.floats(0, 1),  # share held
+            st.floats(0, 1),  # share of that which is an exact hit
+            st.floats(0, 0.5),  # seconds until it arrives
+        ),
+        max_size=120,
+    ),
+    factor=st.floats(0.1, 1),
+    premium=st.floats(0, EVICTION_PREMIUM_MAX),
+)
+def test_queues_never_drift_apart_by_more_than_the_bound(
+    requests: list[tuple[int, int, float, float, float]], factor: float, premium: float
+) -> None:
+    """Engines of one rate, whatever the prompts and whoever claims to hold them.
+
+    A queue is lengthened only while it is within max(gap, factor * saving) of the shortest, the saving is at
+    most (1 + premium) times the prefill of the prompt, and the prompt adds at most its prefill; draining
+    brings queues together.
+    """
+    knobs = PolicySettings(saving_factor=factor, eviction_premium=premium)
+    longest = 20_000 * RATE
+    bound = max(knobs.queue_gap_s, factor * (1 + premium) * longest) + longest
+    queues = [0.0] * 8
+    for prompt_tokens, holder, share, exact_share, wait_s in requests:
+        queues = [max(0.0, queue - wait_s) for queue in queues]
+        engines = [
+            make_candidate(f"e{i}", queue_s=queue, prefill_s_per_token=RATE) for i, queue in enumerate(queues)
+        ]
+        trunk = int(share * prompt_tokens)
+        engines[holder] = changed(engines[holder], trunk_tokens=trunk, hit_tokens=int(trunk * exact_share))
+        choice = choose(engines, prompt_tokens, knobs, prompt_key=prompt_tokens)
+        queues[choice.index] += choice.uncached_tokens * RATE
+        assert max(queues) - min(queues) <= bound + 1e-9

@@ -1,0 +1,137 @@
+"""An engine is one object: made whole, left by one ``close``, and a decision asks it for its candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from publisher.block_hash import HashScheme, block_hashes
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.desired import DesiredFleet
+from router.fleet.identity import EngineAddress
+from router.fleet.status import Fleet
+from router.index.learn.layout import ModelFacts
+from router.index.model import EngineHit, FleetResidency
+from router.placement.engine import Accounts, Engine, PromptView
+from router.placement.load import OthersLoad
+from router.placement.rates import PrefillSample
+from router.placement.shadow import ShadowPrompt, ShadowSpec
+
+NOW = 100.0
+
+
+def engine(name: str = "http://e:1", accounts: Accounts | None = None, **options: object) -> Engine:
+    made = Engine(EngineAddress(name), accounts or Accounts(lambda: NOW), **options)  # type: ignore[arg-type]
+    made.feed = FeedStats(state=FeedState.READY)
+    return made
+
+
+def test_an_engine_leaves_everything_it_is_in_also_where_one_part_fails() -> None:
+    accounts, left = Accounts(lambda: NOW), list[str]()
+
+    def fails(one: Engine) -> None:
+        raise RuntimeError(one.engine_id)
+
+    def make(address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
+        leaving = (fails, lambda one: left.append(one.engine_id))
+        return Engine(address, accounts, fleet_changed=fleet_changed, leaving=leaving)
+
+    fleet = Fleet([EngineAddress("http://a:1"), EngineAddress("http://b:1")], make)
+    gone, stays = fleet
+    for one in (gone, stays):
+        one.begin_shadow(ShadowSpec())
+        accounts.inflight.add(one.engine_id, [1, 2, 3], NOW)  # type: ignore[list-item]
+        accounts.affinity.record([7, 8], one.engine_id)
+        for _ in range(10):
+            slow = 10.0 if one is gone else 1.0
+            one.rates.observe(PrefillSample(1000, slow, 0), NOW)
+    assert stays.rates.prefill_s_per_token(NOW) == pytest.approx(1.0 / 1000)
+    fleet.assign(DesiredFleet((EngineAddress("http://b:1"),)))
+    assert gone.closed
+    assert list(fleet) == [stays]
+    assert left == [gone.engine_id]
+    assert accounts.inflight.common([1, 2], NOW).blocks == {stays.engine_id: 2}  # type: ignore[list-item]
+    assert accounts.affinity.match([7, 8]) == {stays.engine_id: 2}
+    assert accounts.rates.prefill_s_per_token == pytest.approx(1.0 / 1000)
+    assert gone.shadow is None
+    assert gone.residency is None
+
+
+def test_an_engine_that_comes_back_is_another_one() -> None:
+    accounts = Accounts(lambda: NOW)
+    fleet = Fleet([EngineAddress("http://a:1")], lambda a, *, fleet_changed: Engine(a, accounts))
+    (before,) = fleet
+    ticket = before.load.admit(uncached_tokens=1000, now=NOW)
+    fleet.assign(DesiredFleet())
+    fleet.assign(DesiredFleet((EngineAddress("http://a:1"),)))
+    (after,) = fleet
+    assert after is not before
+    before.load.finish(ticket, NOW)
+    assert after.load.at(NOW).idle_s == math.inf
+
+
+def held(**numbers: object) -> dict[str, EngineHit]:
+    return {"http://e:1": EngineHit(**{"mode": "native", **numbers})}  # type: ignore[arg-type]
+
+
+def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
+    one = engine()
+    one.load.admit(uncached_tokens=800, now=NOW)
+    asked = PromptView(
+        5000,
+        held(hit_tokens=1000, cpu_tokens=200, storage_tokens=300, trunk_tokens=1200),
+        {one.engine_id: 2000},
+        {one.engine_id: 1500},
+        {one.engine_id: OthersLoad(running=2, waiting=1, tokens=400)},
+    )
+    found = one.candidate(asked, NOW)
+    assert (found.running, found.waiting) == (2, 2)
+    assert found.queue_s == pytest.approx(1200 * found.prefill_s_per_token)
+    hit = found.hit
+    assert (hit.gpu_tokens, hit.cpu_tokens, hit.storage_tokens) == (1000, 200, 300)
+    assert (hit.trunk_tokens, hit.coming_tokens, hit.confidence) == (2000, 1500, "exact")
+    assert (hit.soon_tokens, hit.near_tokens, hit.whole_tokens) == (1500, 1500, 1500)
+    assert hit.by_medium == {"GPU": 1500, "CPU": 0, "STORAGE": 0}
+
+
+@pytest.mark.parametrize("missing", [0, 1, 9])
+def test_what_a_feed_missed_is_taken_off(missing: int) -> None:
+    one = engine()
+    one.feed = FeedStats(state=FeedState.DEGRADED, known_batches=9, missing_batches=missing)
+    found = one.hit(PromptView(5000, held(hit_tokens=1600, trunk_tokens=1600, alignment=16)))
+    assert found.gpu_tokens == 1600 * 9 // (9 + missing) // 16 * 16
+    assert (found.confidence, found.mode) == ("degraded", "native")
+    assert found.trunk_tokens == 1600
+
+
+def test_what_nobody_keeps_up_to_date_is_a_trunk_and_nothing_to_count_on() -> None:
+    found = engine().hit(PromptView(5000, held(hit_tokens=1600, trunk_tokens=1600, stale=True)))
+    assert (found.whole_tokens, found.trunk_tokens, found.confidence) == (0, 1600, "none")
+
+
+def test_an_engine_that_never_stored_a_block_is_known_to_be_empty() -> None:
+    one = engine()
+    one.residency = FleetResidency(ModelFacts()).residency(one.engine_id)
+    unknown = held(mode="unknown")
+    assert one.hit(PromptView(5000, unknown)).confidence == "exact"
+    assert one.hit(PromptView(5000, unknown, {one.engine_id: 16})).confidence == "none"
+    one.feed = FeedStats(state=FeedState.REPLAYING)
+    assert one.hit(PromptView(5000, unknown)).confidence == "none"
+
+
+def test_a_shadow_stands_in_for_events() -> None:
+    one, tokens = engine(), list(range(200))
+    one.begin_shadow(ShadowSpec())
+    assert one.shadow is not None
+
+    def hashes_of(scheme: HashScheme) -> list[int]:
+        return block_hashes(tokens, scheme)  # type: ignore[return-value]
+
+    one.shadow.served(tokens, hashes_of)  # type: ignore[arg-type]
+    asked = PromptView(200, shadows=ShadowPrompt(tokens, hashes_of))  # type: ignore[arg-type]
+    found = one.hit(asked)
+    assert (found.gpu_tokens, found.confidence, found.mode) == (192, "shadow", "shadow")
+    one.reset()
+    assert one.hit(asked).gpu_tokens == 0

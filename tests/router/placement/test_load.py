@@ -1,0 +1,215 @@
+"""The load account: queue seconds follow what was sent, time, and evidence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.placement.load import LoadAccount, LoadSettings, Ticket
+from router.placement.rates import FleetRates, RateSettings
+
+RATE = 0.001
+
+
+def account(**knobs: float) -> LoadAccount:
+    return LoadAccount(FleetRates(RateSettings(prefill_s_per_token=RATE)).engine(), LoadSettings(**knobs))
+
+
+def test_queue_is_the_prefill_still_to_do() -> None:
+    load = account()
+    assert load.queue_ahead_s(0.0) == 0
+    load.admit(uncached_tokens=2000, now=0.0)
+    load.admit(uncached_tokens=500, now=0.5)
+    assert load.queue_ahead_s(0.5) == pytest.approx(1.5 + 0.5)
+    assert account().queue_ahead_s(0.5) == 0
+    state = load.at(0.5)
+    assert (state.waiting, state.running, state.awaited_tokens) == (2, 0, 2500)
+    assert state.idle_s == 0
+
+
+def test_time_works_off_the_head_only() -> None:
+    load = account()
+    load.admit(uncached_tokens=1000, now=0.0)
+    load.admit(uncached_tokens=300, now=0.0)
+    assert load.queue_ahead_s(0.6) == pytest.approx(0.7)
+    assert load.queue_ahead_s(1.5) == pytest.approx(0.3)  # the head is late, so the next has not begun
+
+
+def test_a_first_token_corrects_the_account() -> None:
+    load = account()
+    first = load.admit(uncached_tokens=5000, now=0.0)
+    load.admit(uncached_tokens=1000, now=0.0)
+    sample = load.first_token(first, 2.0)  # 3 s sooner than believed
+    assert load.queue_ahead_s(2.0) == pytest.approx(1.0)
+    assert load.queue_ahead_s(2.4) == pytest.approx(0.6)
+    assert sample is not None
+    assert (sample.tokens, sample.service_s, sample.running) == (5000, 2.0, 0)
+    assert load.at(2.0).running == 1
+    load.finish(first, 9.0)
+    assert load.at(9.0).running + load.at(9.0).waiting == 1
+
+
+def test_samples_leave_out_the_queue() -> None:
+    load = account()
+    first = load.admit(uncached_tokens=1000, now=0.0)
+    second = load.admit(uncached_tokens=2000, now=0.1)
+    load.first_token(first, 1.0)
+    sample = load.first_token(second, 3.0)
+    assert sample is not None
+    assert sample.service_s == pytest.approx(2.0)
+    assert sample.running == 1
+
+
+def test_a_first_token_after_a_load_says_nothing_of_the_prefill() -> None:
+    load = account()
+    ticket = load.admit(uncached_tokens=1000, now=0.0, load_s=5.0)
+    assert load.at(0.0).queue_s == load.rates.prefill_s_per_token(0.0) * 1000, "loads hold up nobody"
+    assert load.at(4.0).waiting == 1, "not overdue while it loads"
+    assert load.first_token(ticket, 5.1) is None
+    after = load.admit(uncached_tokens=1000, now=5.1)
+    assert load.first_token(after, 5.3) is not None
+    assert load.check_integrity() == []
+
+
+def test_a_prompt_that_overtakes_is_part_of_the_heads_sample() -> None:
+    load = account()
+    head = load.admit(uncached_tokens=1000, now=0.0)
+    quick = load.admit(uncached_tokens=200, now=0.0)
+    assert load.first_token(quick, 0.5) is None
+    sample = load.first_token(head, 1.2)
+    assert sample is not None
+    assert (sample.tokens, sample.service_s) == (1200, 1.2)
+
+
+def test_answers_that_do_not_stream_drain_by_time_and_teach_nothing() -> None:
+    load = account()
+    whole = load.admit(uncached_tokens=1000, now=0.0, streams=False)
+    streamed = load.admit(uncached_tokens=1000, now=0.0)
+    assert load.queue_ahead_s(1.5) == pytest.approx(0.5)
+    assert load.first_token(whole, 1.6) is None
+    assert load.first_token(streamed, 2.1) is None  # it began at a guessed time
+    assert load.at(2.1).running == 2
+    load.finish(whole, 2.2)
+    assert load.at(2.2).running == 1
+
+
+def test_an_overdue_head_does_not_block_the_account_for_ever() -> None:
+    load = account(overdue_factor=2.0, overdue_s=1.0)
+    late = load.admit(uncached_tokens=1000, now=0.0)
+    load.admit(uncached_tokens=1000, now=0.0)
+    assert load.queue_ahead_s(2.9) == pytest.approx(1.0)
+    assert load.queue_ahead_s(3.5) == pytest.approx(0.5)
+    assert load.stats.overdue == 1
+    assert load.first_token(late, 3.6) is None
+    assert load.queue_ahead_s(3.6) == pytest.approx(1.0)  # only now can the next have begun
+
+
+def test_a_failed_request_leaves_at_once() -> None:
+    load = account()
+    dead = load.admit(uncached_tokens=9000, now=0.0)
+    load.fail(dead, 0.1)
+    load.fail(dead, 0.1)
+    load.finish(dead, 0.2)
+    assert load.at(0.2).queue_s == 0
+    assert load.at(0.2).running == 0
+    assert (load.stats.failed, load.stats.finished) == (1, 0)
+
+
+def test_the_next_begins_when_the_head_fails() -> None:
+    load = account()
+    head = load.admit(uncached_tokens=1000, now=0.0)
+    after = load.admit(uncached_tokens=1000, now=0.0)
+    load.fail(head, 0.5)
+    assert load.queue_ahead_s(0.7) == pytest.approx(0.8)
+    assert load.first_token(after, 1.5) is None  # the failed one may have taken some of that time
+
+
+def test_gauges_show_the_load_of_others_while_fresh() -> None:
+    load = account(gauge_fresh_s=10.0, foreign_tokens=700)
+    own = load.admit(uncached_tokens=700, now=0.0)
+    load.report(running=5, waiting=3, now=0.0)  # ours is one of the eight
+    state = load.at(0.0)
+    assert (state.foreign, state.waiting, state.running) == (7, 3, 5)
+    assert state.queue_s == pytest.approx((1 + 2) * 0.7)
+    assert load.first_token(own, 0.5) is None  # others were prefilled in between: no sample
+    assert load.at(10.1).foreign == 0
+
+
+def test_gauges_that_show_less_than_the_account_change_nothing() -> None:
+    load = account()
+    load.admit(uncached_tokens=1000, now=0.0)
+    load.report(running=0, waiting=0, now=0.0)  # polled before the engine saw it
+    assert load.queue_ahead_s(0.0) == pytest.approx(1.0)
+    assert load.at(0.0).foreign == 0
+
+
+def test_old_tickets_do_not_touch_an_engine_that_came_back() -> None:
+    before = account()
+    waiting, running = (before.admit(uncached_tokens=1000, now=0.0) for _ in range(2))
+    load = account()  # it left, and came back as another object
+    fresh = load.admit(uncached_tokens=2000, now=1.0)
+    before.first_token(waiting, 1.0)
+    before.finish(waiting, 1.0)
+    before.fail(running, 1.0)
+    assert load.queue_ahead_s(1.0) == pytest.approx(2.0)
+    load.finish(fresh, 1.0)
+    assert load.at(1.0).running == 0
+    assert load.check_integrity() == before.check_integrity() == []
+
+
+def test_awaited_prompts_are_bounded() -> None:
+    load = account(awaited_max=2)
+    for _ in range(5):
+        load.admit(uncached_tokens=100, now=0.0)
+    assert load.at(0.0).waiting == 2
+    assert load.stats.overflow == 3
+
+
+def test_an_engine_never_used_is_idle_for_ever() -> None:
+    assert account().at(5.0).idle_s == math.inf
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(("admit", "quiet", "first_token", "finish", "fail", "report", "forget")),
+        st.sampled_from("AB"),
+        st.integers(0, 5000),
+        st.floats(0, 3),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=steps)
+def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, float]]) -> None:
+    loads, now = {name: account() for name in "AB"}, 0.0
+    tickets: list[tuple[LoadAccount, Ticket]] = []
+    for what, engine, number, wait_s in steps:
+        now += wait_s
+        load = loads[engine]
+        if what in ("admit", "quiet"):
+            ticket = load.admit(uncached_tokens=number, now=now, streams=what == "admit")
+            tickets.append((load, ticket))
+        elif what == "report":
+            load.report(running=number % 5, waiting=number % 3, now=now)
+        elif what == "forget":
+            loads[engine] = account()
+        elif tickets:
+            of, ticket = tickets[number % len(tickets)]
+            getattr(of, what)(ticket, now)
+        for one in loads.values():
+            state = one.at(now)
+            assert state.queue_s >= 0
+            assert state.running >= 0
+            assert state.queue_s <= (state.awaited_tokens + state.foreign * 5000) * RATE + 1e-9
+            assert one.check_integrity() == []
+    for of, ticket in tickets:
+        of.finish(ticket, now)
+    for one in loads.values():
+        state = one.at(now)
+        assert state.running + state.waiting == state.foreign
+        assert state.awaited_tokens == 0

@@ -1,0 +1,133 @@
+"""Bodies too large to be decoded: model and stream are still found, the loop turns, affinity holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.openai import body as body_module
+from router.openai import outline
+from router.openai.body import Peek, peek, peek_any_size
+from router.openai.errors import ApiError
+from router.openai.outline import OutlineError, top_level
+from router.prompts.config import PromptSettings
+from router.prompts.reader import ModelPrompts, TextAffinity
+from tests.support.prompts.readers import chat, read, reader, say
+
+NAMES = ("model", "stream")
+TEXT = st.text(st.sampled_from('model "\\{}[]:,\n\u00e9\U0001f600'), max_size=8) | st.sampled_from(NAMES)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(TEXT, JSON, max_size=6), st.integers(2, 40), st.booleans())
+def test_the_outline_finds_what_the_parser_finds(
+    fields: dict[str, Any], window: int, ascii_only: bool
+) -> None:
+    body = json.dumps(fields, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outline, "_WINDOW_BYTES", window)
+        found = top_level(body, NAMES)
+    wanted = {name: fields[name] for name in NAMES if isinstance(fields.get(name), str | bool)}
+    assert {name: msgspec.json.decode(value) for name, value in found.items()} == wanted
+
+
+def test_of_equal_keys_the_last_one_counts_and_nested_ones_do_not() -> None:
+    body = b'{"model": "a", "x": {"model": "b"}, "y": "model", "model" :\n"c", "z": ["model", "d"]}'
+    assert top_level(body, NAMES) == {"model": b'"c"'}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"a": "}', b'{"a": 1}}', b'{"a": [1}', b'{} "model"', b"{}x"]
+)
+def test_what_is_not_one_closed_object_has_no_outline(body: bytes) -> None:
+    with pytest.raises(OutlineError):
+        top_level(body, NAMES)
+
+
+def test_large_and_small_bodies_are_looked_at_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = [
+        b'{"messages": ["x"], "model": "m\\u00e9", "stream": true}',
+        b'{"model": 5, "stream": "yes"}',
+        b'{"model": null}',
+        b" {} ",
+    ]
+    small = [peek(body) for body in bodies]
+    monkeypatch.setattr(body_module, "_INLINE_BYTES_MAX", 0)
+    large = [asyncio.run(peek_any_size(body)) for body in bodies]
+    assert [(look.model, look.stream) for look in large] == [(look.model, look.stream) for look in small]
+    assert [look.guarded for look in large] == [True, False, False, False]  # of escapes it cannot be told
+    assert small[0] == Peek("m\u00e9", True)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(peek_any_size(b"[1, 2]"))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_a_name_that_no_model_has_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "_INLINE_BYTES_MAX", 0)
+    found = asyncio.run(peek_any_size(b'{"model": "' + "\u00e9".encode() * 100_000 + b'"}'))
+    assert found.model is not None
+    assert set(found.model) == {"\u00e9"}
+    assert 100 < len(found.model) < 5000
+
+
+@pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"":0},', b"1,", b"[[[]]],"])
+def test_the_loop_turns_while_a_large_odd_body_is_looked_at(unit: bytes) -> None:
+    body = b'{"x":[' + unit * ((6 << 20) // len(unit)) + b'0],"model":"m"}'
+
+    async def main() -> int:
+        looking = asyncio.create_task(peek_any_size(body))
+        turns = 0
+        while not looking.done():
+            turns += 1
+            await asyncio.sleep(0.0005)
+        assert (await looking).model == "m"
+        return turns
+
+    assert asyncio.run(main()) > 3
+
+
+def test_a_model_of_a_strange_type_is_not_decoded() -> None:
+    """Decoding it would build a million lists."""
+    body = b'{"model":[' + b"[]," * 1000 + b'[]],"stream":[[]]}'
+    seen = body_module._PEEK.decode(body)
+    assert [type(seen.model), type(seen.stream)] == [msgspec.Raw, msgspec.Raw]
+    assert peek(body) == Peek(None, False)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/other"])
+def test_nothing_above_the_limit_is_decoded(path: str) -> None:
+    side = reader({"m": ModelPrompts()}, PromptSettings(prompt_bytes_max=1000))
+    found = read(side, b'{"messages": [' + b"[" * 2000, path)  # no JSON: a decoder would refuse it
+    assert isinstance(found, TextAffinity)
+    assert found.reason == "too_large"
+    assert (side.stats.not_local["too_large"], side.stats.affinity["too_large"]) == (1, 1)
+
+
+def test_a_next_turn_above_the_limit_goes_where_its_past_went() -> None:
+    side = reader({"m": ModelPrompts()}, PromptSettings(prompt_bytes_max=1000))
+    story = [say("user", "All engines are equal, but some hold more. " * 100)]
+
+    def keys(messages: list[Any], **fields: Any) -> tuple[int, ...]:
+        found = read(side, {**fields, **chat(*messages)})
+        assert isinstance(found, TextAffinity)
+        return found.keys
+
+    first, second = (
+        keys(story, seed=1),
+        keys([*story, say("assistant", "Yes."), say("user", "Why?")], seed=77),
+    )
+    shared = len(first) - 1
+    assert shared >= 5
+    assert first[:shared] == second[:shared]
+    assert not set(first) & set(keys([say("user", "x" * 3000)]))

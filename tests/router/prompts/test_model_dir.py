@@ -1,0 +1,121 @@
+"""A model directory is read with the precedence of the engine's own loader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from router.prompts.model_dir import ModelDirError, load_chat_template, load_model_dir
+from router.prompts.reader import PromptReader, TextAffinity
+from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_exact, say
+
+CHAT = chat(say("user", "Hello"))
+
+
+def text_of(reader: PromptReader, body: object = CHAT) -> str:
+    local = reader.local_model("m")
+    assert local is not None
+    text: str = local.tokenizer._tokenizer.decode(
+        list(read_exact(reader, body).token_ids), skip_special_tokens=False
+    )
+    reader.close()
+    return text
+
+
+def test_special_tokens_may_be_text_or_objects_or_in_the_older_file(tmp_path: Path) -> None:
+    folder = model_dir(tmp_path, None, unk_token=None)
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<|eot|>"}, "pad_token": "<p>"})
+    )
+    found = load_model_dir(folder)
+    assert found.special_tokens == {"bos_token": "<|eot|>", "eos_token": "<|eos|>", "pad_token": "<p>"}
+    assert found.tokenizer.token_to_id("<p>") is not None
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": {}}))
+    assert load_model_dir(folder).special_tokens["bos_token"] == "<|bos|>"
+
+
+def test_tokens_only_the_configuration_names_are_added(tmp_path: Path) -> None:
+    added = {"9001": {"content": "<late>", "lstrip": True, "special": False}, "9000": {"content": "<early>"}}
+    folder = model_dir(tmp_path, None, added_tokens_decoder=added, extra_special_tokens=["<more>", "<|eot|>"])
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer, size = load_model_dir(folder).tokenizer, plain.get_vocab_size()
+    assert [tokenizer.token_to_id(text) for text in ("<early>", "<late>", "<more>")] == [
+        size,
+        size + 1,
+        size + 2,
+    ]
+    assert tokenizer.token_to_id("<|eot|>") == plain.token_to_id("<|eot|>")
+    assert tokenizer.get_added_tokens_decoder()[size + 1].lstrip
+
+
+def test_a_template_file_goes_before_the_configuration(tmp_path: Path) -> None:
+    folder = model_dir(tmp_path, "chatml")
+    (folder / "chat_template.jinja").write_text("file")
+    assert text_of(local_reader(folder)) == "file"
+    assert text_of(local_reader(folder, chat_template="given {{ messages[0].content }}")) == "given Hello"
+    other = tmp_path / "other.jinja"
+    other.write_text("other file")
+    assert text_of(local_reader(folder, chat_template=str(other))) == "other file"
+
+
+def test_named_templates_and_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+        {"name": "rag", "template": "rag"},
+    ]
+    folder = model_dir(tmp_path, None, chat_template=named)
+    with_tools = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert text_of(local_reader(folder)) == "plain"
+    assert text_of(local_reader(folder), with_tools) == "tools"
+    assert text_of(local_reader(folder, chat_template="rag"), with_tools) == "rag"
+    none = {**with_tools, "tool_choice": "none"}
+    assert text_of(local_reader(folder), none) == "tools"
+    assert text_of(local_reader(folder, exclude_tools_when_tool_choice_none=True), none) == "plain"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("from a file")
+    assert text_of(local_reader(folder), with_tools) == "from a file"
+
+
+def test_a_processors_template_serves_chats_without_tools(tmp_path: Path) -> None:
+    folder = model_dir(tmp_path, None, chat_template="tokenizer's")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "processor's"}))
+    assert text_of(local_reader(folder)) == "tokenizer's"  # no processor: that file is not looked at
+    (folder / "preprocessor_config.json").write_text("{}")
+    assert text_of(local_reader(folder)) == "processor's"
+    tools = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert text_of(local_reader(folder), tools) == "tokenizer's"
+
+
+@pytest.mark.parametrize("config", [{"model_type": "gpt_oss"}, {"architectures": ["DeepseekV32ForCausalLM"]}])
+def test_models_with_a_renderer_of_their_own_are_left_to_the_engine(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    folder = model_dir(tmp_path, "chatml")
+    (folder / "config.json").write_text(json.dumps(config))
+    reader = local_reader(folder)
+    found = read(reader, CHAT)
+    assert isinstance(found, TextAffinity)
+    assert found.reason == "renderer"
+    assert len(read_exact(reader, {"prompt": "Hello"}, "/v1/completions").token_ids) > 0
+    reader.close()
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    folder = model_dir(tmp_path, "chatml")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = load_model_dir(folder).tokenizer.encode("Hello there, how are you?").ids
+    assert len(ids) > 9
+
+
+def test_a_template_that_looks_like_a_missing_file_is_refused() -> None:
+    with pytest.raises(ModelDirError, match="no/such/file"):
+        load_chat_template("no/such/file.jinja")
+    assert load_chat_template("{{ messages }}") == "{{ messages }}"

@@ -1,0 +1,280 @@
+"""What the caches save is never visible: ids and hashes are those of a reader that never saw anything."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
+from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys, token_keys
+from router.prompts.reader import Prompt, PromptReader, PromptSettings
+from router.prompts.stats import PromptStats
+from router.prompts.tokens.truncation import ids_of
+from tests.support.prompts import cases
+from tests.support.prompts.readers import (
+    chat,
+    local_reader,
+    metaspace_tokenizer,
+    model_dir,
+    read_exact,
+    request,
+    say,
+)
+
+SCHEME = HashScheme()
+SCHEMES = (
+    SCHEME,
+    HashScheme(algo="sha256_cbor", hash_block_size=32),
+    HashScheme(hash_block_size=8, lookahead=2),
+)
+CHUNKS = ["Hello", " world", "\n", "é", "<|im_end|>", "日本", "12345", "<think>", "  ", "{}"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("m"), "thinking_tools")
+
+
+def fresh(folder: Path) -> PromptReader:
+    return local_reader(folder)
+
+
+def conversation(rng: random.Random, num_turns: int) -> list[dict[str, Any]]:
+    text = lambda: "".join(rng.choices(CHUNKS, k=rng.randint(1, 40)))  # noqa: E731
+    messages = [say("system", text())]
+    for _ in range(num_turns):
+        messages += [say("user", text()), say("assistant", text())]
+    return messages
+
+
+def test_growing_branching_chats_equal_cold_ones(folder: Path) -> None:
+    rng = random.Random(5)
+    warm, other, cold = fresh(folder), fresh(folder), []
+    for _ in range(12):
+        messages = conversation(rng, 4)
+        for end in (2, 4, 4, 6, 8):
+            cold.append(chat(*messages[:end]))
+            cold.append(chat(*messages[: end - 1], say("user", f"other question {rng.random()}")))
+            cold.append(chat(*messages[:end], tools=cases.TOOLS))
+    for body in cold:
+        prompt = read_exact(warm, body)
+        expected = forgetful_prompt(other, body).token_ids
+        assert prompt.token_ids == expected
+        for scheme in SCHEMES:
+            assert prompt.hashes(scheme) == block_hashes(expected, scheme)
+    warm._cache.check_integrity()
+    stats = warm.stats
+    assert stats.prefix_hits > 100
+    assert stats.tokens_reused > stats.tokens_new
+    assert stats.blocks_reused > stats.blocks_hashed
+    warm.close()
+    other.close()
+
+
+def forgetful_prompt(reader: PromptReader, body: dict[str, Any]) -> Prompt:
+    """The prompt from a reader whose caches are emptied before."""
+    local = reader.local_model("m")
+    assert local is not None
+    local._cache = PrefixCache(PromptStats(), 0)
+    local.tokenizer._cache.clear()
+    return read_exact(reader, body)
+
+
+def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
+    warm, other = fresh(folder), fresh(folder)
+    text = "The router asks which engine holds the longest prefix of this prompt"
+    for end in (*range(len(text)), *range(len(text), 0, -1)):
+        body = chat(say("system", "Be brief."), say("user", text[:end]), say("assistant", "Yes."))
+        assert read_exact(warm, body).token_ids == forgetful_prompt(other, body).token_ids
+    assert warm.stats.prefix_hits > 100
+    warm.close()
+    other.close()
+
+
+def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.local.message_keys", lambda scope, raws: [7] * len(raws))
+    monkeypatch.setattr("router.prompts.cache.token_keys", lambda scope, ids: [8])
+    warm, other = fresh(folder), fresh(folder)
+    rng = random.Random(4)
+    for _ in range(60):
+        fields = rng.choice([{}, {"tools": cases.TOOLS}, {"cache_salt": "x"}, {"reasoning_effort": "low"}])
+        body = chat(*conversation(random.Random(rng.randint(0, 2)), 2), **fields)
+        prompt = read_exact(warm, body)
+        assert prompt.token_ids == forgetful_prompt(other, body).token_ids
+        assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
+        ids = list(range(rng.randint(40, 42)))
+        completion = read_exact(
+            warm, {"prompt": ids, **{k: v for k, v in fields.items() if k == "cache_salt"}}, "/v1/completions"
+        )
+        assert list(completion.token_ids) == ids
+        assert completion.hashes(SCHEME) == block_hashes(ids, SCHEME, completion.extras)
+    warm.close()
+    other.close()
+
+
+def test_hashes_are_not_inherited_across_extras() -> None:
+    ids = ids_of(range(64))
+    parent = Entry([1], b"", ids, PromptExtras(cache_salt="x"))
+    parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
+    parent.chains[SCHEME].extend(ids)
+    child, sibling = Entry([2], b"", ids, PromptExtras()), Entry([3], b"", ids, parent.extras)
+    child.inherit(parent, 64)
+    sibling.inherit(parent, 40)
+    assert child.chains == {}
+    assert sibling.chains[SCHEME].hashes == parent.chains[SCHEME].hashes[:2]
+
+
+def test_a_next_turn_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None:
+    reader = fresh(folder)
+    messages = conversation(random.Random(1), 20)
+    first = read_exact(reader, chat(*messages[:-1]))
+    first.hashes(SCHEME)
+    tokens, blocks = reader.stats.tokens_new, reader.stats.blocks_hashed
+    after = read_exact(reader, chat(*messages, say("user", "And now?")))
+    after.hashes(SCHEME)
+    assert len(after.token_ids) > len(first.token_ids)
+    assert reader.stats.tokens_new - tokens < 100
+    assert reader.stats.blocks_hashed - blocks < 10
+    assert len(reader._cache) == 1  # the shorter prompt is part of the longer one
+    reader.close()
+
+
+def test_an_exact_repeat_does_nothing(folder: Path) -> None:
+    reader = fresh(folder)
+    body = chat(say("user", "Hello"), tools=cases.TOOLS)
+    first, rendered = read_exact(reader, body), reader.stats.rendered
+    again = read_exact(reader, body)
+    assert again.token_ids is first.token_ids
+    assert reader.stats.rendered == rendered
+    reader.close()
+
+
+def test_what_differs_besides_messages_is_never_mixed_up(folder: Path) -> None:
+    reader = local_reader(folder, lora_paths={"a": "/a", "b": "/b"})
+    bodies = [
+        chat(say("user", "Hello there, " * 9), **fields)
+        for fields in (
+            {},
+            {"tools": cases.TOOLS},
+            {"tools": cases.TOOLS[:1]},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"add_generation_prompt": False},
+            {"reasoning_effort": "low"},
+            {"reasoning_effort": "high"},
+            {"cache_salt": "x"},
+            {"cache_salt": "y"},
+            {"add_special_tokens": True},
+            {"truncate_prompt_tokens": 20},
+        )
+    ]
+    for _ in range(2):
+        for body in bodies:
+            for model in ("m", "a", "b"):
+                prompt = read_exact(reader, body, model=model)
+                salt = body.get("cache_salt")
+                lora = {"lora_name": model, "lora_path": f"/{model}"} if model != "m" else {}
+                assert prompt.extras == PromptExtras(cache_salt=salt, **lora)
+                assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
+    # Salts are no tokens, and this tokenizer adds no special ones: three bodies look like the first.
+    assert len({tuple(read_exact(reader, body).token_ids) for body in bodies}) == len(bodies) - 3
+    for body in bodies:
+        assert len({tuple(read_exact(reader, body, model=m).hashes(SCHEME)) for m in "mab"}) == 3
+    assert len({tuple(read_exact(reader, body).hashes(SCHEME)) for body in (bodies[0], *bodies[7:9])}) == 3
+    reader.close()
+
+
+def test_completions_share_hashes_by_tokens(folder: Path) -> None:
+    reader = fresh(folder)
+    path = "/v1/completions"
+    base = [number % 500 for number in range(3000)]
+    for ids in (base[:1000], base[:2000], base[:1500] + [7] * 9, base, base[:2999], base):
+        prompt = read_exact(reader, {"prompt": ids}, path)
+        assert list(prompt.token_ids) == ids
+        assert prompt.hashes(SCHEME) == block_hashes(ids, SCHEME)
+    assert reader.stats.blocks_reused > 3 * reader.stats.blocks_hashed / 2
+    reader._cache.check_integrity()
+    reader.close()
+
+
+def test_long_prompts_take_the_worker_and_give_the_same(folder: Path, tmp_path: Path) -> None:
+    messages = conversation(random.Random(2), 3)
+    messages[1]["content"] = "A long text, 日本. " * 20000
+    body = chat(*messages[:-1])
+    small = PromptSettings(inline_chars_max=10**9, inline_blocks_max=10**9)
+    for directory in (folder, model_dir(tmp_path, "chatml", tokenizer=metaspace_tokenizer())):
+        inline, threaded = local_reader(directory, small), fresh(directory)
+        expected = read_exact(inline, body)
+
+        async def run(reader: PromptReader = threaded) -> tuple[Prompt, list[int]]:
+            prompt = await reader.read(request(body))
+            assert isinstance(prompt, Prompt)
+            return prompt, list(await reader.hashes(prompt, SCHEME))
+
+        prompt, hashes = asyncio.run(run())
+        assert prompt.token_ids == expected.token_ids
+        assert hashes == block_hashes(expected.token_ids, SCHEME)
+        assert threaded.stats.worker_jobs >= 3
+        inline.close()
+        threaded.close()
+
+
+def test_the_prefix_cache_is_bounded(folder: Path) -> None:
+    reader = local_reader(folder, PromptSettings(prefix_cache_bytes_max=100_000))
+    rng = random.Random(3)
+    for _ in range(60):
+        read_exact(reader, chat(*conversation(rng, 3)[:-1])).hashes(SCHEME)
+        assert reader.stats.prefix_bytes <= 100_000
+        reader._cache.check_integrity()
+    assert reader.stats.prefix_evictions > 20
+    reader.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=30), st.integers(3000, 20000))
+def test_the_index_always_proposes_the_longest_live_prefix(
+    sequences: list[list[int]], bytes_max: int
+) -> None:
+    cache = PrefixCache(PromptStats(), bytes_max)
+    for sequence in sequences:
+        raws = [str(number).encode() for number in sequence]
+        keys = message_keys(b"s", raws)
+        found = cache.find(keys)
+        if found is not None:
+            entry, length = found
+            assert entry.raws[:length] == raws[:length]
+        live = [e.raws for e in cache._entries.values()]
+        longest = max((sum(1 for _ in _common(raws, other)) for other in live), default=0)
+        assert (found[1] if found else 0) == longest
+        cache.put(Entry(keys, b"s", ids_of(sequence), PromptExtras(), raws))
+        cache.check_integrity()
+
+
+def _common(left: list[bytes], right: list[bytes]) -> list[bytes]:
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return left[:count]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
+def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int]) -> None:
+    expected = 0
+    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
+        expected += 1
+    for known in range(expected + 1):
+        assert common_tokens(ids_of(left), ids_of(right), known) == expected
+
+
+def test_token_keys_agree_as_far_as_whole_chunks_do() -> None:
+    left, right = ids_of(range(1000)), ids_of([*range(600), *range(400)])
+    a, b = token_keys(b"s", left), token_keys(b"s", right)
+    assert a[:2] == b[:2]
+    assert not set(a[2:]) & set(b[2:])
+    assert not set(a) & set(token_keys(b"t", left))

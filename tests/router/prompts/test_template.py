@@ -1,0 +1,145 @@
+"""Chat templates render as Hugging Face's jinja2 does; minijinja is used only while that is so."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import minijinja
+import pytest
+
+from router.prompts.chat.content_format import detect_content_format
+from router.prompts.chat.messages import parse_message
+from router.prompts.chat.template import (
+    ChatTemplate,
+    TemplateRejectsError,
+    message_shape,
+    reference_environment,
+    tojson,
+)
+from router.prompts.stats import PromptStats
+from tests.support.prompts import cases
+from tests.support.prompts.readers import TEMPLATES, template_text
+
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+LOOP = "{% for m in messages %}{% for p in m.content %}{{ p }}{% endfor %}{% endfor %}"
+MACRO = "{% macro show(c) %}{% for p in c %}{% endfor %}{% endmacro %}"
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def context(messages: list[dict[str, object]], **more: object) -> dict[str, object]:
+    return {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **more}
+
+
+def shapes(messages: list[dict[str, object]]) -> frozenset[object]:
+    return frozenset(message_shape(message) for message in messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rendering_equals_jinja2(name: str) -> None:
+    stats = PromptStats()
+    template = ChatTemplate(template_text(name), stats)
+    reference = reference_environment().from_string(template.source)
+    compared = 0
+    for body in (*cases.TURNS, *cases.TOOL_CHATS, *cases.random_chats(40, seed=3)):
+        messages = [parse_message({**m}, template.content_format) for m in body["messages"]]
+        names = context(messages, bos_token="<|bos|>", eos_token="<|eos|>", tools=body.get("tools"))
+        try:
+            expected = reference.render(**names)
+        except Exception:  # noqa: BLE001  # whatever the template raises
+            with pytest.raises(TemplateRejectsError):
+                template.render(names, shapes(messages))
+            continue
+        compared += 1
+        assert template.render(names, shapes(messages)) == expected
+    assert compared > 30
+    assert stats.template_mismatches == 0
+    assert template.engine == ("jinja2" if name == "generation_blocks" else "minijinja")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% generation %}x{% endgeneration %}" + PLAIN,  # minijinja cannot parse it
+        "{{ '%s' % messages[0].content }}",  # minijinja cannot run it
+    ],
+)
+def test_jinja2_takes_over_what_minijinja_cannot_do(source: str) -> None:
+    stats = PromptStats()
+    template = ChatTemplate(source, stats)
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.engine == "jinja2"
+    assert "hi" in template.render(context(messages), shapes(messages))
+    assert stats.rendered_jinja2 == 1
+
+
+def test_a_difference_met_in_use_ends_minijinja_for_that_template() -> None:
+    stats = PromptStats()
+    template = ChatTemplate(PLAIN, stats)
+    assert template.engine == "minijinja"
+    other = minijinja.Environment()
+    other.add_template("chat", "something else")
+    template._fast = other
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.render(context(messages), shapes(messages)) == "user: hi\n"
+    assert template.engine == "jinja2"
+    assert stats.template_mismatches == 1
+
+
+def test_known_shapes_are_checked_only_now_and_then() -> None:
+    stats = PromptStats()
+    template = ChatTemplate(PLAIN, stats)
+    for number in range(200):
+        messages = [{"role": "user", "content": f"number {number}"}]
+        template.render(context(messages), shapes(messages))
+    assert stats.template_checks == 1
+    messages = [{"role": "user", "content": "hi", "name": "bob"}]
+    template.render(context(messages), shapes(messages))
+    assert stats.template_checks == 2
+
+
+def test_a_generation_block_keeps_its_variables_to_itself() -> None:
+    source = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ChatTemplate(source, PromptStats()).render(context([]), frozenset()) == "ba"
+
+
+def test_tojson_is_plain_json() -> None:
+    value = {"b": "<ü&'>", "a": [1.0, None, True]}
+    assert tojson(value) == '{"b": "<ü&\'>", "a": [1.0, null, true]}'
+    assert tojson(value, indent=2).startswith('{\n  "b"')
+    assert tojson(value, separators=(",", ":"), sort_keys=True) == '{"a":[1.0,null,true],"b":"<ü&\'>"}'
+    source = "{{ tools | tojson(ensure_ascii=True, indent=1) }}"
+    names = context([], tools=[value])
+    assert ChatTemplate(source, PromptStats()).render(names, frozenset()) == tojson([value], True, 1)
+
+
+def test_strftime_now_gives_local_time_and_is_noticed() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y') }}", PromptStats())
+    assert template.depends_on_time
+    year = time.localtime().tm_year
+    assert template.render(context([]), frozenset()) in {str(year), str(year + 1)}
+
+
+def test_no_jinja_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=re.escape("chat template is no valid Jinja")):
+        ChatTemplate("{% for %}", PromptStats())
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (PLAIN, "string"),
+        (LOOP, "openai"),
+        (LOOP.replace("messages", "messages[1:]").replace("m.content", "m['content'] | list"), "openai"),
+        ("{% set a = messages %}{% set b = a[1:] %}" + LOOP.replace("messages", "b"), "openai"),
+        (LOOP.replace("m.content", "content"), "openai"),
+        (MACRO + "{% for m in messages %}{{ show(m.content) }}{% endfor %}", "openai"),
+        (MACRO + "{% for m in messages %}{{ show(c=m.content) }}{% endfor %}", "openai"),
+        (MACRO + "{% for m in messages %}{{ show(m.role) }}{% endfor %}", "string"),
+        (LOOP.replace("m.content", "m.tool_calls"), "string"),
+        ("{% for a, b in messages %}{% endfor %}", "string"),
+        ("{% for", "string"),
+    ],
+)
+def test_content_format_is_read_from_the_loops(source: str, expected: str) -> None:
+    assert detect_content_format(source, reference_environment()) == expected

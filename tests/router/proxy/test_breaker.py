@@ -1,0 +1,235 @@
+"""The breaker by itself: pure, on a made-up clock."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.proxy.breaker import Breaker, BreakerSettings
+
+S = BreakerSettings()
+
+
+def _opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker(S)
+    for _ in range(S.failures_max):
+        breaker.record(False, now)
+    assert not breaker.allows(now)
+    return breaker
+
+
+def test_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(S)
+    for _ in range(10):
+        for _ in range(S.failures_max - 1):
+            breaker.record(False, 0.0)
+            assert breaker.allows(0.0)
+        for _ in range(3):
+            breaker.record(True, 0.0)
+
+
+def test_half_opens_after_half_a_second_for_one_probe() -> None:
+    breaker = _opened()
+    assert not breaker.allows(0.49)
+    assert breaker.allows(0.5)
+    breaker.begin(0.5)
+    assert not breaker.allows(0.6)
+    assert breaker.allows(0.5 + S.probe_s)
+
+
+def test_first_success_closes_and_forgets() -> None:
+    breaker = _opened()
+    breaker.begin(0.5)
+    breaker.record(True, 0.55)
+    assert breaker.allows(0.55)
+    assert breaker.closed
+    breaker.record(False, 0.6)
+    assert breaker.allows(0.6)
+
+
+def test_failed_probes_back_off_to_the_limit() -> None:
+    breaker = _opened()
+    now = 0.0
+    waits = []
+    for _ in range(8):
+        start = now
+        while not breaker.allows(now):
+            now += 0.01
+        waits.append(round(now - start, 1))
+        breaker.begin(now)
+        breaker.record(False, now)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
+
+
+def test_requests_that_fail_together_open_once() -> None:
+    breaker = _opened()
+    for _ in range(100):
+        breaker.record(False, 0.1)
+    assert breaker.allows(0.5)
+
+
+def test_error_statuses_open_by_share_only() -> None:
+    breaker = Breaker(S)
+    for _ in range(S.window_min - 1):
+        breaker.record(False, 0.0, connection=False)
+    assert breaker.allows(0.0)
+    breaker.record(False, 0.0, connection=False)
+    assert not breaker.allows(0.0)
+
+
+def test_old_failures_leave_the_window() -> None:
+    breaker = Breaker(S)
+    for _ in range(S.window_min - 1):
+        breaker.record(False, 0.0, connection=False)
+    breaker.record(False, 2 * S.window_s, connection=False)
+    assert breaker.allows(2 * S.window_s)
+
+
+def test_a_wish_needs_refusals_of_different_requests() -> None:
+    breaker = Breaker(S)
+    for _ in range(50):
+        breaker.refused(1, 30.0, 0.0)
+    assert breaker.allows(0.0)
+    assert breaker.waits_s(0.0) == 0.0
+    breaker.refused(2, 30.0, 0.0)
+    assert not breaker.allows(0.0)
+    assert breaker.waits_s(0.0) == 30.0
+
+
+def test_a_wish_is_independent_of_health_and_the_later_of_two_counts() -> None:
+    breaker = _wishing(5.0)
+    breaker.refused(3, 3.0, 0.0)
+    breaker.record(True, 0.5)  # an answer, but of an error
+    assert not breaker.allows(0.9)
+    assert breaker.allows(5.0)
+
+
+def test_a_wish_ends_with_the_first_success() -> None:
+    breaker = _wishing(30.0)
+    breaker.succeeded(0.1)
+    assert breaker.allows(0.1)
+
+
+def test_requests_that_succeed_say_more_than_those_that_are_refused() -> None:
+    """One client's requests are refused, all others' are served."""
+    breaker, now = Breaker(S), 0.0
+    for number in range(100):
+        breaker.succeeded(now)
+        breaker.refused(2 * number, 60.0, now)
+        breaker.refused(2 * number + 1, 60.0, now)
+        assert breaker.allows(now)
+        now += S.wish_success_s / 2
+
+
+def test_a_wish_lets_a_probe_through_now_and_then() -> None:
+    breaker, now, probes = _wishing(60.0), 0.0, []
+    while now < 55.0:
+        if breaker.allows(now):
+            breaker.begin(now)
+            probes.append(now)
+            assert not breaker.allows(now)
+            breaker.refused(len(probes), 60.0, now)
+        now += 0.25
+    assert probes == [1.0, 2.0, 4.0, 8.0, 16.0, 26.0, 36.0, 46.0]
+
+
+def test_a_client_that_gives_up_on_a_stream_shows_a_silent_engine() -> None:
+    breaker = Breaker(S)
+    breaker.begin(0.0, streams=True)
+    assert breaker.gave_up(0.0, 2.0, expected_s=0.1, streams=True)
+    assert not breaker.allows(2.0)
+    assert not breaker.allows(2.0 + S.silent_probe_s - 0.1)
+    now = 2.0 + S.silent_probe_s
+    assert breaker.allows(now)
+    breaker.begin(now, streams=True)
+    assert not breaker.allows(now + 1.0)
+    breaker.heard(now + 1.0)
+    assert breaker.allows(now + 1.0)
+
+
+def test_whole_answers_take_their_time_so_one_that_is_given_up_says_little() -> None:
+    breaker = Breaker(S)
+    assert breaker.gave_up(0.0, 2.0, expected_s=0.0, streams=False)
+    assert breaker.allows(2.0)
+    assert breaker.gave_up(2.0, 4.0, expected_s=0.0, streams=False)
+    assert not breaker.allows(4.0)
+
+
+def test_who_leaves_early_or_while_others_are_answered_says_nothing() -> None:
+    breaker = Breaker(S)
+    for _ in range(10):
+        assert not breaker.gave_up(0.0, S.give_up_s / 2, expected_s=0.0, streams=True)
+        assert not breaker.gave_up(0.0, 9.0, expected_s=5.0, streams=True)
+    breaker.heard(9.5)
+    assert not breaker.gave_up(0.0, 30.0, expected_s=0.0, streams=True)
+    assert breaker.allows(30.0)
+
+
+def test_a_stream_that_waits_too_long_shows_a_silent_engine_too() -> None:
+    breaker = Breaker(S)
+    breaker.begin(0.0, streams=False)
+    assert breaker.allows(100.0)  # a long generation
+    breaker.begin(100.0, streams=True)
+    assert breaker.allows(100.0 + S.silent_s_max - 1)
+    assert not_probed(breaker, 100.0 + S.silent_s_max)
+    breaker.heard(150.0)
+    assert breaker.allows(150.0)
+
+
+def not_probed(breaker: Breaker, now: float) -> bool:
+    """Silent: one request may go there, and no second one."""
+    first = breaker.allows(now)
+    breaker.begin(now)
+    return first and not breaker.allows(now)
+
+
+def _wishing(seconds: float) -> Breaker:
+    breaker = Breaker(S)
+    breaker.refused(1, seconds, 0.0)
+    breaker.refused(2, seconds, 0.0)
+    return breaker
+
+
+step = st.tuples(st.floats(0, 3), st.sampled_from(["ok", "fail", "status", "begin"]))
+
+
+@given(st.lists(step, max_size=200))
+def test_never_shut_for_long_and_success_always_opens(steps: list[tuple[float, str]]) -> None:
+    breaker = Breaker(S)
+    now = 0.0
+    for wait, what in steps:
+        now += wait
+        if what == "begin":
+            breaker.begin(now)
+        else:
+            breaker.record(what == "ok", now, connection=what == "fail")
+        if what == "ok":
+            assert breaker.allows(now)
+        assert breaker.allows(now + max(S.open_s_max, S.probe_s))
+        before = breaker.allows(now)
+        assert breaker.allows(now) is before  # asking changes nothing
+
+
+@given(st.lists(st.booleans(), max_size=300))
+def test_closed_means_few_failures(outcomes: list[bool]) -> None:
+    """While it has never opened, no run of failures reached the limit."""
+    breaker = Breaker(S)
+    run = 0
+    for ok in outcomes:
+        breaker.record(ok, 0.0)
+        run = 0 if ok else run + 1
+        if not breaker.closed:
+            return
+        assert run < S.failures_max
+
+
+def test_says_for_how_long_the_engine_asked_to_be_left_alone() -> None:
+    breaker = _wishing(7.0)
+    assert breaker.waits_s(0.0) == 7.0
+    breaker.begin(0.0)
+    breaker.begin(1.0)
+    assert breaker.waits_s(2.5) == 4.5
+    assert breaker.waits_s(10.0) == 0.0
+    broken = _opened()
+    assert not broken.allows(0.0)
+    assert broken.waits_s(0.0) == 0.0  # broken, but it did not ask

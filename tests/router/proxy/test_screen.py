@@ -1,0 +1,270 @@
+"""What is kept from engines: ``kv_transfer_params`` of clients, wherever vLLM would read it; nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.openai.body import peek
+from router.openai.members import at_leisure, at_once
+from router.proxy.screen import Rules, screen
+from router.proxy.settings import ProxySettings
+from tests.support.proxy_rig import Engine, ask, request, routing, run, says
+
+BAD = b'{"do_remote_prefill":true}'
+GONE = [
+    (b'{"kv_transfer_params":%b}', b"{}"),
+    (b'{ "model":"m", "kv_transfer_params" : %b }', b'{ "model":"m" }'),
+    (b'{"kv_transfer_params":%b , "model" :"m" } ', b'{"model" :"m" } '),
+    (b'{"a":1, "kv_transfer_params":%b,\n "b":1.50}', b'{"a":1, "b":1.50}'),
+    (b'{"a":1,"kv_transfer_params":%b,"kv_transfer_params":1}', b'{"a":1}'),
+    (b'{"kv_transfer_params":1,"a":[{}],"kv_transfer_params":%b}', b'{"a":[{}]}'),
+    (b'{"kv\\u005ftransfer_params":%b,"a":"\\u00e9"}', b'{"a":"\\u00e9"}'),
+    (b'{"\\u006b\\u0076_transfer_params":%b}', b"{}"),
+    (b'{"vllm_xargs":{"kv_transfer_params":%b,"top":[1, 2]}}', b'{"vllm_xargs":{"top":[1, 2]}}'),
+    (b'{"a":NaN,"kv_transfer_params":%b,"b":-Infinity}', b'{"a":NaN,"b":-Infinity}'),
+    (b'\xef\xbb\xbf{"kv_transfer_params":%b,"a":1}', b'\xef\xbb\xbf{"a":1}'),
+    (b'{"a":"\xed\xa0\x80","kv_transfer_params":%b}', b'{"a":"\xed\xa0\x80"}'),
+    (b'{"a":"\\ud800","kv_transfer_params":%b}', b'{"a":"\\ud800"}'),
+    (b'{"a":' + b"[" * 5000 + b"]" * 5000 + b',"kv_transfer_params":%b}', None),
+    (b" " * 100 + b'{"kv_transfer_params":%b}', b" " * 100 + b"{}"),
+]
+STAY = [
+    b'{"messages":[{"kv_transfer_params":1}],"x":{"kv_transfer_params":{}}}',
+    b'{"x":"\\"kv_transfer_params\\":1","y":"kv_transfer_params","kv_transfer_paramsX":1}',
+    b'{"vllm_xargs":{"x":{"kv_transfer_params":1}},"vllm_xargs":"kv_transfer_params"}',
+    b'[{"kv_transfer_params":1}]',
+    b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n{"kv_transfer_params":1}\r\n--x--',
+    b"",
+]
+
+
+def _screened(body: bytes) -> bytes:
+    return bytes(at_once(screen(body, Rules())).body)
+
+
+@pytest.mark.parametrize(("body", "left"), GONE)
+def test_field_is_taken_out_with_its_comma(body: bytes, left: bytes | None) -> None:
+    body = body.replace(b"%b", BAD)
+    wanted = body.replace(b',"kv_transfer_params":' + BAD, b"") if left is None else left
+    assert _screened(body) == wanted
+
+
+@pytest.mark.parametrize("body", STAY)
+def test_everything_else_stays(body: bytes) -> None:
+    assert _screened(body) == body
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
+def test_engine_never_sees_it(path: str, kind: str | None) -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            body = b'{"model":"m","kv_transfer_params":%b,"messages":[]}' % BAD
+            lines = [b"POST %b HTTP/1.1" % path.encode(), b"host: a", b"content-length: %d" % len(body)]
+            if kind is not None:
+                lines.append(b"content-type: " + kind.encode())
+            assert (await ask(rig, b"\r\n".join(lines) + b"\r\n\r\n" + body)).status == 200
+            assert engine.calls[0].body == b'{"model":"m","messages":[]}'
+            assert engine.calls[0].head["content-length"] == str(len(engine.calls[0].body))
+            assert rig.stats.kv_transfer_params_removed == 1
+
+    run(main())
+
+
+def test_trusted_clients_may_say_it() -> None:
+    async def main() -> None:
+        trusting = ProxySettings(trust_client_kv_transfer_params=True)
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=trusting) as rig:
+            body = b'{"model":"m", "kv_transfer_params":{}}'
+            await ask(rig, request(body))
+            assert engine.calls[0].body == body
+
+    run(main())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_what_cannot_be_cut_in_its_encoding_is_refused(encoding: str) -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            for path in ("/v1/completions", "/v1/responses"):
+                body = '{"model":"m","kv_transfer_params":{}}'.encode(encoding)
+                got = await ask(rig, request(body, target=path))
+                assert (got.status, got.json()["error"]["code"]) == (400, "invalid_json")
+                harmless = '{"model":"m"}'.encode(encoding)
+                assert (await ask(rig, request(harmless, target=path))).status == 200
+                assert engine.calls.pop().body == harmless
+            assert not engine.calls
+
+    run(main())
+
+
+ASKS = b'{"model":"m","vllm_xargs":{"kv_cache_report_mode":"full"}%b}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ASKS % b"",
+        ASKS % (b',"deep":' + b"[" * 3000 + b"]" * 3000),
+        b'{"deep":' + b"[" * 3000 + b"]" * 3000 + b"," + (ASKS % b"")[1:],
+    ],
+    ids=["plain", "deep behind", "deep before"],
+)
+@pytest.mark.parametrize("fields", [(), ("content-type: text/plain",)], ids=["one type", "two types"])
+def test_refusing_the_report_mode_cannot_be_got_around(body: bytes, fields: tuple[str, ...]) -> None:
+    async def main() -> None:
+        strict = ProxySettings(kv_cache_report_mode="refuse")
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=strict) as rig:
+            for path in ("/v1/chat/completions", "/v1/responses"):
+                raw = request(body, target=path)
+                head, _, rest = raw.partition(b"\r\n\r\n")
+                for field in fields:
+                    head += b"\r\n" + field.encode()
+                assert (await ask(rig, head + b"\r\n\r\n" + rest)).status == 400
+            assert not engine.calls
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["strip", "refuse"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"vllm_xargs":{"\xff\\u0000":1,"kv_cache_report_mode":"full"}}',
+        b'{"vllm_xargs":{"kv_cache_report_mode":"full"},"\xff\\n":1}',
+    ],
+)
+def test_keys_that_are_no_text_are_the_clients_fault(mode: Any, body: bytes) -> None:
+    async def main() -> None:
+        settings = ProxySettings(kv_cache_report_mode=mode)
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=settings) as rig:
+            got = await ask(rig, request(body))
+            assert got.status == 400
+            assert not engine.calls
+
+    run(main())
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(["kv_transfer_params", "vllm_xargs", "model", 'a"\\', "é"])
+members = st.lists(st.tuples(KEYS, values | st.dictionaries(KEYS, values)), max_size=6)
+
+
+@given(members, st.booleans(), st.sampled_from(["", " ", "\n\t"]))
+def test_it_is_deletion_whatever_surrounds_it(
+    body: list[tuple[str, Any]], ascii_only: bool, space: str
+) -> None:
+    def text(pairs: list[tuple[str, Any]]) -> bytes:
+        said = [
+            json.dumps(key, ensure_ascii=ascii_only)
+            + space
+            + ":"
+            + json.dumps(value, ensure_ascii=ascii_only)
+            for key, value in pairs
+        ]
+        return ("{" + f",{space}".join(said) + "}").encode()
+
+    def without(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: inner for key, inner in value.items() if key != "kv_transfer_params"}
+
+    kept = [
+        (key, without(value) if key == "vllm_xargs" else value)
+        for key, value in body
+        if key != "kv_transfer_params"
+    ]
+    assert repr(json.loads(_screened(text(body)))) == repr(json.loads(text(kept)))
+    look = peek(text(body))
+    assert look.guarded == any(key in ("kv_transfer_params", "vllm_xargs") for key, _ in body)
+
+
+PAD = 5 * 1024 * 1024
+HUGE = {
+    "image": b'"%b"' % (b"A" * PAD),
+    "escapes": b'"%b"' % (b"\\n" * (PAD // 2)),
+    "token ids": b"[%b1]" % (b"12345," * (PAD // 6)),
+    "objects": b"[%b1]" % (b'{"a":""},' * 100_000 + b'"' + b"x" * PAD + b'"' + b","),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_large_bodies_are_looked_at_in_steps(kind: str) -> None:
+    async def main() -> None:
+        body = b'{"x":%b,"kv_transfer_params":{},"model":"m","stream":true}' % HUGE[kind]
+        turns, stop = 0, False
+
+        async def others() -> None:
+            nonlocal turns
+            while not stop:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(others())
+        found = await at_leisure(screen(body, Rules()))
+        assert bytes(found.body) == body.replace(b'"kv_transfer_params":{},', b"")
+        stop = True
+        await task
+        if kind != "image":  # passed over at the speed of memory
+            assert turns >= 2
+
+    run(main())
+
+
+def test_large_body_of_very_many_values_is_refused() -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            body = b'{"model":"m","kv_transfer_params":1,"x":[%b1]}' % (b"[]," * (PAD // 3))
+            for path in ("/v1/completions", "/v1/responses"):
+                got = await ask(rig, request(body, target=path))
+                assert (got.status, got.json()["error"]["code"]) == (413, "body_too_complex")
+            assert not engine.calls
+
+    run(main())
+
+
+def test_large_body_reaches_the_engine_whole() -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            pad = b"A" * PAD
+            for key in (b"kv_transfer_params", b"kv\\u005ftransfer_params"):
+                body = b'{"model":"m","x":"%b","%b":{}}' % (pad, key)
+                assert (await ask(rig, request(body))).status == 200
+                assert engine.calls.pop().body == b'{"model":"m","x":"%b"}' % pad
+            assert rig.planner.requests[0].model == "m"
+
+    run(main())
+
+
+def test_get_on_a_post_path_is_not_allowed() -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            for path in ("/v1/chat/completions", "/v1/embeddings", "/tokenize"):
+                got = await ask(rig, request(b"", method="GET", target=path))
+                assert (got.status, got.json()["error"]["code"]) == (405, "method_not_allowed")
+                assert got.head["allow"] == "POST"
+            assert not engine.calls
+
+    run(main())
+
+
+def test_compressed_body_is_refused_by_name() -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            got = await ask(rig, request(b"\x1f\x8b", "content-encoding: gzip"))
+            assert (got.status, got.json()["error"]["code"]) == (415, "unsupported_content_encoding")
+            assert "gzip" in got.json()["error"]["message"]
+            assert (await ask(rig, request(b'{"model":"m"}', "content-encoding: identity"))).status == 200
+            assert len(engine.calls) == 1
+
+    run(main())

@@ -1,0 +1,229 @@
+"""Ways in: the smallest set of rights, TLS, Sentinel; and what happens without them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from router.replication.redis.client import connect
+from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.settings import SettingsError
+from tests.router.replication.backend import make_settings
+from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
+from tests.support.redis_servers import Cluster, Server, any_program, free_port
+
+# What the index itself needs; operators are told the whole list, with what replicas need besides.
+_SCRIPTS = ["+evalsha", "+eval", "+time"]
+_STRINGS = ["+get", "+mget", "+set", "+del", "+pexpire"]
+_HASHES = ["+hget", "+hset", "+hmget", "+hgetall", "+hdel", "+hkeys"]
+_STREAMS = ["+xrevrange", "+xread"]
+RIGHTS = ["+info", *_SCRIPTS, *_STRINGS, *_HASHES, *_STREAMS]
+CLUSTER_RIGHTS = ["+cluster|slots"]
+
+
+def allow(server: Server, name: str, namespace: str, *rights: str) -> None:
+    reply = server.command("ACL", "SETUSER", name, "on", ">hunter2", f"~{namespace}:*", *rights)
+    assert reply == b"OK", reply
+
+
+async def everything(replicas: Replicas) -> None:
+    """Every command there is: leases, claims, descriptions, writes, removals, look-ups, retirement."""
+    writer = replicas["a"]
+    await writer.take("e", "f")
+    writer.mirror.store("e", FULL, blocks(1, 2, 3))
+    writer.mirror.store("e", CPU, blocks(2))
+    writer.mirror.store("f", FULL, blocks(2))
+    await writer.mirror.flush()
+    writer.mirror.remove("e", FULL, blocks(1, 2))
+    writer.mirror.forget("f")
+    await writer.mirror.flush()
+    assert await replicas.exact(blocks(1, 2, 3, 4))
+    await writer.leases.renew(writer.mirror.mirrored())
+    assert set(await writer.leases.holders()) == {"e", "f"}
+    token = writer.mirror.mirrored()["f"]
+    await writer.mirror.retire("f")
+    assert await writer.leases.release("f", token)
+    registry = writer.mirror.registry
+    await registry.check()
+    await registry.rehome(await registry.open())
+    await registry.disown("e", writer.mirror.mirrored()["e"])
+
+
+def test_the_documented_rights_are_enough(servers: Server | Cluster) -> None:
+    clustered = isinstance(servers, Cluster)
+    nodes = servers.nodes if isinstance(servers, Cluster) else [servers]
+    namespace = "rights"
+    for node in nodes:
+        allow(node, "router", namespace, "-@all", *RIGHTS, *(CLUSTER_RIGHTS if clustered else []))
+    url = servers.url.replace("://", "://router:hunter2@")
+
+    async def body() -> None:
+        async with Replicas(make_settings(url, namespace=namespace), "a") as replicas:
+            await everything(replicas)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+def test_none_of_them_is_idle(plain_server: Server, right: str) -> None:
+    """Without any one of them something fails, and by the server's own log it is this one that is missed.
+
+    What a client is told differs between servers and versions; the log of refusals does not.
+    """
+    namespace = "idle"
+    rights = [other for other in RIGHTS if other != right]
+    plain_server.command("ACL", "DELUSER", "poor")
+    plain_server.command("ACL", "LOG", "RESET")
+    allow(plain_server, "poor", namespace, "-@all", *rights)
+    url = plain_server.url.replace("://", "://poor:hunter2@")
+
+    async def body() -> None:
+        settings = make_settings(url, namespace=namespace)
+        client = connect(settings)
+        ready = await client.start(0.5)
+        why = client.last_error
+        await client.close()
+        if not ready:
+            raise IndexUnavailable("connection", why)
+        async with Replicas(settings, "a") as replicas:
+            await everything(replicas)
+
+    with pytest.raises(IndexUnavailable):
+        asyncio.run(body())
+    assert right.removeprefix("+") in refusals(plain_server, "poor")
+
+
+def refusals(server: Server, user: str) -> set[str]:
+    """The commands that the server refused a user for want of rights, by its own log."""
+    entries = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in server.command("ACL", "LOG")]
+    return {
+        entry[b"object"].decode()
+        for entry in entries
+        if entry[b"reason"] == b"command" and entry[b"username"] == user.encode()
+    }
+
+
+@pytest.mark.parametrize("userinfo", ["router:wrong@", "nobody:hunter2@", ""])
+def test_without_rights_nothing_connects_and_nothing_leaks(
+    userinfo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(any_program())
+    server.command("ACL", "SETUSER", "default", "off")
+
+    async def body() -> None:
+        client = connect(make_settings(server.url.replace("://", f"://{userinfo}")))
+        assert not await client.start(0.5)
+        assert "AUTH" in client.last_error or "WRONGPASS" in client.last_error
+        with pytest.raises(IndexUnavailable):
+            _ = client.identity
+        await client.close()
+        told = client.last_error + capsys.readouterr().out
+        assert "wrong" not in told.replace("WRONGPASS", "")
+        assert "hunter2" not in told
+
+    try:
+        asyncio.run(body())
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A self-signed certificate for 127.0.0.1: ``cert.pem`` and ``key.pem``."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout key.pem -out cert.pem"
+    )
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command.split(), *names], cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path
+
+
+def test_tls(certificate: Path) -> None:
+    port = free_port()
+    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
+    options = [
+        "--tls-port",
+        str(port),
+        "--tls-cert-file",
+        cert,
+        "--tls-key-file",
+        key,
+        "--tls-ca-cert-file",
+        cert,
+    ]
+    try:
+        server = Server(any_program(), *options)
+    except AssertionError:
+        pytest.skip("this server is built without TLS")
+
+    async def body() -> None:
+        url = f"rediss://127.0.0.1:{port}/0?ca={cert}&cert={cert}&key={key}"
+        async with Replicas(make_settings(url), "a") as replicas:
+            await everything(replicas)
+        stranger = connect(make_settings(f"rediss://127.0.0.1:{port}/0?cert={cert}&key={key}"))
+        assert not await stranger.start(0.5), "its certificate is not trusted"
+        assert "certificate" in stranger.last_error.lower()
+        await stranger.close()
+        with pytest.raises(SettingsError, match="TLS files"):
+            connect(make_settings(f"rediss://127.0.0.1:{port}/0?ca=/nowhere.pem"))
+
+    try:
+        asyncio.run(body())
+    finally:
+        server.close()
+
+
+def test_sentinel(tmp_path: Path) -> None:
+    binary = any_program()
+    master = Server(binary)
+    config, port = tmp_path / "sentinel.conf", free_port()
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\nlogfile {tmp_path}/sentinel.log\n"
+        f"sentinel monitor main 127.0.0.1 {master.port} 1\n"
+    )
+    sentinel = subprocess.Popen([binary, str(config), "--sentinel"])
+
+    async def body() -> None:
+        settings = make_settings(
+            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main/2", connect_timeout_s=5.0
+        )
+        client = connect(settings)
+        assert await client.start(20), client.last_error
+        await client.close()
+        async with Replicas(settings, "a") as replicas:
+            await everything(replicas)
+        stranger = connect(make_settings(f"redis+sentinel://127.0.0.1:{port}/other"))
+        assert not await stranger.start(0.3)
+        assert "no master named 'other'" in stranger.last_error
+        await stranger.close()
+
+    try:
+        asyncio.run(body())
+    finally:
+        sentinel.kill()
+        sentinel.wait()
+        master.close()
+
+
+def test_a_replica_is_not_written_to() -> None:
+    binary = any_program()
+    master = Server(binary)
+    replica = Server(binary, "--replicaof", f"127.0.0.1 {master.port}")
+
+    async def body() -> None:
+        client = connect(make_settings(replica.url))
+        assert not await client.start(0.3)
+        assert "replica" in client.last_error
+        await client.close()
+
+    try:
+        asyncio.run(body())
+    finally:
+        replica.close()
+        master.close()

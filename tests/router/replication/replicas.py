@@ -1,0 +1,124 @@
+"""Several writers and a reader in one event loop, each with connections of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+
+from publisher.events import BlockHash
+from router.index.base import Plane
+from router.replication.leases.leases import Leases
+from router.replication.reader import SharedReader, SharedRows
+from router.replication.redis.client import Client, connect
+from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.settings import SharedSettings
+from router.replication.writer.mirror import MirroredIndex
+from tests.router.replication.backend import MODEL, bits
+
+FULL, WINDOW, CPU = Plane("GPU", 0), Plane("GPU", 1), Plane("CPU", 0)
+DEADLINE_S = 20.0
+
+
+def blocks(*numbers: int) -> list[BlockHash]:
+    return [BlockHash(number) for number in numbers]
+
+
+class Writer:
+    """A replica that writes."""
+
+    def __init__(self, name: str, client: Client) -> None:
+        self.client = client
+        self.lost: list[str] = []
+        self.mirror = MirroredIndex(client, MODEL, on_lost=self.lost.append)
+        self.leases = Leases(client, MODEL, name)
+
+    async def take(self, *engine_ids: str) -> None:
+        """Acquire and take over; somebody else's lease must have ended."""
+        for engine_id in engine_ids:
+            token = await self.leases.acquire(engine_id)
+            assert token is not None, f"{engine_id} is leased to another"
+            await self.mirror.take_over(engine_id, token)
+
+    async def give_back(self, engine_id: str) -> None:
+        token = self.mirror.mirrored()[engine_id]
+        await self.mirror.flush()
+        self.mirror.drop(engine_id)
+        assert await self.leases.release(engine_id, token)
+
+
+class Replicas:
+    """``async with Replicas(settings, "a", "b") as replicas: replicas["a"].take(...)``."""
+
+    def __init__(self, settings: SharedSettings, *names: str) -> None:
+        self.settings = settings
+        self._names = names
+
+    async def __aenter__(self) -> Replicas:
+        self.clients = [connect(self.settings) for _ in range(len(self._names) + 1)]
+        for client in self.clients:
+            assert await client.start(10), client.last_error
+        self.writers = {n: Writer(n, c) for n, c in zip(self._names, self.clients[1:], strict=True)}
+        self.reader = SharedReader(self.clients[0])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for client in self.clients:
+            await client.close()
+
+    def __getitem__(self, name: str) -> Writer:
+        return self.writers[name]
+
+    async def look(self, hashes: Sequence[BlockHash]) -> SharedRows:
+        return await self.reader.lookup(hashes, MODEL)
+
+    async def held(self, engine_id: str, plane: Plane, *hashes: int) -> list[bool]:
+        """What the reader sees of an engine that counts; nothing of one without a seat."""
+        found = await self.look(blocks(*hashes))
+        engine = found.engines.get(engine_id)
+        return [False] * len(hashes) if engine is None else bits(found.rows, plane, engine.slot)
+
+    async def differences(self, hashes: Sequence[BlockHash]) -> tuple[list[str], list[str]]:
+        """Over all writers' engines: (what the reader sees and is not so, what it does not see)."""
+        found = await self.look(hashes)
+        wrong, missing, known = [], [], set()
+        for writer in self.writers.values():
+            memory = writer.mirror.lookup(hashes)
+            planes = {plane for plane, _ in [*memory.columns, *found.rows.columns]}
+            for engine_id in writer.mirror.mirrored():
+                known.add(engine_id)
+                engine, own = found.engines.get(engine_id), writer.mirror.slot(engine_id)
+                for plane in sorted(planes):
+                    shown = bits(found.rows, plane, None if engine is None else engine.slot)
+                    for block, sees, holds in zip(hashes, shown, bits(memory, plane, own), strict=True):
+                        if sees and not holds:
+                            wrong.append(f"{engine_id} {plane} {block}")
+                        elif holds and not sees:
+                            missing.append(f"{engine_id} {plane} {block}")
+        seats = [engine.slot for engine in found.engines.values()]
+        assert len(set(seats)) == len(seats), "two engines in one slot"
+        shown = sum(int(w).bit_count() for words in found.rows.columns.values() for w in words)
+        seen = sum(
+            sum(bits(found.rows, plane, engine.slot))
+            for engine in found.engines.values()
+            for plane in {plane for plane, _ in found.rows.columns}
+        )
+        assert shown == seen, "bits of engines that nobody knows"
+        return wrong, missing
+
+    async def exact(self, hashes: Sequence[BlockHash]) -> bool:
+        return await self.differences(hashes) == ([], [])
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Ask until it holds; an index that does not answer yet counts as no."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                if await condition():
+                    return
+            except IndexUnavailable:
+                pass
+            await asyncio.sleep(0.01)

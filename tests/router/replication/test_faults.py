@@ -1,0 +1,202 @@
+"""Faults in real processes: whatever dies, stops or forgets, no client sees it, and all is exact again."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.support.process_fleet import Fleet, Relay, fleet, run, until
+from tests.support.processes import RedisServer, Replica
+from tests.support.redis_servers import Cluster, any_program
+
+RECOVERY_S = 15.0
+"""Until ``index verify`` must be exact again after a fault, on a machine crowded with tests."""
+
+
+async def recovered(made: Fleet, among: set[str] | None = None) -> None:
+    """Exact again, in time, while requests go on."""
+    began = time.monotonic()
+    await made.settled(among)
+    await made.clients.more()
+    await made.check_exact()
+    assert time.monotonic() - began < RECOVERY_S
+
+
+def other(made: Fleet, member: Replica) -> Replica:
+    return next(m for m in made.members if m is not member)
+
+
+def test_two_replicas_share_the_feeds_and_are_exact() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url, engines=4) as made:
+
+            async def even() -> bool:
+                held = list((await made.holders()).values())
+                return {held.count(member.name) for member in made.members} == {2}
+
+            await until(even, "two engines for each replica")
+            await made.clients.more(60)
+            await made.check_exact()
+            for member in made.members:
+                assert await made.metric(member, "kvatlas_look_looks_total") > 10
+            over = [pair for pair in made.clients.compared if pair[0] > pair[1]]
+            exact = [pair for pair in made.clients.compared if pair[0] == pair[1]]
+            assert len(over) <= len(made.clients.compared) // 20, over  # blocks evicted between look and step
+            assert len(exact) >= 0.9 * len(made.clients.compared), made.clients.compared
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+@pytest.mark.parametrize("keep_data", [False, True], ids=["empty", "with-data"])
+def test_the_server_killed_and_restarted(keep_data: bool) -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            server.kill()
+            await made.clients.more(20)  # placed without the index
+
+            async def fell_back() -> bool:
+                return all([await made.metric(m, "kvatlas_look_fallbacks_total") for m in made.members])
+
+            await until(fell_back, "fallbacks counted")
+            receipts = await made.get(made.members[0], "/kvatlas/receipts")
+            assert any(receipt["index_problem"] for receipt in receipts)
+            server.start()
+            await recovered(made)
+
+    with RedisServer(keep_data=keep_data) as server:
+        run(main(server))
+
+
+def test_the_server_frozen_for_a_while() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            server.freeze()
+            await made.clients.more(20)
+            server.thaw()
+            await recovered(made)
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_the_server_forgets_everything_while_it_runs() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            server.command("FLUSHALL")
+            await recovered(made)
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_a_replica_killed_with_its_leases() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            victim = made.members[0]
+            assert victim.name in (await made.holders()).values()
+            victim.kill()
+            await recovered(made, {made.members[1].name})
+            assert made.clients.retried > 0
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_a_replica_stopped_in_order_gives_its_leases_at_once() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            assert made.members[0].stop() == 0
+            await recovered(made, {made.members[1].name})
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
+    """While it sleeps the other takes everything; on waking both believe that they hold leases."""
+
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            sleeper, waker = made.members
+            theirs = {e for e, holder in (await made.holders()).items() if holder == sleeper.name}
+            assert theirs
+            sleeper.signal(signal.SIGSTOP)
+            await made.settled({waker.name})
+            await made.clients.more()
+            sleeper.signal(signal.SIGCONT)
+
+            async def noticed() -> bool:
+                return await made.metric(sleeper, "kvatlas_lease_lost_total") >= len(theirs)
+
+            await until(noticed, "the sleeper drops its engines")
+            await recovered(made)
+
+            async def shared() -> bool:
+                return set((await made.holders()).values()) == {sleeper.name, waker.name}
+
+            await until(shared, "the sleeper gets its share again")
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_a_full_server_costs_hits_and_no_request() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            server.command("CONFIG", "SET", "maxmemory", "1mb")
+            await made.clients.more(40)
+            diffs = await made.verify()
+            assert sum(diff.wrong for diff in diffs if not diff.stale) == 0
+            server.command("CONFIG", "SET", "maxmemory", "0")
+            await recovered(made)
+
+    with RedisServer("--maxmemory-policy", "noeviction") as server:
+        run(main(server))
+
+
+def test_a_server_turned_read_only_costs_no_request() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url) as made:
+            server.command("REPLICAOF", "127.0.0.1", "1")
+            await made.clients.more(20)
+            server.command("REPLICAOF", "NO", "ONE")
+            await recovered(made)
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_a_cluster_node_down_and_up_again() -> None:
+    async def main(cluster: Cluster) -> None:
+        async with fleet(cluster.url, engines=2) as made:
+            await made.check_exact()
+            cluster.nodes[1].kill()
+            await made.clients.more(20)
+            cluster.nodes[1].start()
+            await recovered(made)
+
+    cluster = Cluster(any_program())
+    try:
+        run(main(cluster))
+    finally:
+        cluster.close()
+
+
+def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
+    """Packets vanish, connections stay: one replica is cut off while the other goes on."""
+
+    async def main(server: RedisServer) -> None:
+        async with Relay(server.port) as relay, fleet(server.url, cut=relay.url) as made:
+            lonely, other_one = made.members
+            relay.cut = True
+            await made.settled({other_one.name})
+            await made.clients.more(20)
+            relay.cut = False
+            await recovered(made)
+            assert await made.metric(lonely, "kvatlas_look_fallbacks_total") > 0
+
+    with RedisServer() as server:
+        run(main(server))

@@ -1,0 +1,91 @@
+"""Stores that engines share, seen by replicas that follow some of the engines each."""
+
+from __future__ import annotations
+
+import asyncio
+
+from publisher.block_hash import HashScheme
+from publisher.events import BlockStored, encode_tokens
+from router.feeds.base import FeedState
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.replication.gossip.load import LoadGossip
+from router.replication.lookup import IndexLookup
+from router.replication.schema.registry import EngineFacts
+from router.replication.service import engine_facts
+from tests.router.replication.backend import MODEL, make_settings
+from tests.router.replication.replicas import Replicas
+from tests.support.event_writer import Prompt, Writer, batch, tokens
+from tests.support.redis_servers import Server
+
+SCHEME = HashScheme()
+WRITER = Writer(SCHEME)
+PROMPT = tokens(200)
+HASHES = WRITER.hashes(PROMPT)
+
+
+class Own:
+    """A replica that follows one engine, beside others."""
+
+    others_alive = True
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+
+    def follows(self, engine_id: str) -> bool:
+        return engine_id == self._engine_id
+
+    def sure_of(self, engine_id: str) -> bool:
+        return engine_id == self._engine_id
+
+
+def in_store(*hashes: int | bytes) -> BlockStored:
+    none = encode_tokens([])
+    return BlockStored(
+        list(hashes), None, none, 0, None, "STORAGE", None, group_idx=0, locality="REMOTE", ownership="redis"
+    )
+
+
+def facts_of(fleet: FleetResidency, engine_id: str) -> EngineFacts:
+    return engine_facts(fleet.engine(engine_id), fleet.residency(engine_id).seat(), FeedState.READY, 0)
+
+
+def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_server: Server) -> None:
+    async def body() -> None:
+        async with Replicas(make_settings(plain_server.url), "one", "two") as replicas:
+            fleets = {name: FleetResidency(ModelFacts(), replicas[name].mirror) for name in ("one", "two")}
+            for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):
+                await replicas[name].take(engine_id)
+                fleets[name].apply(engine_id, batch(WRITER.stored(PROMPT, stop=2)))
+            fleets["one"].apply("writer", batch(in_store(*HASHES[:8])))
+            fleets["two"].apply("reader", batch(in_store(HASHES[11])))
+            for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):
+                replicas[name].mirror.describe(engine_id, facts_of(fleets[name], engine_id))
+            for name in ("one", "two"):
+                await replicas[name].mirror.flush()
+
+            models = dict.fromkeys(("writer", "reader", "stranger"), MODEL)
+            sight = IndexLookup(
+                lambda: replicas.reader, Own("reader"), LoadGossip("two", lambda now: {}, started=1),
+                clock=asyncio.get_running_loop().time,
+            )  # fmt: skip
+            look = await sight.look(Prompt(PROMPT), models)
+            assert look.problem == ""
+            assert (look.hits["writer"].hit_tokens, look.hits["writer"].storage_tokens) == (32, 96)
+            assert (look.hits["stranger"].hit_tokens, look.hits["stranger"].storage_tokens) == (32, 0)
+
+            told = look.stores[MODEL]
+            own = fleets["two"].predict(Prompt(PROMPT), ["reader", "stranger"], elsewhere=told)
+            assert (own["reader"].hit_tokens, own["reader"].storage_tokens) == (32, 96)
+            assert (own["stranger"].hit_tokens, own["stranger"].storage_tokens) == (32, 0)
+            alone = fleets["two"].predict(Prompt(PROMPT), ["reader"])["reader"]
+            assert alone.storage_tokens == 0, "its own replica heard nothing of those blocks"
+
+            fleets["one"].age(0.0)
+            fleets["one"].age(1000.0)
+            fleets["one"].age(2000.0)
+            await replicas["one"].mirror.flush()
+            later = await sight.look(Prompt(PROMPT), models)
+            assert (later.hits["writer"].hit_tokens, later.hits["writer"].storage_tokens) == (32, 0)
+
+    asyncio.run(body())

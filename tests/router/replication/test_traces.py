@@ -1,0 +1,71 @@
+"""Recorded truth read through the server: every hit exact, from rows, layout and scheme as another replica
+gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.index.learn.hash_scheme import Detection
+from router.index.model import FleetResidency, Seat, seat_hits
+from router.replication.redis.settings import SharedSettings
+from router.replication.schema.registry import EngineFacts
+from router.tools.verify.run import RECORDED, ProbePrompt, apply_line
+from router.tools.verify.traces import read_trace, trace_facts
+from tests.router.replication.backend import SharedIndex, make_settings
+from tests.support.paths import TRACES
+from tests.support.redis_servers import Cluster, Server
+
+
+def replay(path: Path, shared: SharedIndex) -> tuple[int, int]:
+    """(Probes, those exact), predicted from what the reader gets alone; in learned mode, which other replicas
+    cannot predict, from the reader's rows and the writer's translation."""
+    fleet = FleetResidency(trace_facts(path), shared)
+    for number, line in read_trace(path):
+        if line.events is not None:
+            apply_line(fleet, path, number, line)
+    fleet.forget(RECORDED)
+    probes = exact = 0
+    for number, line in read_trace(path):
+        if line.events is not None:
+            apply_line(fleet, path, number, line)
+        elif line.probe is not None and line.hit_tokens is not None:
+            probes += 1
+            exact += predict(fleet, shared, ProbePrompt.of(line.probe)) == line.hit_tokens
+    return probes, exact
+
+
+def predict(fleet: FleetResidency, shared: SharedIndex, prompt: ProbePrompt) -> int:
+    engine = fleet.engine(RECORDED)
+    if engine.detection is not Detection.NATIVE or engine.scheme is None:
+        return fleet.predict(prompt, [RECORDED])[RECORDED].hit_tokens
+    shared.mirror.describe(RECORDED, EngineFacts(engine.layout, engine.scheme, "native"))
+    found = shared.look(prompt.hashes(engine.scheme))
+    told = found.engines.get(RECORDED)
+    if told is None:
+        return 0
+    assert told.scheme == engine.scheme
+    assert told.layout == engine.layout
+    assert told.layout is not None
+    seat = Seat(RECORDED, told.scheme, told.layout, told.slot)
+    return seat_hits(found.rows, prompt.num_tokens, [seat], "native", detail=False)[RECORDED].hit_tokens
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_exact_through_one_server(
+    path: Path, plain_server: Server, open_index: Callable[[SharedSettings], SharedIndex]
+) -> None:
+    probes, exact = replay(path, open_index(make_settings(plain_server.url)))
+    assert probes > 0
+    assert exact == probes
+
+
+@pytest.mark.parametrize("path", TRACES[::6], ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_exact_through_a_cluster(
+    path: Path, cluster: Cluster, open_index: Callable[[SharedSettings], SharedIndex]
+) -> None:
+    probes, exact = replay(path, open_index(make_settings(cluster.url)))
+    assert probes > 0
+    assert exact == probes

@@ -1,0 +1,248 @@
+"""``kvatlas advise``: what follows from outcomes, and what comes out for real models and traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.cli import app
+from router.config.errors import ConfigError
+from router.simulate.advise.command import see
+from router.simulate.advise.trials import (
+    REQUESTS_MIN,
+    Advice,
+    TrialResult,
+    doubt,
+    judge,
+    reusable_share,
+    trials,
+)
+from router.simulate.run.fleet import FleetSetup
+from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
+from tests.support.paths import DATA
+from tests.support.whole_router import TEXT, configure, routing, run, running
+
+CAPTURE = DATA / "captures" / "simulated.jsonl.gz"
+SETUP = FleetSetup(groups=HYBRID, num_blocks=1000, engines=4)
+BASE = TrialResult(
+    topic="now", value="as it is", hit_share=0.4, mean_s=1.0, p90_s=2.0, p99_s=4.0, busy_share=0.5, refused=0,
+    change=0.0, every_seed=False,
+)  # fmt: skip
+
+
+def told_with(setup: FleetSetup = SETUP, **means: float) -> list[TrialResult]:
+    """Every trial at the base's numbers, but for those named ``topic_value``."""
+    found = [BASE]
+    for trial in trials(setup)[1:]:
+        mean_s = means.get(f"{trial.topic}_{trial.value}".replace("-", "_").replace("%", ""), 1.0)
+        one = msgspec.structs.replace(
+            BASE,
+            topic=trial.topic,
+            value=trial.value,
+            mean_s=mean_s,
+            p90_s=2 * mean_s,
+            change=mean_s - 1,
+            every_seed=mean_s < 1,
+        )
+        found.append(one)
+    return found
+
+
+def of(advice: list[Advice], topic: str) -> Advice:
+    return next(one for one in advice if one.topic == topic)
+
+
+def judged(setup: FleetSetup = SETUP, target_s: float | None = None, **means: float) -> list[Advice]:
+    return judge(
+        setup, told_with(setup, **means), reusable=0.5, num_requests=REQUESTS_MIN, ttft_target_s=target_s
+    )
+
+
+def test_a_retention_that_helps_is_advised_with_those_that_do_as_well() -> None:
+    found = of(judged(retention_1024=0.8, retention_4096=0.81, retention_dense=1.4), "retention")
+    assert found.value == "1024"
+    assert "1024 or 4096" in found.text
+    assert "-20%" in found.text
+
+
+def test_a_retention_that_helps_too_little_or_not_for_every_seed_is_not() -> None:
+    assert of(judged(retention_1024=0.98), "retention").value is None
+    told = told_with(retention_4096=0.7)
+    luck = [msgspec.structs.replace(one, every_seed=False) for one in told]
+    found = of(judge(SETUP, luck, reusable=0.5, num_requests=REQUESTS_MIN), "retention")
+    assert found.value is None
+    assert found.text.startswith("Leave prefix_cache_retention_interval at 0")
+
+
+def test_a_model_of_full_attention_has_no_retention_to_set() -> None:
+    setup = msgspec.structs.replace(SETUP, groups=FULL)
+    assert all(trial.topic != "retention" for trial in trials(setup))
+    assert "no effect" in of(judged(setup), "retention").text
+
+
+def test_prefix_routing_that_does_not_pay_is_said_to() -> None:
+    found = of(judged(routing_least_load=1.02), "routing")
+    assert found.value == "power-of-two"  # as fast as the base, and blind
+    assert "does not pay" in found.text
+    paying = of(judged(routing_least_load=2.0, routing_power_of_two=1.6), "routing")
+    assert (paying.value, "pays" in paying.text) == (None, True)
+
+
+def test_memory_is_asked_for_where_it_pays_and_given_back_where_it_does_nothing() -> None:
+    assert of(judged(memory_200=0.7, memory_50=2.0), "memory").value == "200%"
+    assert of(judged(memory_200=0.99, memory_50=1.01), "memory").value == "50%"
+    assert of(judged(memory_200=0.97, memory_50=1.2), "memory").value is None
+
+
+def test_the_fewest_engines_that_keep_the_target() -> None:
+    means = {"engines_2": 5.0, "engines_3": 1.4, "engines_6": 0.5, "engines_8": 0.4}
+    assert of(judged(target_s=3.0, **means), "engines").value == "3"
+    assert of(judged(target_s=2.0, **means), "engines").value is None  # as it is
+    assert of(judged(target_s=1.0, **means), "engines").value == "6"
+    assert of(judged(target_s=0.1, **means), "engines").text.startswith("Not even 8 engines")
+
+
+def test_knobs_need_more_than_noise() -> None:
+    key = "knobs_beta 0.5, premium 0.5"
+    assert of(judged(**{key: 0.97}), "knobs").value is None
+    assert of(judged(**{key: 0.9}), "knobs").value == "beta 0.5, premium 0.5"
+
+
+def test_what_an_endless_cache_would_hit() -> None:
+    first = request(0, 1024, 512, 0)
+    again = request(1, 1025, 10, 0)
+    other = request(2, 1024, 10, 100)
+    assert reusable_share([first, other]) == 0
+    assert reusable_share([first, again]) == pytest.approx(1024 / 2049)
+
+
+def test_an_endless_cache_is_held_against_the_same_requests_as_the_fleet() -> None:
+    """The first fifth fills the caches of both; else a fleet could hit more than a cache without end."""
+    filling = [request(at, 1024, 1, 0) for at in range(2)]
+    asking = [request(at, 1024, 1, 0) for at in range(2, 10)]
+    assert reusable_share(filling + asking) == pytest.approx(1023 / 1024)
+
+
+def test_few_requests_give_hints_and_no_advice() -> None:
+    told = told_with(retention_1024=0.5, memory_200=0.5)
+    few = judge(SETUP, told, reusable=0.5, num_requests=REQUESTS_MIN - 1)
+    assert {(one.value, one.firm) for one in few} == {(None, False)}
+    enough = judge(SETUP, told, reusable=0.5, num_requests=REQUESTS_MIN)
+    assert (of(enough, "retention").value, of(enough, "retention").firm) == ("1024", True)
+
+
+def test_where_requests_do_not_fit_the_pool_is_named_and_nothing_is_advised() -> None:
+    told = [msgspec.structs.replace(one, refused=7) for one in told_with(retention_1024=0.5)]
+    assert doubt(told, 1000) == "7 requests fit into no engine's cache and are left out: --pool is too small"
+    assert not any(one.firm for one in judge(SETUP, told, reusable=0.5, num_requests=1000))
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    status = app(
+        ["advise", *words, "--json", "--processes", "1", "--seeds", "1"],
+        result_action="return_value",
+        exit_on_error=False,
+    )
+    assert status == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def advised(report: dict[str, Any], topic: str) -> Any:
+    return next(one["value"] for one in report["advice"] if one["topic"] == topic)
+
+
+SAMPLE = ("chat", "--requests", "400", "--engines", "2", "--load", "0.7")
+
+
+def test_small_windows_want_retention_and_large_ones_are_left_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = call(capsys, *SAMPLE, "--model", "gpt-oss-like", "--pool", "50%")
+    assert advised(small, "retention") in {"1024", "4096"}
+    large = call(capsys, *SAMPLE, "--model", "gemma3-like", "--pool", "100%")
+    assert advised(large, "retention") is None
+    assert advised(large, "routing") is None
+    assert small["facts"]["requests"] == 400
+
+
+def test_the_same_words_for_the_same_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("tenants", "--requests", "80", "--engines", "2", "--pool", "4000")
+    assert call(capsys, *words) == call(capsys, *words)
+
+
+def test_traffic_that_shares_nothing_needs_no_prefix_routing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": 500 * i,
+            "input_length": 2000,
+            "output_length": 5,
+            "hash_ids": list(range(9 * i, 9 * i + 4)),
+        }
+        for i in range(200)
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    report = call(capsys, str(path), "--engines", "2", "--pool", "2000")
+    assert advised(report, "routing") in {"least-load", "power-of-two"}
+    assert report["facts"]["reusable_share"] == 0
+
+
+def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", "chat", "--requests", "80", "--engines", "2", "--pool", "4000", "--ttft-target", "1"]
+    assert app([*words, "--processes", "1"], result_action="return_value", exit_on_error=False) == 0
+    out = capsys.readouterr().out
+    for word in ("what is changed", "retention", "memory", "engines", "knobs", "p90 within 1 s"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["nowhere"], "workload: nowhere"),
+        (["chat", "--engines", "0"], "--engines 0"),
+        (["chat", "--requests", "3"], "--requests 3"),
+        (["chat", "--ttft-target", "0"], "--ttft-target 0"),
+        (["chat", "--retention", "0,1024"], "one value"),
+        ([str(CAPTURE)], "a capture of KV events .*, which holds no requests; name the router's access log"),
+        (["chat", "--router", "http://127.0.0.1:9"], "--router http://127.0.0.1:9"),
+    ],
+)
+def test_what_cannot_be_advised_on_is_refused(words: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        app(["advise", *words], result_action="return_value", exit_on_error=False)
+
+
+def test_a_pool_too_small_for_every_prompt_is_named(tmp_path: Path) -> None:
+    lines = [line(timestamp=900 * i, input_length=90_000, hash_ids=list(range(176))) for i in range(60)]
+    path = write_lines(tmp_path / "w.jsonl", *lines)
+    with pytest.raises(ConfigError, match="--pool 100: no request fits into the engines' caches"):
+        app(
+            ["advise", str(path), "--pool", "100", "--processes", "1"],
+            result_action="return_value",
+            exit_on_error=False,
+        )
+
+
+def test_the_fleet_of_a_running_router() -> None:
+    """Groups as the router learned them."""
+
+    async def main() -> None:
+        settings = {"groups": "gptoss-like", "num_blocks": 300}
+        async with running(settings, settings) as engines, routing(configure(*engines)) as rig:
+            for number in range(6):
+                await rig.chat(f"{number} {TEXT * 6}", max_tokens=2)
+            await rig.caught_up(*engines)
+            seen = await asyncio.to_thread(see, rig.ops_url)
+            assert (seen.engines, seen.blocks) == (2, 300)
+            assert seen.groups is not None
+            assert {group.sliding_window for group in seen.groups} == {None, 128}
+
+    run(main())

@@ -1,0 +1,75 @@
+"""A fleet behind an arm: the same seed the same rows, and arms that do what their name says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from router.simulate.run.arms import ARMS
+from router.simulate.run.fleet import FleetSetup, FleetSim
+from router.simulate.workload.generate import agents, chat
+from router.simulate.workload.requests import continued
+from tests.router.simulate.support import FAST, HYBRID, fleet_run, request
+
+REQUESTS = continued(agents(120, 120.0, 3))
+SETUP = {"num_blocks": 900, "timing": FAST}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_same_seed_gives_the_same_rows_and_every_request_one(arm: str) -> None:
+    run = fleet_run(REQUESTS, arm, **SETUP)
+    again = fleet_run(REQUESTS, arm, **SETUP)
+    assert run.rows == again.rows
+    assert run.busy_s == again.busy_s
+    assert [row.index for row in run.rows] == list(range(len(REQUESTS)))
+    for row, one in zip(run.rows, REQUESTS, strict=True):
+        assert row.prompt_tokens == one.input_tokens
+        assert 0 <= row.hit < row.prompt_tokens
+        assert row.ttft_s > 0 or row.ttft_s == -1
+        assert 0 <= row.engine < 3
+    if ARMS[arm].sight == "blind":
+        assert {row.predicted for row in run.rows} == {0}
+
+
+def test_another_seed_gives_other_choices_where_chance_decides() -> None:
+    runs = [fleet_run(REQUESTS, "power-of-two", seed=seed, **SETUP) for seed in (1, 2)]
+    assert [row.engine for row in runs[0].rows] != [row.engine for row in runs[1].rows]
+
+
+def test_round_robin_goes_in_turn() -> None:
+    run = fleet_run([request(index, 100, 1, 10 * index) for index in range(9)], "round-robin")
+    assert [row.engine for row in run.rows] == [0, 1, 2] * 3
+
+
+def test_sessions_stay_together_when_hashed() -> None:
+    requests = [request(10.0 * index, 600, 1, 100 * (index % 4), session=index % 4) for index in range(20)]
+    run = fleet_run(requests, "session-hash")
+    homes = Counter((one.session, row.engine) for one, row in zip(requests, run.rows, strict=True))
+    assert len(homes) == 4
+
+
+def test_an_exact_arm_predicts_what_an_idle_fleet_finds() -> None:
+    requests = [request(30.0 * index, 1500, 3, 100 * (index % 3)) for index in range(12)]
+    run = fleet_run(requests, "exact")
+    assert all(row.predicted == row.hit for row in run.rows)
+    assert sum(row.hit > 0 for row in run.rows) == 9, "every repeat hits"
+
+
+def test_arrivals_come_faster_at_a_higher_speed() -> None:
+    requests = [request(float(index), 100, 1, 10 * index) for index in range(5)]
+    assert [row.arrived_s for row in fleet_run(requests, speed=4.0).rows] == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_prompts_that_fit_nowhere_are_told_and_the_rest_goes_on() -> None:
+    run = fleet_run([request(0, 9000, 1, 1), request(1, 300, 1, 100)], num_blocks=64)
+    assert [row.ttft_s < 0 for row in run.rows] == [True, False]
+
+
+def test_progress_adds_up_to_the_requests() -> None:
+    told: list[int] = []
+    requests = continued(chat(600, 60.0, 1))
+    setup = FleetSetup(groups=HYBRID, num_blocks=900, engines=3)
+    FleetSim(setup, ARMS["least-load"], mean_prompt_tokens=1000.0).run(requests, told.append)
+    assert sum(told) == 600
+    assert len(told) > 1

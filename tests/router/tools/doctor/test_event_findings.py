@@ -1,0 +1,271 @@
+"""Findings about an engine's event stream, each provoked once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
+from publisher.zmq_publisher import ZmqPublisher
+from router.fleet.identity import EngineAddress
+from router.tools.doctor.findings import Severity
+from router.tools.doctor.gather.listener import EventListener
+from tests.router.tools.doctor.looking import Findings, at, bound, look, publishing, saying, server, stored
+from tests.support.whole_router import run, running, until
+
+DEAD = "tcp://127.0.0.1:9"
+
+
+@asynccontextmanager
+async def doing(action: Callable[[], Any]) -> AsyncIterator[None]:
+    """Repeats an action while the context lasts."""
+
+    async def repeat() -> None:
+        while True:
+            action()
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def heard(prepare: Callable[[ZmqPublisher], Any], **changes: Any) -> Findings:
+    """What is found of an engine whose publisher was prepared, by its replay."""
+    async with saying(server()) as url:
+        with publishing() as publisher:
+            prepare(publisher)
+            return await look(at(url, publisher, **changes), seconds=0.1)
+
+
+def test_event_sockets_that_nobody_has_bound() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            found = await look(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
+            found.expect("events.reach", Severity.ERROR, "nothing accepts connections")
+            found.expect("events.replay", Severity.ERROR, "nothing accepts connections")
+
+    run(main())
+
+
+def test_http_ports_given_as_event_sockets() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            port = url.replace("http://", "tcp://")
+            found = await look(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=0.5)
+            found.expect("events.reach", Severity.ERROR, "no ZMQ publisher")
+            found.expect("events.replay", Severity.ERROR, "no replay socket")
+
+    run(main())
+
+
+def test_events_and_replay_exchanged() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing() as publisher:
+                engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
+                found = await look(engine, seconds=0.5, timeout_s=0.5)
+                found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
+                found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
+
+    run(main())
+
+
+def test_an_address_that_is_none() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            found = await look(
+                EngineAddress(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5
+            )
+            found.expect("events.reach", Severity.ERROR, "not an address")
+            assert found.worst("events.replay") is Severity.ERROR
+
+    run(main())
+
+
+def test_no_replay_socket() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing(replay=False) as publisher:
+                found = await look(at(url, publisher))
+                found.expect("events.reach", Severity.OK)
+                found.expect("events.replay", Severity.WARNING, "no replay socket", "replay_endpoint")
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("answers", "severity", "words"),
+    [(0, Severity.ERROR, "connected, but no answer"), (2, Severity.WARNING, "2 batches, then silence")],
+    ids=["silent", "cut short"],
+)
+def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity, words: str) -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing(replay=False) as publisher, bound(zmq.ROUTER) as (router, replay):
+                task = asyncio.create_task(reply(router, answers))
+                found = await look(at(url, publisher, replay=replay), timeout_s=0.5)
+                task.cancel()
+                found.expect("events.replay", severity, words)
+
+    run(main())
+
+
+async def reply(router: zmq.Socket[bytes], answers: int) -> None:
+    """Answer one replay request with so many batches, and no end."""
+    while not router.poll(0):
+        await asyncio.sleep(0.01)
+    peer = router.recv_multipart()[0]
+    for seq in range(answers):
+        payload = encode_batch(1.0, [AllBlocksCleared()])
+        router.send_multipart([peer, b"", b"", seq.to_bytes(8, "big"), payload])
+
+
+def test_history_that_has_left_the_buffer() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing(buffer_steps=3) as publisher:
+                for _ in range(8):
+                    publisher.publish([stored()])
+                found = await look(at(url, publisher))
+                found.expect("events.replay", Severity.INFO, "3 batches", "number 5", "buffer_steps")
+
+    run(main())
+
+
+def test_events_of_another_engine() -> None:
+    async def main() -> None:
+        async with running({}) as (engine,):
+            with publishing() as silent:
+                found = await look(at(engine.base_url, silent), probe=True)
+                found.expect("events.flow", Severity.ERROR, "answered the probe")
+                found.expect("probe.exact", Severity.WARNING, "no stored blocks seen yet")
+
+    run(main())
+
+
+def test_lost_numbers_are_told() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing(replay=False) as publisher:
+
+                def skip() -> None:
+                    publisher.publish([stored()])
+                    publisher._next_seq += 3
+
+                async with doing(skip):
+                    found = await look(at(url, publisher), seconds=0.5)
+                found.expect("events.flow", Severity.INFO, "missing")
+
+    run(main())
+
+
+def test_a_restart_while_listening() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing(replay=False) as publisher:
+                restarted: list[bool] = []
+
+                def step() -> None:
+                    publisher.publish([stored()])
+                    if publisher.next_seq == 12 and not restarted:
+                        restarted.append(True)
+                        publisher._next_seq = 0
+
+                async with doing(step):
+                    found = await look(at(url, publisher), seconds=1.0)
+                found.expect("events.flow", Severity.INFO, "restart(s)")
+
+    run(main())
+
+
+class Recorder:
+    """A sink that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        self.told.append(f"batch of {len(batch.events)}")
+
+    def forget(self, engine_id: str) -> None:
+        self.told.append("forget")
+
+
+def test_what_was_before_a_restart_is_forgotten() -> None:
+    async def main() -> None:
+        sink = Recorder()
+        with publishing(replay=False) as publisher:
+            tap = EventListener("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)
+            listening = asyncio.create_task(tap.run())
+            async with doing(lambda: publisher.publish([stored()] * 2)):
+                await until(lambda: len(sink.told) > 2, "batches")
+                publisher._next_seq = 0
+                await until(lambda: "forget" in sink.told, "the restart")
+            assert sink.told.count("forget") == 1
+            assert set(sink.told) == {"batch of 2", "forget"}
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_topic_that_does_not_fit() -> None:
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing(topic="kv") as publisher:
+                async with doing(lambda: publisher.publish([stored()])):
+                    wrong = await look(at(url, publisher, topic="events"), seconds=0.5)
+                    right = await look(at(url, publisher, topic="kv"), seconds=0.5)
+                wrong.expect("events.topic", Severity.ERROR, "'kv'", "'events'")
+                right.expect("events.topic", Severity.OK)
+
+    run(main())
+
+
+def test_array_encoding_and_raw_hashes_are_told() -> None:
+    old = ["BlockStored", [b"\x01" * 32], None, list(range(16)), 16, None, "GPU"]
+    payload = msgspec.msgpack.encode([1.0, [old], 0])
+    found = run(heard(lambda publisher: publisher.publish_payload(payload)))
+    found.expect("events.encoding", Severity.OK, "array encoding, bytes hashes")
+    found.expect("cache.groups", Severity.WARNING, "taken for full attention")
+    found.expect("cache.groups", Severity.INFO, "name no group")
+
+
+def test_events_that_cannot_be_read() -> None:
+    payload = msgspec.msgpack.encode([1.0, [{"type": "Nonsense"}], 0])
+    found = run(heard(lambda publisher: publisher.publish_payload(payload)))
+    found.expect("events.encoding", Severity.WARNING, "could not be read", "Nonsense")
+
+
+def test_messages_that_are_no_batches() -> None:
+    found = run(heard(lambda publisher: publisher.publish_payload(b"\xc1")))
+    found.expect("events.encoding", Severity.ERROR, "payload_undecodable")
+
+
+def test_events_that_make_no_sense() -> None:
+    found = run(heard(lambda publisher: publisher.publish([stored(medium="TAPE")])))
+    found.expect("events.encoding", Severity.WARNING, "unknown_medium")
+
+
+def test_several_ranks_at_one_address() -> None:
+    def prepare(publisher: ZmqPublisher) -> None:
+        for rank in range(2):
+            publisher.publish_payload(encode_batch(1.0, [stored()], rank))
+
+    found = run(heard(prepare))
+    found.expect("events.ranks", Severity.ERROR, "ranks [0, 1] at one address")
+
+
+def test_the_events_of_another_rank() -> None:
+    found = run(heard(lambda publisher: publisher.publish([stored()]), dp_rank=3))
+    found.expect("events.ranks", Severity.ERROR, "rank 0 where rank 3 was expected")

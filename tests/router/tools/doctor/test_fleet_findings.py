@@ -1,0 +1,263 @@
+"""Findings across engines and about a router, each provoked once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.config.schema import Config, ModelConfig
+from router.fleet.identity import EngineAddress
+from router.tools.doctor import registry
+from router.tools.doctor.evidence import Evidence
+from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
+from router.tools.doctor.registry import run_checks
+from tests.router.tools.doctor.looking import Answers, at, look, publishing, saying, server, stored
+from tests.support.whole_router import configure, routing, run, running
+
+ENGINE = "http://127.0.0.1:9"
+UP: dict[str, Any] = {
+    "engine": ENGINE,
+    "up": True,
+    "problem": "",
+    "available": True,
+    "feed": {"reason": ""},
+    "feed_state": "ready",
+    "mode": "native",
+    "receipts": {"exact": 30},
+    "drifting": False,
+}
+
+
+def test_one_engine_under_two_names() -> None:
+    async def main() -> None:
+        async with running({}) as (engine,):
+            await look(engine.base_url, probe=True)
+            other = engine.base_url.replace("127.0.0.1", "localhost")
+            addresses = {"events": engine.events_endpoint, "replay": engine.replay_endpoint}
+            found = await look(engine.base_url, EngineAddress(other, **addresses))
+            found.expect("fleet.duplicates", Severity.ERROR, "the same", "two names")
+
+    run(main())
+
+
+def test_seeds_that_differ() -> None:
+    async def main() -> None:
+        async with running({"hash_seed": "1"}, {"hash_seed": "2"}) as engines:
+            found = await look(*(e.base_url for e in engines), probe=True)
+            found.expect("fleet.hash_seeds", Severity.WARNING, "PYTHONHASHSEED differs", "'1'", "'2'")
+            assert len([f for f in found.of("probe.exact") if f.severity is Severity.OK]) == 2
+
+    run(main())
+
+
+def test_algorithms_and_layouts_that_differ() -> None:
+    async def main() -> None:
+        other = {"hash_algo": "sha256_cbor", "groups": "full"}
+        async with running({"groups": "gptoss-like"}, other) as engines:
+            found = await look(*(e.base_url for e in engines), probe=True)
+            found.expect("fleet.hash_seeds", Severity.WARNING, "prefix_caching_hash_algo")
+            found.expect("fleet.layouts", Severity.WARNING, "sliding_window/16")
+
+    run(main())
+
+
+def test_releases_that_differ() -> None:
+    async def main() -> None:
+        async with saying(server()) as new, saying(server(version={"version": "0.30.1"})) as old:
+            found = await look(new, old)
+            found.expect("fleet.versions", Severity.INFO, "0.30.1, 0.32.0")
+
+    run(main())
+
+
+def test_no_engine_at_all() -> None:
+    async def main() -> None:
+        async with saying({"/kvatlas/engines": [], "/ready": {"ready": True}}) as url:
+            found = await look(router=url)
+            found.expect("fleet.engines", Severity.ERROR, "no engine to look at")
+
+    run(main())
+
+
+def router(**changes: Any) -> Answers:
+    answers = {"/kvatlas/engines": [{**UP, **changes}], "/ready": {"ready": True, "reason": ""}}
+    return {**answers, "/kvatlas/receipts": [], "/metrics": {}, "/version": {"version": "0.1.0"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "severity", "words"),
+    [
+        ({"up": False, "problem": "refused"}, "router.engines", Severity.ERROR, "down: refused"),
+        ({"feed_state": "cold"}, "router.engines", Severity.WARNING, "feed is cold"),
+        (
+            {"feed_state": "degraded", "feed": {"reason": "history_rolled"}},
+            "router.engines",
+            Severity.WARNING,
+            "degraded (history_rolled)",
+        ),
+        ({"feed": {"phantom_alarms": 2}}, "router.engines", Severity.WARNING, "2 phantom alarm(s)"),
+        ({"feed_state": "stale"}, "router.engines", Severity.WARNING, "stale"),
+        ({"available": False}, "router.engines", Severity.WARNING, "breaker is open"),
+        ({"drifting": True}, "router.predictions", Severity.WARNING, "drift"),
+        ({"receipts": {"unreported": 5}}, "router.predictions", Severity.WARNING, "without cached_tokens"),
+        ({"receipts": {"exact": 3, "over": 1}}, "router.predictions", Severity.OK, "75% of 4"),
+    ],
+)
+def test_the_routers_view_of_an_engine(
+    changes: dict[str, Any], check: str, severity: Severity, words: str
+) -> None:
+    async def main() -> None:
+        async with saying(router(**changes)) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            finding = found.expect(check, severity, words)
+            assert finding.subject == ENGINE
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("source", "severity", "words"),
+    [
+        ({"synced": True, "engines": 3}, Severity.OK, ("engines from kubernetes: 3",)),
+        ({"synced": True, "engines": 0}, Severity.OK, ("engines from kubernetes: 0",)),
+        (
+            {"synced": False, "last_error": "status 403"},
+            Severity.ERROR,
+            ("not heard yet: status 403", "check RBAC"),
+        ),
+        (
+            {"synced": True, "engines": 2, "failing": True, "last_error": "refused"},
+            Severity.WARNING,
+            ("2, as last known", "refused", "check RBAC"),
+        ),
+        ({"synced": True, "refused": 4, "last_error": "pod a"}, Severity.INFO, ("4 entries", "pod a")),
+    ],
+)
+def test_where_the_routers_engines_come_from(
+    source: dict[str, Any], severity: Severity, words: tuple[str, ...]
+) -> None:
+    async def main() -> None:
+        told = {"static": {"synced": True, "engines": 0}, "kubernetes": source}
+        async with saying({**router(), "/kvatlas/sources": told}) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            assert found.expect("router.sources", severity, *words).subject == url
+            assert len(found.of("router.sources")) == 1
+
+    run(main())
+
+
+def test_a_held_engine_is_told() -> None:
+    async def main() -> None:
+        async with saying(router(held="drained by ann")) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            found.expect("router.engines", Severity.INFO, "gets no new requests: drained by ann")
+
+    run(main())
+
+
+def test_a_router_that_sees_another_engine_than_the_doctor() -> None:
+    async def main() -> None:
+        async with running({}) as (engine,):
+            view = {"engine": engine.base_url, "scheme": None, "layout": {"groups": []}}
+            async with saying(router(**view, mode="learned")) as url:
+                found = await look(engine.base_url, router=url, probe=True)
+                found.expect("router.engines", Severity.WARNING, "the router learns hashes")
+                found.expect("router.engines", Severity.WARNING, "0 group(s) in another layout")
+            async with saying(router(**view)) as url:
+                found = await look(engine.base_url, router=url)
+                found.expect("router.engines", Severity.ERROR, "another hash scheme")
+            async with saying(router(engine=engine.base_url, feed_state="none")) as url:
+                found = await look(engine.base_url, router=url)
+                found.expect("router.engines", Severity.WARNING, "no feed of this engine")
+
+    run(main())
+
+
+def test_a_router_that_is_not_there_or_not_ready() -> None:
+    async def main() -> None:
+        async with saying(server()) as engine:
+            found = await look(engine, router="http://127.0.0.1:9")
+            found.expect("router.reach", Severity.ERROR, "cannot connect")
+            found = await look(engine, router=engine)
+            found.expect("router.reach", Severity.ERROR, "status 404")
+            answers = router() | {"/ready": (503, b'{"ready": false, "reason": "draining"}', {})}
+            async with saying(answers) as url:
+                found = await look(engine, router=url)
+                found.expect("router.reach", Severity.ERROR, "draining")
+                found.expect("router.engines", Severity.WARNING, "does not know this engine")
+                found.expect("router.engines", Severity.INFO, "not looked at")
+
+    run(main())
+
+
+def test_what_the_routers_metrics_show() -> None:
+    page = (
+        b'kvatlas_prompt_mismatches_total{engine="http://e:1"} 3.0\n'
+        b"kvatlas_prompts_template_mismatches_total 1.0\n"
+        b'kvatlas_index_unknown_removals_total{model="m"} 2.0\n'
+        b"kvatlas_proxy_errors_total 0.0\nnonsense\n"
+    )
+
+    async def main() -> None:
+        async with saying(router() | {"/metrics": (200, page, {})}) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            mismatch = found.expect("router.predictions", Severity.ERROR, "3 prompt(s)")
+            assert mismatch.subject == "http://e:1"
+            found.expect("router.predictions", Severity.INFO, "jinja2")
+            found.expect("router.predictions", Severity.INFO, "2 removals")
+
+    run(main())
+
+
+def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> None:
+    async def main() -> None:
+        async with running({}) as (engine,), routing(configure(engine)) as rig:
+            await rig.chat("tell " * 60)
+            await rig.caught_up(engine)
+            found = await look(engine.base_url, router=rig.ops_url)
+            assert [f.severity for f in found.of("router.engines")] == [Severity.OK]
+
+    run(main())
+
+
+def test_a_check_that_stumbles_is_a_finding_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumbling(_seen: Evidence) -> Any:
+        yield info("said before")
+        raise KeyError("surprise")
+
+    def after(_seen: Evidence) -> Any:
+        yield CheckResult(Severity.OK, "said after")
+
+    checks = {"fleet.stumbling": stumbling, "router.after": after}
+    monkeypatch.setattr(registry, "_FLEET_CHECKS", checks)
+    found = run_checks(Evidence(Config(), []))
+    assert [f.seen for f in found][::2] == ["said before", "said after"]
+    assert "KeyError" in found[1].seen
+    assert found[1].severity is Severity.ERROR
+
+
+def test_status_is_that_of_the_worst_finding() -> None:
+    def of(severity: Severity) -> Finding:
+        return Finding("a.b", severity, "x", "y")
+
+    assert exit_status([of(Severity.OK), of(Severity.INFO)]) == 0
+    assert exit_status([of(Severity.OK), of(Severity.WARNING)]) == 1
+    assert exit_status([of(Severity.ERROR)]) == 1
+    assert exit_status([]) == 0
+
+
+def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("router.index.models.Scopes.apply", broken)
+
+    async def main() -> None:
+        async with saying(server()) as url:
+            with publishing() as publisher:
+                publisher.publish([stored()])
+                found = await look(at(url, publisher), model=ModelConfig())
+                found.expect("events.encoding", Severity.ERROR, "ZeroDivisionError: boom")
+
+    run(main())

@@ -1,0 +1,86 @@
+"""``kvatlas verify --index`` and ``kvatlas index``: as commands, on a real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from router.replication.schema.keys import SCHEMA, schema_key
+from tests.support.paths import ROOT
+from tests.support.process_fleet import fleet, run
+from tests.support.processes import RedisServer
+
+TRACES = ROOT / "tests" / "data" / "traces"
+
+
+def kvatlas(*args: str, index: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "KVATLAS_INDEX_URL": index}
+    command = [sys.executable, "-m", "router", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
+
+
+def test_recorded_truth_is_exact_through_the_index() -> None:
+    with RedisServer() as server:
+        done = kvatlas("verify", str(TRACES), "--json", "--index", server.url, index="")
+        assert done.returncode == 0, done.stderr
+        total = msgspec.json.decode(done.stdout.splitlines()[-1])["total"]
+        assert total["traces"] == len(list(TRACES.glob("*.jsonl.gz")))
+        assert total["probes"] == total["exact"] > 1000
+        assert total["states"] == total["states_exact"] > 100
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"header": {"groups": []}}\nnonsense\n')
+    with RedisServer() as server:
+        done = kvatlas("verify", str(broken), "--index", server.url, index="")
+        assert done.returncode == 2
+        assert "broken.jsonl:2" in done.stderr
+
+
+def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
+    async def main(server: RedisServer) -> None:
+        async with fleet(server.url, engines=2) as made:
+            stats = kvatlas("index", "stats", "--json", index=server.url)
+            (scope,) = msgspec.json.decode(stats.stdout)
+            assert scope["model"] == "kvatlas-demo"
+            assert scope["blocks"] > 10
+            assert 50 < scope["bytes_per_block"] < 150
+            assert {e["engine"] for e in scope["engines"]} == set(made.engines)
+            assert {e["holder"] for e in scope["engines"]} <= {"r0", "r1"}
+            assert {e["feed"] for e in scope["engines"]} == {"ready"}
+            assert all(e["generation"] > 0 and e["lease_s"] > 0 for e in scope["engines"])
+            dumped = kvatlas("index", "dump", "--limit", "5", index=server.url).stdout.splitlines()
+            assert len(dumped) == 5
+            for line in map(msgspec.json.decode, dumped):
+                assert len(line["block"]) == 16
+                assert set(line["engines"]) <= set(made.engines)
+            verified = kvatlas("index", "verify", "--json", index=server.url)
+            assert verified.returncode == 0, verified.stdout
+            assert "wrong" in kvatlas("index", "verify", index=server.url).stdout
+            assert "generation" in kvatlas("index", "stats", index=server.url).stdout
+
+    with RedisServer() as server:
+        run(main(server))
+
+
+def test_an_empty_namespace_and_a_server_that_is_away_are_said() -> None:
+    with RedisServer() as server:
+        empty = kvatlas("index", "stats", "--namespace", "other", index=server.url)
+        assert (empty.returncode, "namespace 'other'" in empty.stderr) == (1, True)
+    away = kvatlas("index", "stats", index=server.url)
+    assert away.returncode == 1
+    assert away.stderr.startswith("kvatlas index: ")
+
+
+def test_a_namespace_of_another_version_is_refused_at_start() -> None:
+    with RedisServer() as server:
+        server.command("SET", schema_key("kva").decode(), str(SCHEMA + 1))
+        refused = kvatlas("serve", "--engine", "http://127.0.0.1:1", "--port", "0", index=server.url)
+        assert refused.returncode == 2
+        assert f"schema {SCHEMA + 1}" in refused.stderr
+        assert f"schema {SCHEMA}" in refused.stderr.replace(f"schema {SCHEMA + 1}", "")

@@ -1,0 +1,279 @@
+"""``kvatlas top`` before a real router, before one that goes away, and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from router.tools.top.command import pictures
+from router.tools.top.snapshot import EngineRow, RouterSnapshot, make_picture
+from router.tools.top.table import render
+from tests.router.tools.doctor.looking import saying
+from tests.support.paths import ROOT
+from tests.support.whole_router import configure, routing, run, running
+
+TOP = [sys.executable, "-m", "router", "top"]
+GONE = "http://127.0.0.1:9"
+
+
+def shown(picture: RouterSnapshot) -> str:
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(picture, hint="q ends"))
+        return console.export_text()
+
+
+def test_a_running_router() -> None:
+    async def main() -> None:
+        async with running({}, {"publish_events": False}) as engines, routing(configure(*engines)) as rig:
+            async with aclosing(pictures(rig.ops_url, 0.05)) as stream:
+                first = await anext(stream)
+                for _ in range(3):
+                    await rig.chat("tell a story " * 40)
+                picture = await anext(stream)
+            assert [row.engine for row in picture.engines] == [e.base_url for e in engines]
+            assert all(row.up and not row.breaker_open for row in picture.engines)
+            events, silent = picture.engines
+            assert (events.feed, silent.feed, silent.mode) == ("ready", "none", "shadow")
+            totals = picture.totals
+            assert first.totals is not None
+            assert totals is not None
+            assert (first.totals.requests, totals.requests) == (0, 3)
+            assert totals.requests_per_s is not None
+            assert totals.requests_per_s > 0
+            assert totals.hit_share is not None
+            assert totals.hit_share > 0.5
+            assert (totals.active, totals.errors, totals.retries) == (0, 0, 0)
+            text = shown(picture)
+            assert engines[0].base_url.removeprefix("http://") in text
+            assert "total" in text
+
+    run(main())
+
+
+def test_a_router_that_goes_away_and_comes_back() -> None:
+    answers: dict[str, Any] = {}
+    here = {"/kvatlas/engines": [{"engine": "http://e:1", "up": True, "receipts": {"exact": 5}}]}
+
+    async def main() -> None:
+        async with saying(answers) as url, aclosing(pictures(url, 0.05)) as stream:
+            answers.update(here)
+            assert (await anext(stream)).engines
+            answers.clear()
+            picture = await anext(stream)
+            assert picture.problem == "GET /kvatlas/engines: status 404"
+            assert picture.problem in shown(picture)
+            answers.update(here)
+            picture = await anext(stream)
+            assert picture.engines[0].requests_per_s is None, "a restarted router has no rate yet"
+            assert (await anext(stream)).engines[0].requests_per_s == 0
+
+    run(main())
+
+
+def test_states_that_matter_are_shown() -> None:
+    entries = [
+        {"engine": "http://a:1", "up": False, "problem": "refused"},
+        {"engine": "http://b:1", "up": True, "available": False, "drifting": True},
+        {
+            "engine": "http://c:1",
+            "up": True,
+            "feed_state": "degraded",
+            "feed": {"reason": "gap", "lag_s": 0.25},
+            "kv_usage": 0.5,
+            "kv_cached": 0.87,
+            "load": {"queue_s": 1.5, "running": 3, "waiting": 4},
+        },
+    ]
+    text = shown(make_picture("http://r", entries, [], ""))
+    for words in (
+        "down: refused",
+        "breaker open, drifting",
+        "degraded (gap) 250 ms",
+        "50%",
+        "87%",
+        "1.50 s",
+        "2 up",
+    ):
+        assert words in text
+
+
+def test_a_table_with_a_dead_engine_fits_80_columns() -> None:
+    problem = "cannot connect: Connect call failed ('127.0.0.1', 9) " * 3
+    dead = {"engine": "http://127.0.0.1:33043", "up": False, "problem": problem, "feed_state": "down"}
+    live = {
+        "engine": "http://127.0.0.1:33044",
+        "up": True,
+        "receipts": {"exact": 12_345},
+        "load": {"queue_s": 12.34, "running": 64, "waiting": 128},
+        "kv_usage": 1.0,
+        "kv_cached": 1.0,
+        "feed_state": "ready",
+        "mode": "native",
+    }
+    picture = make_picture("http://127.0.0.1:8000", [dead, live], [], "")
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(picture))
+    lines = console.export_text().splitlines()
+    rows = [line for line in lines if line.startswith("127.0.0.1:3304")]
+    assert "…" not in "".join(lines)
+    assert [len(row.split()) for row in rows[:2]] == [12, 13], "one line per engine, every figure whole"
+    assert rows[1].split()[1:] == [
+        "12,345",
+        "-",
+        "-",
+        "100%",
+        "12.34",
+        "s",
+        "64",
+        "128",
+        "100%",
+        "100%",
+        "ready",
+        "native",
+    ]
+    assert any("down: cannot connect" in line for line in lines)
+
+
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [
+        *EngineRow.__struct_fields__,
+        *("receipts", "load", "available", "feed_state", "engine_id", "actual_tokens", "prompt_tokens"),
+    ]
+)
+ENTRIES = st.lists(ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(engines=ENTRIES, receipts=ENTRIES, metrics=st.text(max_size=60))
+def test_whatever_a_router_answers_is_a_picture(
+    engines: list[Any], receipts: list[Any], metrics: str
+) -> None:
+    picture = make_picture("http://r", engines, receipts, metrics)
+    shown(make_picture("http://r", engines, receipts, metrics, before=picture, elapsed_s=1.0))
+
+
+def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TOP, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--router", "nonsense"], "--router 'nonsense': expected http://HOST:PORT"),
+        (["--router", "http://h:99999"], "expected http://HOST:PORT"),
+        (["--interval", "0"], "--interval: 0.0 is not in 0.05..3600"),
+        (["--interval", "nan"], "--interval: nan"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], told: str) -> None:
+    ended = top(*arguments)
+    assert ended.returncode == 2
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_without_a_terminal_one_picture_and_a_status() -> None:
+    ended = top("--router", GONE)
+    assert ended.returncode == 1
+    assert "cannot connect" in ended.stdout
+    ended = top("--router", GONE, "--once", "--json")
+    assert ended.returncode == 1
+    assert "cannot connect" in json.loads(ended.stdout)["problem"]
+
+
+def _default_sigint() -> None:
+    """In the background of a shell SIGINT is ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Terminal:
+    """``kvatlas top`` on a pseudo terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._main, side = pty.openpty()
+        self.process = subprocess.Popen(
+            [*TOP, *arguments],
+            cwd=ROOT,
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            start_new_session=True,
+            preexec_fn=_default_sigint,  # noqa: PLW1509  # this process has no other threads that matter
+        )
+        os.close(side)
+        self.seen = b""
+
+    def until(self, condition: Callable[[bytes], bool]) -> None:
+        end = time.monotonic() + 30
+        while not condition(self.seen):
+            assert time.monotonic() < end, self.seen
+            if select.select([self._main], [], [], 0.2)[0]:
+                self.seen += os.read(self._main, 65536)
+
+    def press(self, key: bytes) -> None:
+        os.write(self._main, key)
+
+    def wait(self) -> int:
+        """The exit status; reads on, so that the process can write its end."""
+        end = time.monotonic() + 30
+        while self.process.poll() is None:
+            assert time.monotonic() < end
+            if select.select([self._main], [], [], 0.05)[0]:
+                try:
+                    self.seen += os.read(self._main, 65536)
+                except OSError:  # the other side has closed
+                    break
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._main)
+
+
+def test_on_a_terminal_q_ends_it() -> None:
+    terminal = Terminal("--router", GONE, "--interval", "0.1")
+    try:
+        terminal.until(lambda seen: seen.count(b"cannot connect") >= 2)
+        assert terminal.process.poll() is None, "it goes on while the router is away"
+        terminal.press(b"x")
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+        assert b"Traceback" not in terminal.seen
+    finally:
+        terminal.close()
+
+
+def test_on_a_terminal_ctrl_c_ends_it() -> None:
+    terminal = Terminal("--router", GONE, "--interval", "0.1")
+    try:
+        terminal.until(lambda seen: b"cannot connect" in seen)
+        os.kill(terminal.process.pid, signal.SIGINT)
+        assert terminal.wait() == 130
+        assert b"Traceback" not in terminal.seen
+    finally:
+        terminal.close()

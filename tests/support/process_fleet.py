@@ -1,0 +1,283 @@
+"""A fleet in real processes under load: engines, a server, replicas, and clients that count every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from publisher.engine import EngineSettings
+from router.demo.run import engine_process
+from router.replication.redis.client import connect
+from router.replication.redis.errors import IndexUnavailable
+from router.replication.settings import IndexSettings
+from router.tools.index.command import verify_scope
+from router.tools.index.scan import read_books
+from router.tools.index.verify import EngineDiff
+from tests.support.processes import Replica, replicas
+
+T = TypeVar("T")
+WORDS = ("the", "quick", "router", "reads", "a", "long", "story", "about", "an", "engine")
+WAIT_S = 30.0
+MODEL = "kvatlas-demo"
+QUICK = EngineSettings(
+    groups="gptoss-like",
+    num_blocks=600,
+    prefill_s_per_token=1e-6,
+    decode_s_per_token=1e-4,
+    max_num_batched_tokens=2048,
+)
+LEASE_S = 2.0
+SETTINGS = (f"index.lease_s={LEASE_S}", "index.renew_s=0.3", "index.lookup_timeout_s=0.25")
+"""Short leases; a long look-up deadline, as the machines that run tests are slow and crowded."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(100):
+            return await main
+
+    return asyncio.run(limited())
+
+
+async def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for what other processes bring about; ``condition`` may be a coroutine function."""
+    end = time.monotonic() + WAIT_S
+    while True:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return
+        assert time.monotonic() < end, f"never happened: {what}"
+        await asyncio.sleep(0.02)
+
+
+class Clients:
+    """Conversations sent to the replicas in turn, as a load balancer would: a request that no replica has
+    begun to answer goes to the next one. ``failures`` must stay empty."""
+
+    def __init__(self, members: list[Replica], session: aiohttp.ClientSession) -> None:
+        self.members = members
+        self.failures: list[str] = []
+        self.answered = 0
+        self.retried = 0
+        self.compared: list[tuple[int, int]] = []
+        self._session = session
+        self._turn = 0
+        self._rng = random.Random(5)
+        self._systems = [self._text(150) for _ in range(4)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, users: int = 3) -> None:
+        self._tasks = [asyncio.create_task(self._user()) for _ in range(users)]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def more(self, count: int = 10) -> None:
+        """Wait for that many more answers."""
+        goal = self.answered + count
+        await until(lambda: self.answered >= goal or self.failures, "more answers")
+
+    async def _user(self) -> None:
+        while True:
+            messages = [{"role": "system", "content": self._rng.choice(self._systems)}]
+            for _ in range(3):
+                messages.append({"role": "user", "content": self._text(20)})
+                answer = await self.ask(messages)
+                messages.append({"role": "assistant", "content": answer or "nothing"})
+
+    async def ask(self, messages: list[dict[str, str]], **fields: Any) -> str | None:
+        """One request, by way of whichever replica takes it."""
+        body = {"model": MODEL, "messages": messages, "max_tokens": 4, **fields}
+        for _ in range(8):
+            member = self.members[self._turn % len(self.members)]
+            self._turn += 1
+            try:
+                timeout = aiohttp.ClientTimeout(total=20, connect=2, sock_read=1.5)
+                url = f"{member.url}/v1/chat/completions"
+                async with self._session.post(url, json=body, timeout=timeout) as answer:
+                    payload = await answer.read()
+                    if answer.status == 503 and b"draining" in payload:
+                        continue
+                    if answer.status != 200:
+                        self.failures.append(f"{member.name}: {answer.status} {payload[:200]!r}")
+                        return None
+                    return self._note(answer, msgspec.json.decode(payload))
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                self.retried += 1
+                await asyncio.sleep(0.05)
+        self.failures.append("no replica answered")
+        return None
+
+    def _note(self, answer: aiohttp.ClientResponse, body: Any) -> str:
+        self.answered += 1
+        predicted = answer.headers.get("x-kvatlas-hit-tokens")
+        details = body["usage"].get("prompt_tokens_details") or {}
+        if predicted is not None:
+            self.compared.append((int(predicted), details.get("cached_tokens") or 0))
+        return str(body["choices"][0]["message"]["content"])
+
+    def _text(self, words: int) -> str:
+        return " ".join(self._rng.choices(WORDS, k=words))
+
+
+class Fleet:
+    """Everything of one test."""
+
+    def __init__(self, index: str, engines: list[str], members: list[Replica], clients: Clients) -> None:
+        self.index = index
+        self.engines = engines
+        self.members = members
+        self.clients = clients
+        self._session = clients._session
+
+    async def get(self, member: Replica, path: str) -> Any:
+        """A control page of a replica; None while it does not answer."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            timeout = aiohttp.ClientTimeout(total=2)
+            async with self._session.get(member.ops_url + path, timeout=timeout) as answer:
+                payload = await answer.read()
+                return (
+                    msgspec.json.decode(payload)
+                    if answer.content_type == "application/json"
+                    else payload.decode()
+                )
+        return None
+
+    async def metric(self, member: Replica, name: str) -> float:
+        """The sum over all series of one metric."""
+        page = await self.get(member, "/metrics") or ""
+        lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def holders(self) -> dict[str, str]:
+        """Engine -> the replica whose lease has not run out, by books that were written to these servers."""
+        client = connect(IndexSettings(url=self.index))
+        try:
+            if not await client.start(2.0):
+                return {}
+            books = await read_books(client, MODEL)
+            if books is None or books.view.scope.home != client.identity:
+                return {}
+            whole = books.view.seats.keys() & books.addresses.keys()
+            return {e: lease.holder for e, lease in books.leases.items() if lease.held and e in whole}
+        except IndexUnavailable:
+            return {}
+        finally:
+            await client.close()
+
+    async def settled(self, among: set[str] | None = None) -> None:
+        """Every engine is followed by one of ``among`` (default: any replica), and known to be caught up."""
+        names = among or {member.name for member in self.members}
+
+        async def whole() -> bool:
+            held = await self.holders()
+            if set(held) != set(self.engines) or not set(held.values()) <= names:
+                return False
+            for member in self.members:
+                if member.name in names:
+                    ready = await self.get(member, "/ready") or {"engines": {}}
+                    feeds = [engine["feed"] for engine in ready["engines"].values()]
+                    if len(feeds) != len(self.engines) or set(feeds) != {"ready"}:
+                        return False
+            return True
+
+        await until(whole, f"every engine followed by {names}")
+
+    async def verify(self) -> list[EngineDiff]:
+        """``kvatlas index verify`` on a fleet at work; every difference that stays."""
+        client = connect(IndexSettings(url=self.index))
+        try:
+            assert await client.start(5.0)
+            books = await read_books(client, MODEL)
+            assert books is not None
+            return await verify_scope(client, books, {}, 5.0)
+        finally:
+            await client.close()
+
+    async def check_exact(self) -> None:
+        """The index says of every engine what its feed says, and no client saw an error."""
+        diffs = await self.verify()
+        assert {diff.engine for diff in diffs} >= set(self.engines)
+        assert all(diff.exact for diff in diffs), diffs
+        assert sum(diff.resident for diff in diffs) > 0
+        assert self.clients.failures == []
+
+
+class Relay:
+    """A way to a server on this machine that can be cut: bytes stop, connections stay."""
+
+    def __init__(self, port: int) -> None:
+        self.cut = False
+        self.url = ""
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Relay:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, target in ((reader, back), (there, writer)):
+            task = asyncio.create_task(self._pass_on(source, target))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                while self.cut:
+                    await asyncio.sleep(0.02)
+                target.write(data)
+                await target.drain()
+        except OSError:
+            pass
+        finally:
+            target.close()
+
+
+@contextmanager
+def processes(index: str, *, engines: int = 3, members: int = 2, cut: str | None = None) -> Iterator[Any]:
+    """(Engine URLs, replicas) in processes of their own; the first replica goes by way of ``cut``."""
+    with (
+        engine_process(engines, QUICK) as urls,
+        replicas(members, urls, index, *SETTINGS, first_index=cut) as made,
+    ):
+        yield urls, made
+
+
+@asynccontextmanager
+async def fleet(index: str, *, tools: str | None = None, **options: Any) -> AsyncIterator[Fleet]:
+    """A fleet at work, every engine followed. ``tools``: the URL to look at the index with, if another."""
+    with processes(index, **options) as (urls, members):
+        async with aiohttp.ClientSession() as session:
+            clients = Clients(members, session)
+            made = Fleet(tools or index, urls, members, clients)
+            await made.settled()
+            clients.start()
+            try:
+                await clients.more(20)
+                yield made
+            finally:
+                await clients.stop()

@@ -1,0 +1,178 @@
+"""A whole router before simulated engines: real sockets, one event loop, nothing replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import openai
+import uvloop
+
+from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
+from router.app import Router
+from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
+from router.http.server.settings import ListenSettings
+from router.serve import RouterServer, make_server
+
+T = TypeVar("T")
+WAIT_S = 30.0
+MODEL = "kvatlas-demo"
+QUICK: dict[str, Any] = {"prefill_s_per_token": 1e-7, "decode_s_per_token": 1e-5, "num_blocks": 2048}
+"""Engines that take next to no time."""
+LOCAL = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
+OFTEN = FleetSettings(
+    poll_interval_s=0.1, poll_down_interval_s=0.05, gauge_interval_s=0.1, poll_timeout_s=10.0
+)
+TEXT = "The quick router reads a long story about a small engine and its famous garden. "
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop, as in production, with a limit."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(100):
+            return await main
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(limited())
+
+
+async def until(condition: Callable[[], bool], what: str = "condition") -> None:
+    """Wait for what other tasks bring about."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"never happened: {what}"
+        await asyncio.sleep(0.002)
+
+
+class Rig:
+    """A running router, and clients of it."""
+
+    def __init__(self, router: Router, server: RouterServer, session: aiohttp.ClientSession) -> None:
+        self.router = router
+        self.server = server
+        self.url = server.base_url
+        self.ops_url = router.ops.base_url or self.url
+        self.session = session
+        self.api = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+        """One exchange: status, and the body decoded if it is JSON."""
+        data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"} if data is not None else {}
+        ops = path.startswith(("/kvatlas/", "/metrics"))
+        url = self.ops_url if ops else self.url
+        async with self.session.request(method, url + path, data=data, headers=headers, **options) as answer:
+            raw = await answer.read()
+            is_json = answer.content_type == "application/json"
+            return answer.status, msgspec.json.decode(raw) if is_json and raw else raw.decode()
+
+    async def chat(self, text: str, **fields: Any) -> Any:
+        """A chat completion by the ``openai`` client: headers by ``.headers``, the answer by ``.parse()``."""
+        body: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "extra_body": {"ignore_eos": True}, **fields}
+        messages = [{"role": "user", "content": text}]
+        return await self.api.chat.completions.with_raw_response.create(**{"messages": messages, **body})
+
+    async def ready(self) -> None:
+        """Every engine up, every feed caught up."""
+        router = self.router
+
+        def whole() -> bool:
+            events = [engine for engine in router.fleet if engine.publishes_events]
+            up = all(status.up for status in router.fleet)
+            return up and all(engine.feed_state == "ready" for engine in events)
+
+        await until(lambda: whole() and router.readiness().ready, "every engine up and known")
+
+    async def caught_up(self, *engines: SimulatedEngine) -> None:
+        """The router has applied every batch that these engines have published."""
+        stats = self.router.followers.stats
+
+        def applied() -> bool:
+            for engine in engines:
+                if engine.publisher is not None and engine.publisher.next_seq:
+                    feed = stats.get(engine.base_url)
+                    if feed is None or feed.last_seq != engine.publisher.next_seq - 1:
+                        return False
+            return True
+
+        await until(applied, "every batch applied")
+
+    def check_books(self) -> None:
+        """No request is open anywhere, and every book adds up."""
+        accounts, now = self.router.accounts, time.monotonic()
+        assert accounts.inflight.check_integrity() == []
+        for engine in self.router.fleet:
+            assert engine.load.check_integrity() == []
+            load = engine.load.at(now)
+            assert (load.running + load.waiting - load.foreign, load.awaited_tokens) == (0, 0), load
+        stats = accounts.load_stats
+        assert stats.admitted == stats.finished + stats.failed
+        assert self.router.proxy.stats.requests_active == 0
+
+    def outcomes(self, outcome: str) -> int:
+        """Receipts with this outcome, over all engines."""
+        return sum(engine.receipts.outcomes.get(outcome, 0) for engine in self.router.fleet)
+
+    @property
+    def idle(self) -> bool:
+        return self.router.proxy.stats.requests_active == 0
+
+
+def configure(*engines: SimulatedEngine | EngineAddress, **changes: Any) -> Config:
+    """A configuration for tests: free port, local tokenizer, decisions shown, frequent polls."""
+    listed = tuple(e if isinstance(e, EngineAddress) else EngineAddress(e.base_url) for e in engines)
+    defaults: dict[str, Any] = {
+        "server": ServerConfig(port=0, expose_decision=True),
+        "engines": listed,
+        "models": {ANY_MODEL: LOCAL},
+        "fleet": OFTEN,
+        "listen": ListenSettings(drain_s_max=5.0),
+    }
+    return Config(**{**defaults, **changes})
+
+
+@asynccontextmanager
+async def running(*settings: dict[str, Any]) -> AsyncIterator[list[SimulatedEngine]]:
+    """Simulated engines, one per dict of settings (over ``QUICK``)."""
+    async with AsyncExitStack() as stack:
+        engines = []
+        for changes in settings:
+            engine = SimulatedEngine(EngineSettings(**{**QUICK, **changes}))
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            engines.append(engine)
+        yield engines
+
+
+@asynccontextmanager
+async def routing(config: Config, *, wait: bool = True) -> AsyncIterator[Rig]:
+    """The router of this configuration, serving; ``wait``: until every engine is known."""
+    router = Router(config)
+    server = make_server(router)
+    serving = asyncio.create_task(server.serve())
+    async with aiohttp.ClientSession() as session:
+        try:
+            await until(lambda: server.started or serving.done(), "the router listens")
+            if serving.done():
+                serving.result()
+            rig = Rig(router, server, session)
+            async with rig.api:
+                if wait:
+                    await rig.ready()
+                yield rig
+        finally:
+            server.drain()
+            await serving
+
+
+def number(port_of: str) -> int:
+    """The port in a URL or endpoint."""
+    return int(port_of.rpartition(":")[2])
