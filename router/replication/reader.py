@@ -76,7 +76,7 @@ class _Trip:
         self._places: list[tuple[PipelinedConnection, int]] = []
 
     def add(self, key: bytes, command: bytes) -> None:
-        connection = self._client.lookups(key)
+        connection = self._client.pipelined(key)
         commands = self._requests.setdefault(connection, [])
         self._places.append((connection, len(commands)))
         commands.append(command)

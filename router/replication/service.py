@@ -1,8 +1,8 @@
 """This replica's part in a shared index: leases, mirrored feeds, look-ups and load reports.
 
-One per router. It owns the connections and a ``MirroredIndex`` per model, which the feeds write to. Always
-true: a feed runs only while its engine's lease is held here; nothing in here ends the router, whatever the
-server does.
+One per router. It owns the connections (one client for writing, one for look-ups) and a ``MirroredIndex``
+per model, which the feeds write to. Always true: a feed runs only while its engine's lease is held here;
+nothing in here ends the router, whatever the server does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SharedIndex:
     ) -> None:
         self.settings = settings
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
-        self._client = connect(settings)
+        self._client, self._looking = connect(settings), connect(settings)
         self._stream = InflightStream(self._client)
         self._clock = clock
         self._started = secrets.randbits(40)
@@ -125,7 +125,7 @@ class SharedIndex:
     def reader(self) -> SharedReader:
         """The one that looks; made in the running loop."""
         if self._reader is None:
-            self._reader = SharedReader(self._client)
+            self._reader = SharedReader(self._looking)
         return self._reader
 
     def index_of(self, model: str) -> MirroredIndex:
@@ -168,8 +168,8 @@ class SharedIndex:
     @property
     def problem(self) -> str:
         """Why the shared index cannot be used now; "" while it can."""
-        if self._client.last_error:
-            return self._client.last_error
+        if self._looking.last_error:
+            return self._looking.last_error
         return self.sight.problem
 
     # -- what comes and goes with a lease (``Estate``) --------------------------------------------------
@@ -194,6 +194,7 @@ class SharedIndex:
     async def run(self) -> None:
         """Keep everything going until cancelled."""
         await self._client.start()
+        await self._looking.start()
         async with asyncio.TaskGroup() as self._tasks:
             for model, scope in self._scopes.items():
                 self._tasks.create_task(_kept_up(scope.mirror.run), name=f"mirror {model}")
@@ -218,6 +219,7 @@ class SharedIndex:
         except (IndexUnavailable, TimeoutError) as error:
             _log.warning("in-flight load not withdrawn", problem=str(error))
         await self._client.close()
+        await self._looking.close()
 
     async def _describe(self) -> None:
         """Tell the others of each engine followed here what changed."""

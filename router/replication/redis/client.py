@@ -1,4 +1,4 @@
-"""The servers behind a URL: redis-py's client of each for commands, and a pipelined connection for look-ups.
+"""The servers behind a URL: redis-py's client of each, and one pipelined connection for what is hot.
 
 ``Client`` finds the masters (one server, Sentinel's master, or every master of a Cluster), reconnects with
 back-off in a task of its own, and routes commands by key. Always true: a command ends by its deadline; none
@@ -20,7 +20,7 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError, ResponseError
 
-from router.replication.redis.connection import PipelinedConnection, Reply
+from router.replication.redis.connection import PipelinedConnection, Reply, pack
 from router.replication.redis.errors import IndexUnavailable, ServerError, unavailable
 from router.replication.redis.settings import SettingsError, SharedSettings, parse_url
 from router.replication.redis.topology import Address, Topology, cluster_topology, sentinel_master, single
@@ -58,11 +58,11 @@ class ScriptCall(NamedTuple):
 
 
 class _Master:
-    """One server: commands by redis-py's client, look-ups by the pipelined connection."""
+    """One server: commands by redis-py's client; look-ups and block writes by the pipelined connection."""
 
-    def __init__(self, pool: BlockingConnectionPool, lookups: PipelinedConnection) -> None:
+    def __init__(self, pool: BlockingConnectionPool, pipelined: PipelinedConnection) -> None:
         self.commands = Redis.from_pool(pool)
-        self.lookups = lookups
+        self.pipelined = pipelined
         self.loaded: set[str] = set()
         """Scripts it has."""
 
@@ -75,7 +75,7 @@ class _Master:
 
 
 class Client:
-    """One user's connections to the shared index."""
+    """One user's connections. A reader and a writer have one each: no look-up waits behind a batch."""
 
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
@@ -127,12 +127,12 @@ class Client:
         """redis-py's client of every master; raises ``IndexUnavailable`` while any is missing."""
         return [self._connected(address).commands for address in self._topology.masters]
 
-    def lookups(self, key: bytes) -> PipelinedConnection:
-        """The connection for look-ups to a key's master. Raises ``IndexUnavailable`` while there is none."""
-        lookups = self._master(key).lookups
-        if lookups.waited_s > _STALLED_S:
-            lookups.abort()
-        return lookups
+    def pipelined(self, key: bytes) -> PipelinedConnection:
+        """The pipelined connection to a key's master. Raises ``IndexUnavailable`` while there is none."""
+        pipelined = self._master(key).pipelined
+        if pipelined.waited_s > _STALLED_S:
+            pipelined.abort()
+        return pipelined
 
     async def command(self, *args: bytes | str | int, key: bytes | None = None) -> Reply:
         """One command, routed by ``key`` or else by its first argument; the reply as redis-py parses it
@@ -155,7 +155,7 @@ class Client:
         return await self._answer(master.commands.execute_command(*master.call(call)))
 
     async def batch(self, calls: Sequence[ScriptCall]) -> list[Reply]:
-        """Scripts in one pipeline per master, all masters at once; for each call its reply, or the
+        """Scripts in order, pipelined to all their masters at once; for each call its reply, or the
         ``IndexUnavailable`` that says why there is none (``NOSCRIPT``: call again)."""
         parts: dict[_Master, list[int]] = {}
         replies: list[Reply] = [None] * len(calls)
@@ -173,11 +173,9 @@ class Client:
         return replies
 
     async def _pipeline(self, master: _Master, calls: Sequence[ScriptCall]) -> list[Reply]:
-        pipeline = master.commands.pipeline(transaction=False)
-        for call in calls:
-            pipeline.execute_command(*master.call(call))
+        payload = b"".join(pack(*master.call(call)) for call in calls)
         try:
-            replies = await self._answer(pipeline.execute(raise_on_error=False))
+            replies = await master.pipelined.ask(payload, len(calls), self.settings.write_timeout_s)
         except IndexUnavailable as error:
             return [error] * len(calls)
         for number, reply in enumerate(replies):
@@ -187,7 +185,7 @@ class Client:
                 replies[number] = error
                 if error.reason == "NOSCRIPT":
                     master.loaded.discard(calls[number].script.sha)
-        return list(replies)
+        return replies
 
     def checked(self, reply: Reply) -> Reply:
         """The reply, unless it is an error: then ``ServerError``, and a fresh look at the servers if it says
@@ -208,7 +206,7 @@ class Client:
         problem = unavailable(error)
         if problem.reason == "READONLY":  # a master no more: see who answers there now
             for master in self._masters.values():
-                master.lookups.abort()
+                master.pipelined.abort()
         if problem.reason in _CHANGED:
             self.refresh()
         return problem
@@ -221,7 +219,7 @@ class Client:
 
     def _connected(self, address: Address) -> _Master:
         master = self._masters.get(address)
-        if master is None or not master.lookups.is_open:
+        if master is None or not master.pipelined.is_open:
             self._wake.set()
             raise IndexUnavailable("connection", self.last_error or "not connected")
         return master
@@ -275,20 +273,20 @@ class Client:
                 failure = error  # the others may still serve their part
         if failure is not None:
             raise failure
-        if not all(master.lookups.is_open for master in self._masters.values()):
+        if not all(master.pipelined.is_open for master in self._masters.values()):
             raise IndexUnavailable("connection", "lost")
-        lives = (f"{p.first}-{p.last}={self._masters[p.master].lookups.run_id}" for p in topology.ranges)
+        lives = (f"{p.first}-{p.last}={self._masters[p.master].pipelined.run_id}" for p in topology.ranges)
         self._identity = hashlib.blake2b(",".join(lives).encode(), digest_size=8).hexdigest()
 
     async def _find_masters(self, tasks: asyncio.TaskGroup) -> Topology:
         if self._target.kind == "sentinel":
             return single(await sentinel_master(self._target, self._arguments))
         failure: Exception = IndexUnavailable("connection", "no address")
-        known = [address for address, master in self._masters.items() if master.lookups.is_open]
+        known = [address for address, master in self._masters.items() if master.pipelined.is_open]
         for address in dict.fromkeys((*known, *self._target.addresses)):
             try:
                 master = await self._connect(address, tasks)
-                if not master.lookups.clustered:
+                if not master.pipelined.clustered:
                     return single(address)
                 return await cluster_topology(master.commands, address)
             except (RedisError, OSError, IndexUnavailable) as error:
@@ -297,7 +295,7 @@ class Client:
 
     async def _connect(self, address: Address, tasks: asyncio.TaskGroup) -> _Master:
         master = self._masters.get(address)
-        if master is not None and master.lookups.is_open:
+        if master is not None and master.pipelined.is_open:
             return master
         await self._drop(address)
         pool = BlockingConnectionPool(
@@ -307,23 +305,23 @@ class Client:
             port=address[1],
             **self._arguments,
         )
-        lookups = PipelinedConnection(pool.make_connection(), self._lost)
+        pipelined = PipelinedConnection(pool.make_connection(), self._lost)
         async with asyncio.timeout(self.settings.connect_timeout_s):
-            await lookups.open(tasks)
+            await pipelined.open(tasks)
         self._identity = None  # whoever answers here may be another server than before
-        master = self._masters[address] = _Master(pool, lookups)
+        master = self._masters[address] = _Master(pool, pipelined)
         return master
 
     async def _drop(self, address: Address) -> None:
         master = self._masters.pop(address, None)
         if master is not None:
-            master.lookups.abort()
+            master.pipelined.abort()
             with suppress(RedisError, OSError):
                 await master.commands.aclose()
 
     def _lost(self) -> None:
         """A connection ended: of consequence if it is one of those in use."""
-        if not all(master.lookups.is_open for master in self._masters.values()):
+        if not all(master.pipelined.is_open for master in self._masters.values()):
             self.refresh()
 
 

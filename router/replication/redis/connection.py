@@ -1,8 +1,8 @@
-"""A pipelined connection for look-ups: many requests under way at once, each gets its own replies.
+"""A pipelined connection for look-ups and block writes: many requests under way, each gets its own replies.
 
-TLS, login, packing and parsing are those of redis-py's ``Connection``; this adds the queue of who waits. The
-client of redis-py lends a connection to one request at a time and closes it when that times out: under load,
-one connection for each concurrent look-up and a handshake for each late reply (measured: decision 004).
+TLS, login and parsing are those of redis-py's ``Connection``; this adds the queue of who waits. redis-py's
+client lends a connection to one request at a time and closes it when that times out: under load, one
+connection for each concurrent look-up and a handshake for each late reply (measured: decision 004).
 Always true: replies that come too late are read and dropped in their turn, so none ever answers another
 request; the number of waiting requests is bounded; a lost connection fails everything that waits on it.
 """
