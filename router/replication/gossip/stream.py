@@ -1,21 +1,23 @@
 """Sends entries to the streams of prompts in flight, without anybody waiting for it.
 
-Always true: entries of one stream are sent in order, all that wait in one script call; those that the server
-does not take are dropped, as other replicas stop counting a prompt by themselves.
+Always true: entries of one stream are sent in order and at once, as another replica may be about to place a
+prompt with the same prefix; those that the server does not take are dropped, as replicas stop counting a
+prompt by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from router.replication.redis.client import Client
+from router.replication.redis.connection import pack
 from router.replication.redis.errors import IndexUnavailable
-from router.replication.schema.scripts import APPEND
 
 _WAITING_MAX = 4096
 _ENTRIES_KEPT = 1024
 _KEPT_S = 60
-_AFTER_FAULT_S = 0.05
+_SEND_S = 0.5
 
 
 class InflightStream:
@@ -34,16 +36,10 @@ class InflightStream:
         return True
 
     async def run(self) -> None:
-        """Send what waits, until cancelled."""
+        """Send what waits, until cancelled; replies are not waited for."""
         while True:
-            streams: dict[bytes, list[bytes]] = {}
             key, entry = await self._waiting.get()
-            streams[key] = [entry]
-            while not self._waiting.empty():
-                key, entry = self._waiting.get_nowait()
-                streams.setdefault(key, []).append(entry)
-            try:
-                for key, entries in streams.items():
-                    await self._client.run(APPEND, [key], _ENTRIES_KEPT, _KEPT_S, *entries)
-            except IndexUnavailable:
-                await asyncio.sleep(_AFTER_FAULT_S)
+            add = pack("XADD", key, "MAXLEN", "~", _ENTRIES_KEPT, "*", "f", entry)
+            with suppress(IndexUnavailable):
+                connection = self._client.pipelined(key)
+                await connection.send(add + pack("EXPIRE", key, _KEPT_S), 2, _SEND_S)

@@ -238,12 +238,3 @@ redis.call('HSET', KEYS[1], ARGV[1], string.format('%s|%.0f|%s', ARGV[2], ms, ho
 return 1
 """
 )
-
-APPEND = Script(
-    """
--- stream; entries kept, life in s, entries...
-for i = 3, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'f', ARGV[i]) end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return #ARGV - 2
-"""
-)
