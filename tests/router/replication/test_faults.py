@@ -44,8 +44,6 @@ def test_two_replicas_share_the_feeds_and_are_exact() -> None:
             over = [pair for pair in made.clients.compared if pair[0] > pair[1]]
             exact = [pair for pair in made.clients.compared if pair[0] == pair[1]]
             assert len(over) <= len(made.clients.compared) // 20, over  # blocks evicted between look and step
-            print("COMPARED", [pair for pair in made.clients.compared if pair[0] != pair[1]])
-            for member in made.members: print("FALLB", await made.metric(member, "kvatlas_look_fallbacks_total"), await made.metric(member, "kvatlas_look_looks_total"))
             assert len(exact) >= 0.9 * len(made.clients.compared), made.clients.compared
 
     with RedisServer() as server:
