@@ -3,7 +3,7 @@
 #   ARGS="..."          passed on to the program behind the target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-connectors charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-vllm test-random test-connectors charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -27,8 +27,15 @@ test: $(DEV) ## All tests but those that need a real vLLM
 	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
-	@python=$$(scripts/vllm_env.sh) && \
-		KVATLAS_VLLM_PYTHON="$$python" $(BIN)/python -m pytest -m vllm --timeout 1200 $(ARGS)
+	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \
+		KVATLAS_VLLM_PYTHON="$$python" KVATLAS_VLLM_033_PYTHON="$$next" \
+		$(BIN)/python -m pytest -m vllm --timeout 1200 $(ARGS)
+
+test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's scheduler, 0.32 and 0.33 (MIXES=2000 SEED=x for the same again)
+	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0) && \
+		KVATLAS_VLLM_PYTHON="$$python" KVATLAS_VLLM_033_PYTHON="$$next" \
+		KVATLAS_RANDOM_MIXES="$(MIXES)" KVATLAS_RANDOM_SEED="$(SEED)" \
+		$(BIN)/python -m pytest -m vllm tests/vllm/test_random_mixes.py --timeout 0 -rP $(ARGS)
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
 	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest tests/connectors --timeout 1200 $(ARGS)

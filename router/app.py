@@ -21,7 +21,7 @@ from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
 from router.api.app import CONTROL_PREFIX, create_control, create_ops, is_control
 from router.api.metrics import Sources
-from router.api.ops import OpsPort
+from router.api.ops import OpsPort, ops_door
 from router.api.readiness import Judge, Readiness
 from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import Upkeep
@@ -110,7 +110,8 @@ class Router:
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
         )
-        self.ops = OpsPort(insight, config, clock=clock)
+        door = ops_door(config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock)
+        self.ops = OpsPort(insight, host=config.server.ops_host, port=config.server.ops_listens_on, door=door)
         self._control = insight
         if config.server.ops_port != "public":
             self._control = create_control(

@@ -49,7 +49,6 @@ _GAUGES = frozenset(
         "inflight_prompts",
         "prompts_context_bytes",
         "prompts_prefix_bytes",
-        "prompts_segment_bytes",
         "proxy_requests_active",
         "source_engines",
         "source_failing",

@@ -39,7 +39,12 @@ def explain(decision: Decision) -> dict[str, Any]:
 def _prompt(decision: Decision) -> dict[str, Any]:
     read = decision.read
     if isinstance(read, Prompt):
-        return {"tokens": decision.prompt_tokens, "read": read.source, "skips_cache": read.skips_cache}
+        return {
+            "tokens": decision.prompt_tokens,
+            "read": read.source,
+            "by": read.by,
+            "skips_cache": read.skips_cache,
+        }
     reason = read.reason if isinstance(read, TextAffinity) else "not a prompt"
     return {"tokens_estimated": decision.prompt_tokens, "read": "affinity", "why": reason}
 

@@ -21,7 +21,7 @@ from publisher.block_hash import MultimodalItem
 from router.prompts.config import PromptSettings
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.tokenizer import Ids
+from router.prompts.tokens.ids import Ids
 from router.prompts.tokens.truncation import ids_of
 
 Headers = dict[str, str]

@@ -4,10 +4,9 @@ A next turn finds its conversation by the raw bytes of its messages, decodes onl
 whole text (cheap), compares it with the former text up to the last cut that agrees, and tokenizes only
 what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
 
-Measured by ``python -m benchmarks.prompts`` on one shared core, 30 KB chat of 10 messages, 9,260 tokens,
-hashing included: first sight 10 ms, exact repeat 14 us, next turn 80-125 us where its new texts are in the
-tokenizer's cache, 150-190 us with 140 new characters. The event loop is held 1-36 ms by bodies of 16 KB to
-1 MB, 5 ms by 10 MB (which go by affinity).
+Measured by ``python -m benchmarks.prompts`` (microseconds of CPU on a busy shared core, hashing included,
+DeepSeek V3's vocabulary, fastokens / ``tokenizers``): 1 KB cold 185 / 1840, 32 KB 2,100 / 22,000, 400 KB
+18,500 / 267,000; next turn of 140 new characters 120, 210 and 1,600 / 540, 340 and 2,800; exact repeat 8-240.
 
 Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
 ``inline_chars_max`` new characters runs in a worker thread.
@@ -36,7 +35,8 @@ from router.prompts.request import (
 )
 from router.prompts.sizes import compact, kept_bytes
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.tokenizer import Ids, SegmentTokenizer, joined
+from router.prompts.tokens.ids import Ids
+from router.prompts.tokens.tokenizer import PromptTokenizer
 from router.prompts.tokens.truncation import ids_of, truncated
 from router.prompts.workers import Workers
 
@@ -44,6 +44,8 @@ _INLINE_BODY_BYTES: Final = 1 << 18
 """Rendering takes about 0.6 us per KB: 0.2 ms for this much."""
 _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for so many."""
+_FASTER: Final = 4
+"""fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -77,7 +79,7 @@ class LocalModel:
         self._renderer = directory.renderer
         self._special_tokens = directory.special_tokens
         self._format = config.chat_template_content_format
-        self.tokenizer = SegmentTokenizer(directory.tokenizer, stats, settings.segment_cache_bytes_max)
+        self.tokenizer = PromptTokenizer(directory.tokenizer, stats, fast=settings.fast_tokenizer == "auto")
         self.templates = self._load_templates(directory)
         self._contexts = ContextCache(stats, settings.context_cache_bytes_max)
 
@@ -101,8 +103,7 @@ class LocalModel:
         return directory.templates.get(given) or load_chat_template(given)
 
     def close(self) -> None:
-        """Free the caches of its own: the model is not served any more."""
-        self.tokenizer.clear()
+        """Free the cache of its own: the model is not served any more."""
         self._contexts.clear()
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
@@ -114,7 +115,7 @@ class LocalModel:
         template, context = self._context_of(body)
         special = _flag(body.add_special_tokens)
         limits = _ENCODER.encode((body.truncate_prompt_tokens, body.truncation_side, special))
-        scope = compact(b"\0".join((scope, context.key, limits)))
+        scope = compact(b"\0".join((scope, context.key, limits, self.tokenizer.name.encode())))
         raws = [bytes(raw) for raw in body.messages]
         keys = message_keys(scope, raws)
         parent, shared = self._find(scope, keys, raws)
@@ -236,34 +237,25 @@ class LocalModel:
 
         Returns the number of tokens reused.
         """
-        kept = self._shared_segments(parent, text) if parent is not None else 0
+        kept = self._shared_cuts(parent, text) if parent is not None else 0
         begin = parent.starts[kept] if parent is not None and kept else 0
         rest = text[begin:] if begin else text
-        if len(rest) > _INLINE_BODY_BYTES:
-            tail = await self._workers.run(lambda: self.tokenizer.split(rest))
+        if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
+            starts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
         else:
-            tail = self.tokenizer.split(rest)
-        known = self.tokenizer.known(tail.texts)
-        new_chars = sum(len(t) for t, ids in zip(tail.texts, known, strict=True) if ids is None)
-        if new_chars > self._settings.inline_chars_max:
-            parts = await self._workers.run(lambda: self.tokenizer.encode_missing(tail.texts, known))
-        else:
-            parts = self.tokenizer.encode_missing(tail.texts, known)
-        self.tokenizer.remember(tail.texts, parts)
-        reused = count = parent.counts[kept] if parent is not None and kept else 0
+            starts, tail = self.tokenizer.encode_cut(rest)
+        reused = parent.counts[kept] if parent is not None and kept else 0
         entry.text = text
         entry.starts = parent.starts[:kept] if parent is not None else []
         entry.counts = parent.counts[:kept] if parent is not None else []
-        entry.ids = (parent.ids[:count] if parent is not None else ids_of(())) + joined(parts)
-        for start, ids in zip(tail.starts, parts, strict=True):
-            entry.starts.append(begin + start)
-            entry.counts.append(count)
-            count += len(ids)
-        self._stats.tokens_new += sum(len(i) for i, k in zip(parts, known, strict=True) if k is None)
+        entry.ids = parent.ids[:reused] + tail.ids if parent is not None and reused else tail.ids
+        entry.starts += [begin + start for start in starts]
+        entry.counts += [reused + count for count in tail.offsets[:-1]]
+        self._stats.tokens_new += len(tail.ids)
         return reused
 
-    def _shared_segments(self, parent: Entry, text: str) -> int:
-        """The last segment of ``parent`` before which both texts are equal and at which both are cut."""
+    def _shared_cuts(self, parent: Entry, text: str) -> int:
+        """The last piece of ``parent`` before which both texts are equal and at which both are cut."""
         if not parent.starts:
             return 0
         low, high = 0, len(parent.starts)  # texts are equal up to starts[low], maybe not up to starts[high]

@@ -134,6 +134,14 @@ class PromptReader:
         """The loaded tokenizer and templates of a configured model, for ``doctor`` and tests."""
         return self._local.get(name)
 
+    def tokenized_by(self, model: str) -> str | None:
+        """The library that tokenizes this model's prompts, and why not a faster one; None: an engine does."""
+        try:
+            local = self._local.get(self._target(model).name)
+        except NotLocalError:
+            return None
+        return None if local is None else local.tokenizer.name
+
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
         path = request.path.rstrip("/")
@@ -193,7 +201,14 @@ class PromptReader:
         else:
             entry, count = await local.completion(parsed, extras, scope)
             self.stats.multi_prompt += count > 1
-        return Prompt(entry, self.stats, source="local", num_prompts=count, skips_cache=parsed.skips_cache())
+        return Prompt(
+            entry,
+            self.stats,
+            source="local",
+            by=local.tokenizer.name,
+            num_prompts=count,
+            skips_cache=parsed.skips_cache(),
+        )
 
     async def _read_elsewhere(
         self, request: InboundRequest, path: str, parsed: Parsed, reason: str
@@ -228,6 +243,7 @@ class PromptReader:
             entry,
             self.stats,
             source="engine",
+            by=base_url,
             num_prompts=found.num_prompts,
             skips_cache=parsed is not None and parsed.skips_cache(),
         )

@@ -65,14 +65,6 @@ class PromptStats(msgspec.Struct):
     """Entries that left the prefix cache for want of room."""
     prefix_bytes: int = 0
     """Gauge: size of the prefix cache."""
-    segment_hits: int = 0
-    """Messages found tokenized in the segment cache."""
-    segment_misses: int = 0
-    """Messages that had to be tokenized."""
-    segment_evictions: int = 0
-    """Entries that left the segment cache for want of room."""
-    segment_bytes: int = 0
-    """Gauge: size of the segment cache."""
     context_bytes: int = 0
     """Gauge: size of the cache of tool lists and other template input."""
     context_evictions: int = 0
@@ -83,6 +75,12 @@ class PromptStats(msgspec.Struct):
     """Prompt tokens taken from the prefix cache."""
     tokens_new: int = 0
     """Prompt tokens made by the tokenizer."""
+    tokens_fast: int = 0
+    """Tokens made by fastokens; the rest of the new ones by ``tokenizers``."""
+    tokenizer_checks: int = 0
+    """Texts tokenized by both libraries for comparison."""
+    tokenizer_mismatches: int = 0
+    """Texts for which they disagreed; that model stays with ``tokenizers`` from then on."""
     blocks_reused: int = 0
     """Block hashes taken from the prefix cache."""
     blocks_hashed: int = 0

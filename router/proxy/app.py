@@ -23,6 +23,8 @@ from router.openai.errors import (
     body_too_large,
     encoding_not_supported,
     method_not_allowed,
+    path_not_proxied,
+    unknown_path,
 )
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
@@ -37,7 +39,6 @@ _NO_PEEK = Peek()
 _UNREAD = Peek(guarded=True)
 _LARGE_BYTES = 4 * 1024 * 1024
 _POST = frozenset({"POST", "OPTIONS"})
-_NO_RETRY = ((b"x-should-retry", b"false"),)
 
 
 class _ClientGoneError(Exception):
@@ -111,11 +112,10 @@ class ProxyApp:
         """What is refused before the body is read."""
         verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
         if verdict is Verdict.UNKNOWN:
-            raise ApiError(404, "path_not_found", "Unknown path.", kind="not_found_error")
+            raise unknown_path(path)
         if verdict is Verdict.REFUSE:
             self.stats.paths_refused += 1
-            message = "This path affects every client of an engine and is not forwarded."
-            raise ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+            raise path_not_proxied()
         if path in POST_PATHS and method not in _POST:
             raise method_not_allowed(method, path, "POST")
         if head.encoding:

@@ -25,7 +25,7 @@ SALTS = ("tenant-a", "tenant-b")
 IMAGES = {"cat-image": 21, "dog-image": 46, "map-image": 5, "big-image": 90}
 """Identifier -> tokens: one image always takes as many."""
 PROMPT_TOKENS_MAX = 300
-OUTPUT_TOKENS_MAX = 40
+OUTPUT_TOKENS_MAX = 24
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Mix:
     name: str
     layout: Layout
     lookahead: int = 0
-    requests: int = 22
+    requests: int = 16
     extras: dict[str, float] = field(default_factory=dict)
     """Chance that a prompt has a "lora", a "salt" or "mm" items; 1.0: no request is without."""
     shortest: int = 1

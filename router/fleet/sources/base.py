@@ -16,6 +16,10 @@ from router.fleet.identity import EngineAddress
 PROBLEM_LENGTH_MAX = 300
 
 
+class CannotStartError(Exception):
+    """A source lacks what it needs; the message names the key or file, and the remedy."""
+
+
 class Sighting(msgspec.Struct, frozen=True):
     """One engine as a source sees it now."""
 

@@ -97,6 +97,8 @@ class EngineEvidence(msgspec.Struct):
     tally: EventCounts = msgspec.field(default_factory=EventCounts)
     residency: EngineResidency | None = None
     parity: list[PromptParity] = []
+    tokenized_by: str | None = None
+    """The library that tokenizes here, and why not a faster one."""
     probe: ProbeEvidence | None = None
     sources_ignored: bool = False
     """Whether event endpoints were configured, so that the server's own were not used."""

@@ -271,6 +271,7 @@ class _Examination:
         by_url = dict(zip(servers, results, strict=True))
         for engine in self._seen.engines:
             engine.parity = by_url[engine.engine.base_url]
+            engine.tokenized_by = self._reader.tokenized_by(engine.base_model or ANY_MODEL)
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model

@@ -19,7 +19,8 @@ from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
 from router.placement.placement import Placement
 from tests.support.front import fronting
-from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, running
 
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}
 

@@ -25,6 +25,7 @@ from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
 from router.prompts.config import PromptSettings
 from tests.support.front import Front, fronting
+from tests.support.waiting import run, until
 from tests.support.whole_router import (
     LOCAL,
     MODEL,
@@ -35,9 +36,7 @@ from tests.support.whole_router import (
     configure,
     number,
     routing,
-    run,
     running,
-    until,
 )
 
 NEVER = FleetSettings(poll_interval_s=1000.0, gauge_interval_s=1000.0, poll_timeout_s=10.0)

@@ -11,7 +11,8 @@ from router.fleet.identity import Engine
 from router.index.base import Plane
 from router.proxy.paths import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings
-from tests.support.whole_router import MODEL, TEXT, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 
 def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:

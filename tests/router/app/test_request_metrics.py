@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.config.schema import ServerConfig
 from router.fleet.identity import EngineAddress
 from tests.support.front import fronting
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 TIMES = {
     "kvatlas_time_to_first_token_seconds",

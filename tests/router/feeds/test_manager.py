@@ -13,7 +13,7 @@ from router.feeds import manager as module
 from router.feeds.base import FeedSettings
 from router.feeds.manager import Followers
 from router.fleet.identity import EngineAddress
-from tests.support.whole_router import run, until
+from tests.support.waiting import run, until
 
 
 class Sink:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -14,8 +13,8 @@ from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet
+from tests.support.waiting import until
 
-WAIT_S = 20.0
 MODELS = {"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 100}]}
 QUICK = FleetSettings(
     poll_interval_s=0.02,
@@ -111,11 +110,10 @@ class Watch:
         return [status.engine_id.removeprefix(self.server.base_url) for status in self.fleet]
 
     async def until(self, condition: Callable[[], bool], what: str = "condition") -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
+        def lives() -> None:
             assert not self.polling.done(), "the poller has ended"
-            assert time.monotonic() < end, f"never happened: {what}"
-            await asyncio.sleep(0.002)
+
+        await until(condition, what, meanwhile=lives)
 
     async def polls(self, path: str = "/v1/models", count: int = 3) -> None:
         """So many further polls."""

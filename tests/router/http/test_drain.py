@@ -22,9 +22,9 @@ from tests.support.proxy_rig import (
     event,
     read_answer,
     request,
-    run,
     says,
 )
+from tests.support.waiting import run, until
 
 
 class Process:
@@ -37,15 +37,17 @@ class Process:
 
     async def refuses(self) -> None:
         """Wait until new connections are refused."""
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    _, writer = await self.connect()
-                except ConnectionRefusedError:
-                    return
-                except ConnectionResetError:
-                    continue  # was still waiting to be accepted when the listener closed
-                writer.close()
+
+        async def refused() -> bool:
+            try:
+                _, writer = await self.connect()
+            except ConnectionRefusedError:
+                return True
+            writer.close()
+            return False
+
+        # A reset connection was still waiting to be accepted when the listener closed.
+        await until(refused, "refused", ignoring=(ConnectionResetError,))
 
 
 @contextlib.asynccontextmanager
@@ -107,8 +109,7 @@ def test_answers_begun_while_draining_close_their_connection() -> None:
         async with Engine(script) as engine, router(engine, 30) as process:
             reader, writer = await process.connect()
             writer.write(request())
-            while not engine.calls:
-                await asyncio.sleep(0.005)
+            await until(lambda: engine.calls, "the engine is asked")
             process.process.send_signal(signal.SIGTERM)
             await process.refuses()
             engine.go.set()

@@ -82,7 +82,6 @@ def forgetful_prompt(reader: PromptReader, body: dict[str, Any]) -> Prompt:
     local = reader.local_model("m")
     assert local is not None
     local._cache = PrefixCache(PromptStats(), 0)
-    local.tokenizer._cache.clear()
     return read_exact(reader, body)
 
 

@@ -11,8 +11,9 @@ import msgspec
 
 from router.config.load import load
 from tests.support.paths import ROOT
-from tests.support.process_fleet import fleet, run
-from tests.support.processes import RedisServer
+from tests.support.process_fleet import fleet
+from tests.support.redis_servers import Server, any_program
+from tests.support.waiting import run
 
 DOCS = ROOT / "docs" / "redis.md"
 SECRET = "correct-horse"
@@ -28,7 +29,7 @@ def documented_acl() -> list[str]:
 
 
 def test_a_fleet_works_with_the_documented_rights_only() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         url, tools = (server.url.replace("redis://", f"redis://{who}@") for who in (USER, TOOL))
         async with fleet(url, tools=tools, engines=2) as made:
             await made.clients.more(20)
@@ -40,7 +41,7 @@ def test_a_fleet_works_with_the_documented_rights_only() -> None:
             assert SECRET not in logged
             assert "NOPERM" not in logged
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         server.command(*documented_acl())
         server.command("ACL", "SETUSER", "tool", "on", f">{SECRET}", "~*", "&*", "+@all")
         server.command("ACL", "SETUSER", "default", "resetpass", ">other")

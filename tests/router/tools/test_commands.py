@@ -23,7 +23,8 @@ from router.tools.replay.command import facts_of
 from router.tools.replay.player import Player
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens, truth, write
 from tests.support.paths import ROOT
-from tests.support.whole_router import MODEL, TEXT, configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": TEXT * 20}]}
 

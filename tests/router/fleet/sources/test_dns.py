@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from router.fleet.settings import DnsSettings, parse_server
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.dns import DnsSource, ResolveError, Resolver
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
+from tests.support.waiting import until
 
 
 class Seeing:
@@ -32,10 +32,7 @@ class Seeing:
         self.told.append([one.engine.base_url for one in sightings])
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end, f"never happened: {what}; {self.told} {self.source.stats}"
-            await asyncio.sleep(0.003)
+        await until(condition, lambda: f"{what}; {self.told} {self.source.stats}")
 
     async def sees(self, *urls: str) -> None:
         await self.until(lambda: bool(self.told) and self.told[-1] == list(urls), f"{urls}")

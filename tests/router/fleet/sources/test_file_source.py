@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from router.fleet.settings import FileSettings
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.engine_list import BadListError, read_list
 from router.fleet.sources.file import FileSource
+from tests.support.waiting import until
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'
 TWO = ONE + '[[engines]]\nbase_url = "http://b:2/"\nevents = "tcp://b:5557"\ndrain = true\n'
@@ -33,10 +33,7 @@ class Seeing:
         self.told.append({one.engine.base_url: one.held for one in sightings})
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end, f"never happened: {what}; {self.told} {self.source.stats}"
-            await asyncio.sleep(0.003)
+        await until(condition, lambda: f"{what}; {self.told} {self.source.stats}")
 
     async def sees(self, wanted: dict[str, str]) -> None:
         await self.until(lambda: bool(self.told) and self.told[-1] == wanted, f"{wanted}")

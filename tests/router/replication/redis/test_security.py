@@ -14,7 +14,8 @@ from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
-from tests.support.redis_servers import Cluster, Server, any_program, free_port
+from tests.support.ports import free_port
+from tests.support.redis_servers import Cluster, Server, any_program
 
 # What the index itself needs; operators are told the whole list, with what replicas need besides.
 _SCRIPTS = ["+evalsha", "+eval", "+time"]

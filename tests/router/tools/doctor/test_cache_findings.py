@@ -18,7 +18,8 @@ from router.config.schema import ModelConfig
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import Findings, at, look, publishing, saying, server, stored
 from tests.support.front import fronting
-from tests.support.whole_router import LOCAL, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import LOCAL, running
 
 PLAIN = ModelConfig()
 FULL = GroupSpec(0, "full_attention", 16)

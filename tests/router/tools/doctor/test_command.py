@@ -13,7 +13,8 @@ import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
 from tests.support.paths import ROOT
-from tests.support.whole_router import run, running
+from tests.support.waiting import run
+from tests.support.whole_router import running
 
 DOWN = "http://127.0.0.1:9"
 

@@ -18,7 +18,8 @@ from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from router.tools.doctor.gather.listener import EventListener
 from tests.router.tools.doctor.looking import Findings, at, bound, look, publishing, saying, server, stored
-from tests.support.whole_router import run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import running
 
 DEAD = "tcp://127.0.0.1:9"
 
@@ -122,8 +123,7 @@ def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity, words
 
 async def reply(router: zmq.Socket[bytes], answers: int) -> None:
     """Answer one replay request with so many batches, and no end."""
-    while not router.poll(0):
-        await asyncio.sleep(0.01)
+    await until(lambda: router.poll(0), "asked")
     peer = router.recv_multipart()[0]
     for seq in range(answers):
         payload = encode_batch(1.0, [AllBlocksCleared()])

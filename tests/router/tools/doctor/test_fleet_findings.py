@@ -13,7 +13,8 @@ from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
 from router.tools.doctor.registry import run_checks
 from tests.router.tools.doctor.looking import Answers, at, look, publishing, saying, server, stored
-from tests.support.whole_router import configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import configure, routing, running
 
 ENGINE = "http://127.0.0.1:9"
 UP: dict[str, Any] = {

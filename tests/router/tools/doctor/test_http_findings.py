@@ -16,7 +16,8 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import MODELS, Answers, Findings, at, look, publishing, saying, server
-from tests.support.whole_router import run, running
+from tests.support.waiting import run
+from tests.support.whole_router import running
 
 DOWN = "http://127.0.0.1:9"
 BROKEN = (500, b"no", {})

@@ -24,7 +24,8 @@ from router.tools.top.snapshot import EngineRow, RouterSnapshot, make_picture
 from router.tools.top.table import render
 from tests.router.tools.doctor.looking import saying
 from tests.support.paths import ROOT
-from tests.support.whole_router import configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import configure, routing, running
 
 TOP = [sys.executable, "-m", "router", "top"]
 GONE = "http://127.0.0.1:9"

@@ -22,7 +22,7 @@ def test_every_probe_and_count_is_exact(path: Path) -> None:
 
 
 def test_no_family_is_missing() -> None:
-    assert len({path.name.split(".")[0] for path in TRACES}) == 43
+    assert len({path.name.split(".")[0] for path in TRACES}) == 49
 
 
 def _without_removals(batch: bytes) -> bytes:
