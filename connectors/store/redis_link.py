@@ -2,7 +2,7 @@
 
 redis-py connects, logs in, packs and parses. Its time-outs limit single reads, so that a server which sends
 a byte now and then would hold a caller for ever; here a timer closes the connection at the deadline of the
-whole call. Anything unexpected breaks the link for good: its owner makes another one. Used by one thread at a time.
+whole call. Anything unexpected breaks the link for good: its owner makes another one. One thread at a time.
 """
 
 from __future__ import annotations
