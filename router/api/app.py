@@ -34,6 +34,7 @@ from router.api.metrics import Sources, render_metrics
 from router.api.readiness import Readiness
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import Fleet, ModelCard
+from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import decode_leniently, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -230,16 +231,26 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
     )
     async def explain_request(request: Request) -> Response:
-        """What would happen to this completion request, and why; nothing is forwarded."""
+        """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
+        default that of a chat (messages), a completion (prompt) or a response (input)."""
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
-        raw = _fields(body)
-        if "messages" not in raw and "prompt" not in raw:
-            raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
-        path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
+        path = request.query_params.get("path") or _likely_path(body)
+        if path not in PROMPT_APIS:
+            raise bad_request(
+                "missing_prompt",
+                "Send the body of a chat (messages), completion (prompt) or response (input), "
+                f"or name its path: ?path= one of {', '.join(PROMPT_APIS)}.",
+            )
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        return json_answer(explain(await planner.explain(inbound)))
+        return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+
+
+def _likely_path(body: bytes) -> str:
+    fields = _fields(body)
+    by_field = {"messages": CHAT, "prompt": COMPLETION, "input": RESPONSES}
+    return next((path for field, path in by_field.items() if field in fields), "")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

@@ -61,18 +61,12 @@ def test_every_part_of_a_cost_and_a_load_is_explained() -> None:
     assert [name for name in names if name != "engine_id" and name not in text] == []
 
 
-@pytest.mark.parametrize("shown", [EngineView, explain._engine, explain._prompt])
-def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) -> None:
-    if isinstance(shown, type) and issubclass(shown, msgspec.Struct):
-        keys = list(shown.__struct_fields__)
-    else:
-
+def test_every_field_of_an_engine_is_explained() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    names = [field.name for struct in (Cost, EngineLoad) for field in msgspec.structs.fields(struct)]
-    assert [name for name in names if name != "engine_id" and name not in text] == []
+    assert [field for field in EngineView.__struct_fields__ if f"{field}`" not in text] == []
 
 
-@pytest.mark.parametrize("shown", [EngineView, explain._engine, explain._prompt])
+@pytest.mark.parametrize("shown", [explain._engine, explain._prompt])
 def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) -> None:
     tree = ast.parse(inspect.getsource(shown))
     keys = [
