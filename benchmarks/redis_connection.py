@@ -1,9 +1,9 @@
-"""One look-up's round trip by three clients: an own protocol, redis-py's connection pipelined, redis-py's client.
+"""A look-up's round trip by three clients: own protocol, redis-py's connection pipelined, redis-py's client.
 
     python -m benchmarks.redis_connection [--server redis-server]
 
 Each asks for 64, 1000 and 6250 blocks (MGET, with the three small reads of a look-up) from a server of its own
-on loopback, in turn, five times; medians of CPU and wall time of the process that asks, in microseconds.
+on loopback, in turn, five times; medians of CPU and wall time of the asking process, in microseconds.
 """
 
 from __future__ import annotations
