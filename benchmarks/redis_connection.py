@@ -2,7 +2,7 @@
 
     python -m benchmarks.redis_connection [--server redis-server]
 
-Each asks for 64, 1000 and 6250 blocks (MGET, with the three small reads of a look-up) from a server of its own
+Each asks for 64, 1000 and 6250 blocks (MGET, with the three small reads of a look-up) from an own server
 on loopback, in turn, five times; medians of CPU and wall time of the asking process, in microseconds.
 """
 
@@ -57,7 +57,7 @@ async def compare() -> None:
     kind = target.pop("connection_class")
     client = Redis(port=PORT, **target)
     keys = [b"kva" + os.urandom(14) for _ in range(6250)]
-    await client.mset({key: b"\x01\x02" * 64 for key in keys})
+    await client.mset(dict.fromkeys(keys, b"\x01\x02" * 64))
     await client.hset("scope", mapping={"epoch": "abcdef", "v": "12345678"})
     await client.hset("load", "replica", b"x" * 30)
     _, own = await asyncio.get_running_loop().create_connection(OwnProtocol, "127.0.0.1", PORT)
