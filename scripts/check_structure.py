@@ -30,6 +30,8 @@ LONE_TASKS = frozenset(
         "router/http/server/connection.py",
         # ends by drain(), not by being cancelled; awaited where its block ends
         "router/http/server/side_server.py",
+        # ended by `close`
+        "router/replication/redis/client.py",
     }
 )
 """Modules that start tasks outside a task group."""
