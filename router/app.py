@@ -21,7 +21,7 @@ from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
 from router.api.app import CONTROL_PREFIX, create_control, create_ops, is_control
 from router.api.metrics import Sources
-from router.api.ops import OpsPort
+from router.api.ops import OpsPort, ops_door
 from router.api.readiness import Judge, Readiness
 from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import Upkeep
@@ -29,7 +29,7 @@ from router.feeds.base import FeedStats
 from router.feeds.manager import Followers, Following
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
 from router.http.server.cors import Cors
@@ -110,7 +110,8 @@ class Router:
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
         )
-        self.ops = OpsPort(insight, config, clock=clock)
+        door = ops_door(config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock)
+        self.ops = OpsPort(insight, host=config.server.ops_host, port=config.server.ops_listens_on, door=door)
         self._control = insight
         if config.server.ops_port != "public":
             self._control = create_control(
@@ -265,7 +266,7 @@ class Router:
         """See ``FleetListener``."""
         engine.load.report(running=running, waiting=waiting, now=self._clock())
 
-    def _make_engine(self, address: Address, *, fleet_changed: Callable[[], None]) -> Engine:
+    def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """The one place where engines are made, and where it is said what they leave behind when they go."""
         return Engine(
             address,
@@ -279,6 +280,7 @@ class Router:
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
+            events_due=self.followers.computed,
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:

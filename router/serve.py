@@ -148,6 +148,9 @@ def serve(config: Config) -> int:
         engines=[engine.engine_id for engine in config.engines],
         policy=config.policy.policy,
     )
+    for model in config.models:
+        if (library := router.reader.tokenized_by(model)) is not None:
+            _log.info("tokenizer", model=model, library=library)
     try:
         server.run()
     except ListenError as error:

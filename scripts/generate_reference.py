@@ -29,7 +29,7 @@ from router.cli import app
 from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings
@@ -156,9 +156,9 @@ def configuration_page() -> str:
         _CONFIGURATION,
         f"```toml\n{EXAMPLE}```\n",
         "## `[[engines]]`\n",
-        f"{prose(Engine.__doc__)}\n",
+        f"{prose(EngineAddress.__doc__)}\n",
         _ENGINES,
-        _keys(Engine),
+        _keys(EngineAddress),
         '## `[models."NAME"]`\n',
         f"{prose(_text_of(Config, 'models'))}\n",
         f"{prose(ModelConfig.__doc__)}\n",
@@ -249,7 +249,11 @@ def _sources() -> Sources:
     """The sources of a router with one engine, in no use."""
     index = IndexSettings(url="redis://localhost")
     router = Router(
-        Config(engines=(Engine("http://engine:8000"),), index=index, access_log=AccessLogSettings(path="log"))
+        Config(
+            engines=(EngineAddress("http://engine:8000"),),
+            index=index,
+            access_log=AccessLogSettings(path="log"),
+        )
     )
     for engine in router.fleet:
         engine.feed = FeedStats()

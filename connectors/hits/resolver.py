@@ -52,6 +52,8 @@ class HitResolver:
             use_eagle=use_eagle,
             dcp_world_size=dcp_world_size,
         )
+        simple = len(self._families) == 2 and self._families[0].kind is GroupKind.FULL
+        self._one_pass = self._single or simple  # what comes after full attention cannot spoil it again
         self._by_group = {g: family for family in self._families for g in family.group_ids}
         self.group_ids = tuple(sorted(self._by_group))
         self.group_shapes = tuple(self._by_group[g].shape(g) for g in self.group_ids)
@@ -254,7 +256,7 @@ class HitResolver:
                 if family.kind is GroupKind.FULL:
                     full_reach[at] = reach
                 agreed = reach
-            if agreed >= hit or self._single:
+            if agreed >= hit or self._one_pass:
                 return agreed
             hit = agreed
         return 0

@@ -20,8 +20,18 @@ from router import __version__
 from router.api.metrics import Sources, render_metrics
 from router.api.readiness import Readiness
 from router.fleet.status import Fleet
+from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import decode_leniently, peek_any_size
-from router.openai.errors import ApiError, bad_request, body_too_large, echoed
+from router.openai.errors import (
+    ApiError,
+    access_log_off,
+    bad_request,
+    body_too_large,
+    internal_error,
+    method_not_allowed,
+    model_not_found,
+    unknown_path,
+)
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
 from router.placement.engine import Engine
@@ -95,24 +105,16 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         """What the framework refuses by itself: an unknown path, a method that a path does not have."""
+        path = request.url.path
         if error.status_code == 405:
-            message = f"{request.url.path} does not support {request.method}."
-            allow = ((b"allow", (error.headers or {}).get("Allow", "GET").encode()),)
-            return error_answer(ApiError(405, "method_not_allowed", message, headers=allow))
-        message = f"Unknown path {request.url.path}."
-        return error_answer(ApiError(error.status_code, "path_not_found", message, kind="not_found_error"))
+            allow = (error.headers or {}).get("Allow", "GET")
+            return error_answer(method_not_allowed(request.method, path, allow))
+        return error_answer(unknown_path(path, error.status_code))
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
         """A fault of ours; the server logs it."""
-        return error_answer(
-            ApiError(
-                500,
-                "internal_error",
-                "Internal error in the router; its log has the details.",
-                kind="server_error",
-            )
-        )
+        return error_answer(internal_error())
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: ClientDisconnect) -> Response:
@@ -169,12 +171,7 @@ def _add_models(app: FastAPI, fleet: Fleet[Engine]) -> None:
         """One model's card."""
         card = next((card for card in fleet.model_cards() if card.id == model), None)
         if card is None:
-            raise ApiError(
-                404,
-                "model_not_found",
-                f"The model {echoed(model)} is not served here.",
-                kind="not_found_error",
-            )
+            raise model_not_found(model)
         return json_answer(msgspec.to_builtins(card))
 
 
@@ -205,26 +202,31 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         """Lengths and keyed prefix hashes of the latest requests, for `kvatlas advise --router`."""
         log = sources.accounts.access
         if log is None:
-            raise ApiError(
-                404,
-                "access_log_off",
-                "The access log is off; set access_log.path.",
-                kind="not_found_error",
-            )
+            raise access_log_off()
         return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
 
     @app.post("/kvatlas/explain")
     async def explain_request(request: Request) -> Response:
-        """What would happen to this completion request, and why; nothing is forwarded."""
+        """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
+        default that of a chat (messages), a completion (prompt) or a response (input)."""
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
-        raw = _fields(body)
-        if "messages" not in raw and "prompt" not in raw:
-            raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
-        path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
+        path = request.query_params.get("path") or _likely_path(body)
+        if path not in PROMPT_APIS:
+            raise bad_request(
+                "missing_prompt",
+                "Send the body of a chat (messages), completion (prompt) or response (input), "
+                f"or name its path: ?path= one of {', '.join(PROMPT_APIS)}.",
+            )
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        return json_answer(explain(await planner.explain(inbound)))
+        return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+
+
+def _likely_path(body: bytes) -> str:
+    fields = _fields(body)
+    by_field = {"messages": CHAT, "prompt": COMPLETION, "input": RESPONSES}
+    return next((path for field, path in by_field.items() if field in fields), "")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

@@ -16,26 +16,22 @@ from fastapi import Request, Response
 from router.api.admin.door import Doorkeeper
 from router.api.admin.tokens import TokenFile
 from router.api.app import error_answer
-from router.config.schema import Config
 from router.http.server.server import listen_config
 from router.http.server.side_server import SIDE_LISTEN, SideServer
-from router.openai.errors import ApiError
+from router.openai.errors import ApiError, on_ops_port
 
 
 class OpsPort:
-    """``app`` answers everything there. Raises ``AdminFileError`` for a token file of no use."""
+    """``app`` answers everything there, to those whom ``door`` lets in (None: to everybody). ``port`` None:
+    there is no such port; 0: a free one."""
 
-    def __init__(self, app: Any, config: Config, *, clock: Callable[[], float]) -> None:
+    def __init__(self, app: Any, *, host: str, port: int | None, door: Doorkeeper | None) -> None:
         self._app = app
-        self._setting = config.server.ops_port
-        self._door = _door(config, clock)
+        self._door = door
         self.server: SideServer | None = None
-        number = config.server.ops_listens_on
-        if number is not None:
+        if port is not None:
             self.server = SideServer(
-                listen_config(
-                    self, host=config.server.ops_host, port=number, listen=SIDE_LISTEN, lifespan="off"
-                ),
+                listen_config(self, host=host, port=port, listen=SIDE_LISTEN, lifespan="off"),
                 name="ops port",
                 key="server.ops_port",
             )
@@ -50,8 +46,7 @@ class OpsPort:
         where = "which is off (server.ops_port)"
         if self.server is not None and self.server.started:
             where = f"port {self.server.port} of {self.server.config.host} (server.ops_port)"
-        message = f"{path} is not answered on this port but on the router's ops port, {where}."
-        return ApiError(404, "ops_port", message, kind="not_found_error")
+        return on_ops_port(path, where)
 
     def listening(self) -> AbstractAsyncContextManager[None]:
         """The port is open, if there is one. Raises ``OSError`` where it cannot be had."""
@@ -75,16 +70,18 @@ class OpsPort:
         return None
 
 
-def _door(config: Config, clock: Callable[[], float]) -> Doorkeeper | None:
-    """None: everybody who reaches the port may come in."""
-    found = config.ops_tokens
-    if found is None:
+def ops_door(
+    tokens: tuple[str, str] | None, *, per_minute: float, clock: Callable[[], float]
+) -> Doorkeeper | None:
+    """For tokens of the file that a setting names (setting, path). None: everybody who reaches the port may
+    come in. Raises ``AdminFileError`` for a file of no use."""
+    if tokens is None:
         return None
-    key, path = found
+    key, path = tokens
     return Doorkeeper(
         TokenFile(Path(path), key),
         mutual=False,
-        per_minute=config.admin.requests_per_minute,
+        per_minute=per_minute,
         clock=clock,
         realm="ops",
         key=key,

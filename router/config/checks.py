@@ -14,7 +14,7 @@ import msgspec
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
@@ -181,7 +181,7 @@ def _check_numbers(section: str, settings: msgspec.Struct) -> None:
             raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
 
 
-def check_engine(engine: Engine) -> None:
+def check_engine(engine: EngineAddress) -> None:
     """Addresses that can be used. Raises ``ConfigError``."""
     try:
         check_address(engine)

@@ -20,7 +20,7 @@ from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.feeds.base import FeedSettings
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
@@ -76,7 +76,7 @@ def load(
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, Any] | None = None,
     index_file: Path | None = None,
-    engines: tuple[Engine, ...] = (),
+    engines: tuple[EngineAddress, ...] = (),
     models: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Loaded:
     """Merge all sources. ``flags`` maps ``section.key`` to a value; ``index_file`` holds ``index.url``.
@@ -110,7 +110,7 @@ def load(
     return Loaded(config, sources)
 
 
-def parse_engine(text: str) -> Engine:
+def parse_engine(text: str) -> EngineAddress:
     """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]`` as ``--engine`` takes it."""
     url, *options = text.split(",")
     values: dict[str, Any] = {"base_url": url.rstrip("/")}
@@ -121,7 +121,7 @@ def parse_engine(text: str) -> Engine:
             raise ConfigError(f"--engine {text!r}: {option!r} is not one of {', '.join(names)} with =VALUE")
         values[names[name]] = value
     try:
-        engine = msgspec.convert(values, Engine, strict=False)
+        engine = msgspec.convert(values, EngineAddress, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--engine {text!r}: {error}") from None
     check_engine(engine)
@@ -211,6 +211,6 @@ def _value(value: Any, kind: Any, key: str) -> Any:
         raise ConfigError(f"{key} = {value!r}: {error}") from None
 
 
-def _engine(fields: Any, prefix: str) -> Engine:
-    engine = _build(fields, Engine, prefix)
+def _engine(fields: Any, prefix: str) -> EngineAddress:
+    engine = _build(fields, EngineAddress, prefix)
     return msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))

@@ -14,7 +14,7 @@ from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
 from router.api.admin.settings import AdminSettings
 from router.feeds.base import FeedSettings
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
@@ -192,7 +192,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``kvatlas serve`` can be told."""
 
     server: ServerConfig = ServerConfig()
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
     fleet: FleetSettings = FleetSettings()

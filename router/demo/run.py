@@ -24,7 +24,7 @@ from router.demo.load import ChatLoad, ChatOutcome
 from router.demo.store import store_process
 from router.demo.summary import Tally
 from router.demo.table import live_table
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
 from router.replication.redis.settings import SettingsError, redacted
@@ -258,7 +258,7 @@ async def _ready(router: Router, server: RouterServer) -> None:
 def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> Config:
     return Config(
         server=ServerConfig(port=port, ops_port=0, expose_decision=True),
-        engines=tuple(Engine(url) for url in urls),
+        engines=tuple(EngineAddress(url) for url in urls),
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
         index=msgspec.structs.replace(index, replica=replica, lookup_timeout_s=_LOOKUP_S),

@@ -119,7 +119,8 @@ class FeedSettings(msgspec.Struct, frozen=True):
     """Set if the publishers send empty batches when idle: silence then makes a feed STALE. vLLM's own
     publisher sends none; a publisher that does is recognised by its first empty batch."""
     stale_after_s: float = 5.0
-    """Seconds of silence after which the feed of a publisher with heartbeats is STALE."""
+    """Seconds without events after which a feed is STALE, where events are due: the engine's answers show
+    that it stored blocks, or the publisher sends heartbeats."""
     tick_s: float = 0.25
     """Seconds between two checks of a feed's time-outs."""
     slice_s: float = 0.002

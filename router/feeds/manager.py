@@ -15,7 +15,7 @@ import structlog
 
 from router.feeds.base import FeedSettings, FeedSink, FeedStats
 from router.feeds.subscriber import Feed
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 
 _log = structlog.get_logger()
 _RESTART_S = 1.0
@@ -24,10 +24,10 @@ _RESTART_S = 1.0
 class Following(Protocol):
     """Sees to it that engines are followed: here, or by whichever replica has the lease."""
 
-    def follows(self, engine: Engine, model: str) -> bool:
+    def follows(self, engine: EngineAddress, model: str) -> bool:
         """Whether this engine is followed, at these addresses and for this model."""
 
-    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+    def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """Begin to follow an engine that is not followed."""
 
     def stop(self, engine_id: str) -> None:
@@ -60,12 +60,12 @@ class Followers:
         """Of the feeds of this moment, by engine id."""
         return {e: one.feed.stats for e, one in self._followed.items() if one.feed is not None}
 
-    def follows(self, engine: Engine, model: str) -> bool:
+    def follows(self, engine: EngineAddress, model: str) -> bool:
         """Whether this engine is followed, at these addresses and for this model."""
         followed = self._followed.get(engine.engine_id)
         return followed is not None and (followed.engine, followed.model) == (engine, model)
 
-    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+    def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """Begin to follow an engine that is not followed. Its feed runs in ``tasks``."""
         followed = _Followed(engine, model)
         self._followed[engine.engine_id] = followed
@@ -126,7 +126,7 @@ class Followers:
 class _Followed:
     """One engine's place among the followed."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: EngineAddress, model: str) -> None:
         self.engine = engine
         self.model = model
         self.feed: Feed | None = None

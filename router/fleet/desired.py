@@ -17,7 +17,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import Sighting
 
 ADMIN, STATIC = "admin", "static"
@@ -28,7 +28,7 @@ class DesiredFleet(msgspec.Struct, frozen=True):
     """What the fleet is to be. ``holds``: engine id or base URL -> why it gets no new requests;
     ``identities``: base URL -> who is there."""
 
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[EngineAddress, ...] = ()
     holds: dict[str, str] = {}
     identities: dict[str, str] = {}
 
@@ -72,7 +72,7 @@ class Roster:
 
     # -- an administrator -------------------------------------------------------------------------------
 
-    def add(self, engine: Engine) -> bool:
+    def add(self, engine: EngineAddress) -> bool:
         """An administrator's engine, new or with new addresses. False if it was there just so.
 
         Raises ``FleetFullError``.
@@ -112,7 +112,7 @@ class Roster:
 
     def wanted(self) -> DesiredFleet:
         """What the fleet is to be now."""
-        engines: list[Engine] = []
+        engines: list[EngineAddress] = []
         holds: dict[str, str] = {}
         identities: dict[str, str] = {}
         for base_url in self._admitted:
@@ -126,7 +126,7 @@ class Roster:
             holds[name] = f"drained by {decision.by}"
         return DesiredFleet(tuple(engines), holds, identities)
 
-    def _engines(self, base_url: str) -> list[Engine]:
+    def _engines(self, base_url: str) -> list[EngineAddress]:
         first = self._told[self.sources(base_url)[0]][base_url]
         return list({one.engine.engine_id: one.engine for one in first}.values())
 

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 
 from router.fleet.desired import STATIC, Roster
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.fleet.sources.base import Sighting, Source, SourceStats
-from router.fleet.sources.dns import DnsSource
+from router.fleet.sources.base import CannotStartError, Sighting, Source, SourceStats
 from router.fleet.sources.engine_list import check_address
 from router.fleet.sources.file import FileSource
-from router.fleet.sources.kubernetes.access import AccessError
-from router.fleet.sources.kubernetes.source import KubernetesSource
 
 _log = structlog.get_logger()
 _AFTER_FAULT_S = 2.0
@@ -30,7 +27,7 @@ class FleetSources:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineAddress],
         settings: FleetSettings,
         roster: Roster,
         *,
@@ -65,7 +62,7 @@ class FleetSources:
         while True:
             try:
                 await source.run(lambda sightings: self._told(source, sightings))
-            except* AccessError as errors:
+            except* CannotStartError as errors:
                 text = str(errors.exceptions[0])
                 if source.stats.failed("access", text):
                     _log.warning("source of engines cannot start", source=source.name, problem=text)
@@ -93,9 +90,14 @@ class FleetSources:
 
 
 def _configured(settings: FleetSettings) -> Iterator[Source]:
+    """The sources that are on. A library is loaded by the source that needs it only: each takes 5 MiB."""
     if settings.file.on:
         yield FileSource(settings.file)
     if settings.kubernetes.on:
+        from router.fleet.sources.kubernetes.source import KubernetesSource
+
         yield KubernetesSource(settings.kubernetes)
     if settings.dns.on:
+        from router.fleet.sources.dns import DnsSource
+
         yield DnsSource(settings.dns)

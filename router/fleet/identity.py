@@ -7,11 +7,11 @@ from typing import NewType
 import msgspec
 
 EngineId = NewType("EngineId", str)
-"""Names an engine in metrics, receipts, headers and leases. Made by ``Engine.engine_id`` alone, and never
-taken apart again: what it is made of, the engine's address has."""
+"""Names an engine in metrics, receipts, headers and leases. Made by ``EngineAddress.engine_id`` alone, and
+never taken apart again: what it is made of, the engine's address has."""
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineAddress(msgspec.Struct, frozen=True):
     """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
 
     base_url: str
@@ -33,3 +33,7 @@ class Engine(msgspec.Struct, frozen=True):
     def engine_id(self) -> EngineId:
         """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
         return EngineId(self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}")
+
+
+Engine = EngineAddress
+"""The name until the composed engine (``router.placement.engine``) took it; for code that still says it."""

@@ -22,7 +22,7 @@ import structlog
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.gauges import read_gauges, read_pool_blocks
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
@@ -201,7 +201,7 @@ class FleetPoller(Generic[E]):
             self._settled.discard(base_url)
         if base_url in self._settled:
             return []
-        found: Sequence[Engine] = ()
+        found: Sequence[EngineAddress] = ()
         try:
             body = await self._get(f"{base_url}/kv_event_sources")
             found = discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
@@ -260,7 +260,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
 
 
-def event_sources(base_url: str, body: bytes) -> list[Engine]:
+def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
     """Engines of a ``/kv_event_sources`` answer. Raises ``ValueError`` for a body that is none."""
     try:
         return discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
@@ -268,13 +268,13 @@ def event_sources(base_url: str, body: bytes) -> list[Engine]:
         raise ValueError(str(error)) from None
 
 
-def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[Engine]:
+def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[EngineAddress]:
     """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
 
     Sources that publish nothing, or whose endpoint or rank is not one, are left out.
     """
     host = urlsplit(base_url).hostname or "127.0.0.1"
-    live: dict[int, Engine] = {}
+    live: dict[int, EngineAddress] = {}
     for rank, source in sources.items():
         number = int(rank) if re.fullmatch(r"\d{1,6}", rank, re.ASCII) else None
         if number is None or source is None or not source.enable_kv_cache_events:
@@ -287,7 +287,7 @@ def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> 
         if replay is not None and not _ENDPOINT.fullmatch(replay):
             replay = None
         named = number if len(sources) > 1 else None
-        live[number] = Engine(base_url, named, events, replay, source.topic)
+        live[number] = EngineAddress(base_url, named, events, replay, source.topic)
     return [live[number] for number in sorted(live)]
 
 

@@ -109,12 +109,13 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     replay_port_name: str = "kv-replay"
     """Name of the container port of the replay socket."""
     kubeconfig: str | None = None
-    """Path of a kubeconfig, for a router outside the cluster. Its current context is used, with a client
-    certificate or a token; login plug-ins are not supported."""
+    """Path of a kubeconfig, for a router outside the cluster. Its current context is used: client
+    certificate, token, or login plug-in (`exec`), which runs again when its token is refused."""
     api: str | None = None
     """URL of the API server, e.g. of `kubectl proxy`; not needed inside a cluster."""
     credentials_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
-    """Directory with `token`, `ca.crt` and `namespace`; the token is read anew for every request."""
+    """Directory with `token`, `ca.crt` and `namespace`; the token is read anew when it is
+    refused, the CA for every request."""
     watch_s: float = 60.0
     """How long the API server keeps one watch open, in seconds; also the longest time a dead connection
     stays unnoticed."""

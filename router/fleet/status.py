@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import msgspec
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class EngineStatus:
         *("kv_usage", "pool_blocks", "problem"),
     )
 
-    def __init__(self, engine: Engine, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.engine_id = engine.engine_id
         self.base_model: str | None = None
@@ -98,7 +98,7 @@ E_co = TypeVar("E_co", bound=EngineStatus, covariant=True)
 class EngineFactory(Protocol[E_co]):
     """Makes the fleet's object of an engine: an ``EngineStatus``, or more than that."""
 
-    def __call__(self, engine: Engine, /, *, fleet_changed: Callable[[], None]) -> E_co: ...
+    def __call__(self, engine: EngineAddress, /, *, fleet_changed: Callable[[], None]) -> E_co: ...
 
 
 class Reassigned(msgspec.Struct):
@@ -119,9 +119,9 @@ class Reassigned(msgspec.Struct):
 class Fleet(Generic[E]):
     """All engines, each one object from when it comes until it leaves (``close``)."""
 
-    def __init__(self, engines: Iterable[Engine] = (), make: EngineFactory[E] | None = None) -> None:
+    def __init__(self, engines: Iterable[EngineAddress] = (), make: EngineFactory[E] | None = None) -> None:
         self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
-        self._configured: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
+        self._configured: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[E]] = {}
@@ -142,11 +142,11 @@ class Fleet(Generic[E]):
         """The engines of one server."""
         return [status for status in self._status.values() if status.engine.base_url == base_url]
 
-    def configured(self, base_url: str) -> list[Engine]:
+    def configured(self, base_url: str) -> list[EngineAddress]:
         """The engines of one server as they were given, whatever it said of itself since."""
         return [engine for engine in self._configured.values() if engine.base_url == base_url]
 
-    def replace(self, base_url: str, engines: Sequence[Engine]) -> tuple[list[str], list[str]]:
+    def replace(self, base_url: str, engines: Sequence[EngineAddress]) -> tuple[list[str], list[str]]:
         """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
         wanted = {engine.engine_id: engine for engine in engines}
         gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
@@ -190,7 +190,7 @@ class Fleet(Generic[E]):
                 status.held = why
         return changes
 
-    def _why_held(self, engine: Engine) -> str:
+    def _why_held(self, engine: EngineAddress) -> str:
         return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
 
     def ready(self, model: str | None) -> list[E]:
@@ -204,7 +204,7 @@ class Fleet(Generic[E]):
                 self._ready[model] = found
         return found
 
-    def _new(self, engine: Engine) -> E:
+    def _new(self, engine: EngineAddress) -> E:
         status = self._make(engine, fleet_changed=self._changed)
         status.held = self._why_held(engine)
         return status
@@ -237,8 +237,8 @@ class Fleet(Generic[E]):
         return list(cards.values())
 
 
-def _by_server(engines: Iterable[Engine]) -> dict[str, list[Engine]]:
-    found: dict[str, list[Engine]] = {}
+def _by_server(engines: Iterable[EngineAddress]) -> dict[str, list[EngineAddress]]:
+    found: dict[str, list[EngineAddress]] = {}
     for engine in engines:
         found.setdefault(engine.base_url, []).append(engine)
     return found

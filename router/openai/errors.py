@@ -121,6 +121,100 @@ def stream_broken(message: str) -> ApiError:
     return ApiError(502, "engine_stream_broken", message, kind="service_unavailable_error")
 
 
+def unknown_path(path: str, status: int = 404) -> ApiError:
+    """404: nobody answers this path."""
+    return ApiError(status, "path_not_found", f"Unknown path {echoed(path)}.", kind="not_found_error")
+
+
+def path_not_proxied() -> ApiError:
+    """403: an engine would answer, and every client of it would feel that."""
+    message = "This path affects every client of an engine and is not forwarded."
+    return ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
+
+
+def on_ops_port(path: str, where: str) -> ApiError:
+    """404: answered by the router, but not to everybody."""
+    message = f"{path} is not answered on this port but on the router's ops port, {where}."
+    return ApiError(404, "ops_port", message, kind="not_found_error")
+
+
+def internal_error() -> ApiError:
+    """500: a fault of ours."""
+    message = "Internal error in the router; its log has the details."
+    return ApiError(500, "internal_error", message, kind="server_error")
+
+
+def access_log_off() -> ApiError:
+    """404: there is nothing to read back."""
+    message = "The access log is off; set access_log.path."
+    return ApiError(404, "access_log_off", message, kind="not_found_error")
+
+
+def unauthorized(realm: str, key: str) -> ApiError:
+    """401: ``realm`` is for those with a token of the setting ``key``."""
+    message = f"Not authorized: send Authorization: Bearer with a token from {key}."
+    asked = (b"www-authenticate", b'Bearer realm="kvatlas %b"' % realm.encode())
+    headers = (asked, *_NO_RETRY)
+    return ApiError(401, f"{realm}_unauthorized", message, kind="authentication_error", headers=headers)
+
+
+def too_often(realm: str, what: str, wait_s: int) -> ApiError:
+    """429: more of ``what`` than ``realm`` allows; the next may succeed in ``wait_s`` seconds."""
+    return ApiError(
+        429,
+        f"{realm}_rate_limited",
+        f"Rate limit exceeded: more {what} than admin.requests_per_minute; retry later.",
+        kind="rate_limit_error",
+        headers=((b"retry-after", b"%d" % wait_s),),
+    )
+
+
+def fleet_full() -> ApiError:
+    """409: another engine would be one too many."""
+    message = "The fleet has fleet.engines_max servers; remove one, or raise the limit."
+    return ApiError(409, "fleet_full", message, headers=_NO_RETRY)
+
+
+def engine_not_found(name: str) -> ApiError:
+    """404: an administrator named an engine that is not there."""
+    message = f"Engine {name!r} not found; GET /admin/engines lists the engines."
+    return ApiError(
+        404, "engine_not_found", message, kind="not_found_error", param="engine", headers=_NO_RETRY
+    )
+
+
+def head_too_large(limit_bytes: int) -> ApiError:
+    """431: headers or trailers over the limit."""
+    message = f"The request head or trailer is larger than header_bytes_max = {limit_bytes} bytes."
+    return ApiError(431, "headers_too_large", message)
+
+
+def request_timeout(message: str) -> ApiError:
+    """408: the client did not send its request in time."""
+    return ApiError(408, "request_timeout", message, headers=_NO_RETRY)
+
+
+def no_tunnel() -> ApiError:
+    """405: the router is no proxy in the sense of ``CONNECT``."""
+    return ApiError(405, "method_not_allowed", "This is no proxy: CONNECT is not answered.")
+
+
+def too_many_connections() -> ApiError:
+    """503: every connection the router has room for is in use."""
+    message = "The router has no free connection; try again shortly."
+    return _no_room("too_many_connections", message)
+
+
+def too_many_bodies() -> ApiError:
+    """503: request bodies fill the memory they may have."""
+    return _no_room("too_many_bodies", "The router holds too many request bodies; try again shortly.")
+
+
+def _no_room(code: str, message: str) -> ApiError:
+    headers = ((b"retry-after", b"1"),)
+    return ApiError(503, code, message, kind="service_unavailable_error", headers=headers)
+
+
 def retry_after_s(value: bytes | str | None, limit_s: float) -> float:
     """Seconds of a Retry-After field, 0 without one. A date (which needs a shared clock) counts as 1 s."""
     if value is None:

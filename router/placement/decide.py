@@ -3,8 +3,8 @@ one.
 
 ``place`` is what the proxy calls; ``explain`` makes the same decision and shows its workings without
 forwarding anything. What is searched for all engines at once (index rows, prompts in flight, text affinity,
-other replicas) is looked up first and goes into ``Asked``; then one loop over the engines. A decision does
-not wait after its look-ups: what it knows of the engines is of one moment.
+other replicas) is looked up first and goes into ``PromptView``; then one loop over the engines. A decision
+does not wait after its look-ups: what it knows of the engines is of one moment.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from publisher.block_hash import HashScheme
 from router.fleet.status import Fleet
 from router.index.model import EngineHit
 from router.index.models import Scopes
+from router.openai.apis import PROMPT_APIS
 from router.openai.errors import model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
 from router.placement.candidate import Ask, PolicySettings, ask
-from router.placement.engine import NO_LOOK, Accounts, Asked, Engine, Look, SharedView
+from router.placement.engine import NO_LOOK, Accounts, Engine, Look, PromptView, SharedView
 from router.placement.placement import Decision, Placement
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
@@ -32,11 +33,10 @@ from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
-from router.proxy.paths import COMPLETION_PATHS
 
 
 class Planner:
-    """Implements ``router.openai.request.Planner``. ``retention`` is a model's, in tokens; None: all
+    """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all
     blocks."""
 
     def __init__(
@@ -80,10 +80,10 @@ class Planner:
     async def _decide(
         self, request: InboundRequest, exclude: frozenset[str], *, rehearsal: bool = False
     ) -> Decision:
-        engines = self._askable(request.model, exclude)
+        engines = self._holders(request, self._askable(request.model, exclude), exclude)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
-        if request.method == "POST" and request.path in COMPLETION_PATHS:
+        if request.method == "POST" and request.path in PROMPT_APIS:
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
@@ -136,6 +136,19 @@ class Planner:
             )
         return willing
 
+    def _holders(
+        self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
+    ) -> list[Engine]:
+        """Those of the engines that can go on from an earlier response: the one that made it, where that is
+        known. Any other one would say that there is none."""
+        holder = self._accounts.responses.holder(request.earlier_response)
+        found = None if holder is None else self._fleet.get(holder)
+        if found is None:
+            return engines
+        if not found.up or found.engine_id in exclude:
+            raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
+        return [found]
+
     def _asked(
         self,
         prompt: Prompt,
@@ -145,11 +158,11 @@ class Planner:
         now: float,
         *,
         detail: bool,
-    ) -> Asked:
+    ) -> PromptView:
         """The prompt before these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
         if prompt.skips_cache:
-            return Asked(tokens, look.hits, others=look.load)
+            return PromptView(tokens, look.hits, others=look.load)
         held: dict[str, EngineHit] = dict(look.hits)
         of_model: dict[str, list[str]] = {}
         guessed = False
@@ -174,15 +187,15 @@ class Planner:
             for engine_id, blocks in found.coming.items():
                 coming[engine_id] = min(blocks * unit, last)
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if guessed else None
-        return Asked(tokens, held, common, coming, look.load, shadows)
+        return PromptView(tokens, held, common, coming, look.load, shadows)
 
-    def _asked_by_text(self, read: TextAffinity | None, look: Look) -> Asked:
+    def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""
         if read is None or not read.keys:
-            return Asked(0, others=look.load)
+            return PromptView(0, others=look.load)
         matched = self._accounts.affinity.match(read.keys)
         common = {engine_id: text_tokens(count, CHUNK_BYTES) for engine_id, count in matched.items()}
-        return Asked(text_tokens(len(read.keys), CHUNK_BYTES), common=common, others=look.load)
+        return PromptView(text_tokens(len(read.keys), CHUNK_BYTES), common=common, others=look.load)
 
     def _question(self, prompt: Prompt, scheme: HashScheme) -> Ask:
         hashes = prompt.hashes(scheme)

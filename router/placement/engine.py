@@ -20,8 +20,7 @@ import structlog
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
-from router.fleet.identity import Engine as Address
-from router.fleet.identity import EngineId
+from router.fleet.identity import EngineAddress, EngineId
 from router.fleet.status import EngineStatus
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
@@ -33,6 +32,7 @@ from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import NO_OTHERS, LoadAccount, LoadStats, OthersLoad
 from router.placement.rates import FleetRates
+from router.placement.responses import ResponseHolders
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.proxy.breaker import Breaker
 
@@ -44,6 +44,8 @@ _CONFIDENCE: dict[str, Confidence] = {
     "shadow": "shadow",
 }
 _NO_SCHEME = HashScheme()
+_EVENTS_DUE_TOKENS = 4096
+"""Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
 _NO_ACCESS_LOG = AccessLogSettings()
 
 
@@ -97,6 +99,7 @@ class Accounts:
         self.load_stats = LoadStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
+        self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
         self.access = AccessLog(access) if access.path else None
@@ -105,9 +108,10 @@ class Accounts:
         """The engine left the fleet."""
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
+        self.responses.forget(engine_id)
 
 
-class Asked(msgspec.Struct, gc=False):
+class PromptView(msgspec.Struct, gc=False):
     """One prompt as all engines are asked about it: what is searched for all of them at once, by engine id.
 
     ``held`` is what the index says, ``common`` and ``coming`` what the prompt shares with prompts in flight
@@ -129,18 +133,19 @@ class Engine(EngineStatus):
     """See the module. ``leaving`` are told when it closes, each once, the engine being whole until then."""
 
     __slots__ = (
-        *("_accounts", "_elsewhere", "_leaving"),
+        *("_accounts", "_elsewhere", "_events_due", "_leaving"),
         *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "shadow"),
     )
 
     def __init__(
         self,
-        address: Address,
+        address: EngineAddress,
         accounts: Accounts,
         *,
         fleet_changed: Callable[[], None] = lambda: None,
         elsewhere: SharedView | None = None,
         leaving: tuple[Callable[[Engine], None], ...] = (),
+        events_due: Callable[[EngineId, float], None] = lambda engine_id, since: None,
     ) -> None:
         super().__init__(address, fleet_changed=fleet_changed)
         self.breaker = Breaker()
@@ -156,6 +161,7 @@ class Engine(EngineStatus):
         self._accounts = accounts
         self._elsewhere = elsewhere
         self._leaving = leaving
+        self._events_due = events_due
         self.closed = False
         """It has left the fleet: nothing more is to be kept of it."""
 
@@ -178,6 +184,16 @@ class Engine(EngineStatus):
         if self.shadow is not None:
             self.shadow.reset()
         self._accounts.inflight.forget(self.engine_id)
+
+    def computed(self, tokens: int, since: float) -> None:
+        """Its answer shows that it computed so many tokens of a prompt since then (clock seconds): where they
+        fill blocks, the feed that follows it here has to hear of them."""
+        if self.feed is None:
+            return
+        layout = self.layout
+        longest = 0 if layout is None else max(spec_class.block_size for spec_class in layout.classes)
+        if tokens >= (2 * longest or _EVENTS_DUE_TOKENS):
+            self._events_due(self.engine_id, since)
 
     def begin_shadow(self, spec: ShadowSpec) -> None:
         """It publishes no events: stand in for them, unless that is being done already."""
@@ -210,7 +226,7 @@ class Engine(EngineStatus):
             layout = self._elsewhere.layout(self.engine_id)
         return layout
 
-    def candidate(self, asked: Asked, now: float) -> Candidate:
+    def candidate(self, asked: PromptView, now: float) -> Candidate:
         """This engine for one prompt: what it has of it, how much it has to do, how fast it is."""
         name, rates = self.engine_id, self.rates
         rate, interference_s = rates.at(now)
@@ -226,7 +242,7 @@ class Engine(EngineStatus):
             interference_s,
         )
 
-    def hit(self, asked: Asked) -> Hit:
+    def hit(self, asked: PromptView) -> Hit:
         """What this engine has of a prompt, discounted by what its feed has missed."""
         name = self.engine_id
         common = asked.common.get(name, 0)

@@ -24,7 +24,7 @@ from router.prompts.chat.messages import Message
 from router.prompts.request import NotLocalError
 from router.prompts.sizes import SHARE, extras_bytes
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.tokenizer import Ids
+from router.prompts.tokens.ids import Ids
 
 _CHAIN_BYTES_PER_TOKEN: Final = 8
 """A block of 16 tokens has a 32-byte hash object (65 B), its integer (32 B) and two list slots."""

@@ -4,10 +4,9 @@ A next turn finds its conversation by the raw bytes of its messages, decodes onl
 whole text (cheap), compares it with the former text up to the last cut that agrees, and tokenizes only
 what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
 
-Measured by ``python -m benchmarks.prompts`` on one shared core, 30 KB chat of 10 messages, 9,260 tokens,
-hashing included: first sight 10 ms, exact repeat 14 us, next turn 80-125 us where its new texts are in the
-tokenizer's cache, 150-190 us with 140 new characters. The event loop is held 1-36 ms by bodies of 16 KB to
-1 MB, 5 ms by 10 MB (which go by affinity).
+Measured by ``python -m benchmarks.prompts`` (microseconds of CPU on a busy shared core, hashing included,
+DeepSeek V3's vocabulary, fastokens / ``tokenizers``): 1 KB cold 185 / 1840, 32 KB 2,100 / 22,000, 400 KB
+18,500 / 267,000; next turn of 140 new characters 120, 210 and 1,600 / 540, 340 and 2,800; exact repeat 8-240.
 
 Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
 ``inline_chars_max`` new characters runs in a worker thread.
@@ -15,13 +14,16 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Final
 
 import msgspec
 
 from publisher.block_hash import PromptExtras
 from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
+from router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from router.prompts.chat.context import ChatContext, ContextCache, chat_context, context_key, parse_tools
+from router.prompts.chat.conversions import TemplateTraits
 from router.prompts.chat.messages import Message, parse_message, without_developer_role
 from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -36,7 +38,8 @@ from router.prompts.request import (
 )
 from router.prompts.sizes import compact, kept_bytes
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.tokenizer import Ids, SegmentTokenizer, joined
+from router.prompts.tokens.ids import Ids
+from router.prompts.tokens.tokenizer import PromptTokenizer
 from router.prompts.tokens.truncation import ids_of, truncated
 from router.prompts.workers import Workers
 
@@ -44,6 +47,8 @@ _INLINE_BODY_BYTES: Final = 1 << 18
 """Rendering takes about 0.6 us per KB: 0.2 ms for this much."""
 _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for so many."""
+_FASTER: Final = 4
+"""fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -77,7 +82,7 @@ class LocalModel:
         self._renderer = directory.renderer
         self._special_tokens = directory.special_tokens
         self._format = config.chat_template_content_format
-        self.tokenizer = SegmentTokenizer(directory.tokenizer, stats, settings.segment_cache_bytes_max)
+        self.tokenizer = PromptTokenizer(directory.tokenizer, stats, fast=settings.fast_tokenizer == "auto")
         self.templates = self._load_templates(directory)
         self._contexts = ContextCache(stats, settings.context_cache_bytes_max)
 
@@ -101,9 +106,21 @@ class LocalModel:
         return directory.templates.get(given) or load_chat_template(given)
 
     def close(self) -> None:
-        """Free the caches of its own: the model is not served any more."""
-        self.tokenizer.clear()
+        """Free the cache of its own: the model is not served any more."""
         self._contexts.clear()
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What engines find out about the template when they start."""
+        sources = [None if one is None else one.source for one in self.templates.values()]
+        return TemplateTraits(any(map(wants_system_first, sources)), disabled_effort(self._short_chat))
+
+    def _short_chat(self, effort: str) -> str | None:
+        body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
+        try:
+            return self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
+        except NotLocalError:
+            return None
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
         """The prompt of a chat. Raises ``NotLocalError``, ``ApiError`` 400."""
@@ -112,9 +129,11 @@ class LocalModel:
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
         template, context = self._context_of(body)
-        special = _flag(body.add_special_tokens)
-        limits = _ENCODER.encode((body.truncate_prompt_tokens, body.truncation_side, special))
-        scope = compact(b"\0".join((scope, context.key, limits)))
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        limits = _ENCODER.encode(
+            (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
+        )
+        scope = compact(b"\0".join((scope, context.key, limits, self.tokenizer.name.encode())))
         raws = [bytes(raw) for raw in body.messages]
         keys = message_keys(scope, raws)
         parent, shared = self._find(scope, keys, raws)
@@ -126,7 +145,7 @@ class LocalModel:
             raws[:shared] = parent.raws[:shared]  # the same objects: memory for new messages only
 
         def render() -> _Rendered:
-            return self._render(raws, parent, shared, template, context)
+            return self._render(raws, parent, shared, template, context, orders_calls=body.orders_tool_calls)
 
         long = size > _INLINE_BODY_BYTES or len(raws) - shared > _INLINE_MESSAGES
         rendered = await self._workers.run(render) if long else render()
@@ -206,6 +225,8 @@ class LocalModel:
         shared: int,
         template: ChatTemplate,
         context: ChatContext,
+        *,
+        orders_calls: bool = True,
     ) -> _Rendered:
         """Decode the new messages and render all."""
         form = template.content_format if self._format == "auto" else self._format
@@ -213,7 +234,8 @@ class LocalModel:
         weights = parent.weights[:shared] if parent is not None else []
         shapes = set(parent.shapes) if parent is not None else {context.shape}
         for index in range(shared, len(raws)):
-            message = parse_message(decode_message(msgspec.Raw(raws[index]), index), form)
+            raw = decode_message(msgspec.Raw(raws[index]), index)
+            message = parse_message(raw, form, orders_calls=orders_calls)
             conversation.append(message)
             weights.append(kept_bytes(message))
             shapes.add(message_shape(message))
@@ -236,34 +258,25 @@ class LocalModel:
 
         Returns the number of tokens reused.
         """
-        kept = self._shared_segments(parent, text) if parent is not None else 0
+        kept = self._shared_cuts(parent, text) if parent is not None else 0
         begin = parent.starts[kept] if parent is not None and kept else 0
         rest = text[begin:] if begin else text
-        if len(rest) > _INLINE_BODY_BYTES:
-            tail = await self._workers.run(lambda: self.tokenizer.split(rest))
+        if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
+            starts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
         else:
-            tail = self.tokenizer.split(rest)
-        known = self.tokenizer.known(tail.texts)
-        new_chars = sum(len(t) for t, ids in zip(tail.texts, known, strict=True) if ids is None)
-        if new_chars > self._settings.inline_chars_max:
-            parts = await self._workers.run(lambda: self.tokenizer.encode_missing(tail.texts, known))
-        else:
-            parts = self.tokenizer.encode_missing(tail.texts, known)
-        self.tokenizer.remember(tail.texts, parts)
-        reused = count = parent.counts[kept] if parent is not None and kept else 0
+            starts, tail = self.tokenizer.encode_cut(rest)
+        reused = parent.counts[kept] if parent is not None and kept else 0
         entry.text = text
         entry.starts = parent.starts[:kept] if parent is not None else []
         entry.counts = parent.counts[:kept] if parent is not None else []
-        entry.ids = (parent.ids[:count] if parent is not None else ids_of(())) + joined(parts)
-        for start, ids in zip(tail.starts, parts, strict=True):
-            entry.starts.append(begin + start)
-            entry.counts.append(count)
-            count += len(ids)
-        self._stats.tokens_new += sum(len(i) for i, k in zip(parts, known, strict=True) if k is None)
+        entry.ids = parent.ids[:reused] + tail.ids if parent is not None and reused else tail.ids
+        entry.starts += [begin + start for start in starts]
+        entry.counts += [reused + count for count in tail.offsets[:-1]]
+        self._stats.tokens_new += len(tail.ids)
         return reused
 
-    def _shared_segments(self, parent: Entry, text: str) -> int:
-        """The last segment of ``parent`` before which both texts are equal and at which both are cut."""
+    def _shared_cuts(self, parent: Entry, text: str) -> int:
+        """The last piece of ``parent`` before which both texts are equal and at which both are cut."""
         if not parent.starts:
             return 0
         low, high = 0, len(parent.starts)  # texts are equal up to starts[low], maybe not up to starts[high]

@@ -11,18 +11,19 @@ from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_b
 from publisher.events import BlockHash
 from router.prompts.cache import Entry
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.tokenizer import Ids
+from router.prompts.tokens.ids import Ids
 
 
 class Prompt:
     """Token ids of a request's (first) prompt, in the order the engine computes them.
 
-    ``source``: computed here, or by an engine's endpoint. ``num_prompts`` above 1: the request has more
+    ``source``: computed here, or by an engine's endpoint; ``by`` says with what,
+    for people. ``num_prompts`` above 1: the request has more
     prompts, which are not in ``token_ids``. ``skips_cache``: the engine will not read its prefix cache
     for this request (prompt log-probabilities are asked for), its hit is 0.
     """
 
-    __slots__ = ("_entry", "_hashes", "_stats", "num_prompts", "num_tokens", "skips_cache", "source")
+    __slots__ = ("_entry", "_hashes", "_stats", "by", "num_prompts", "num_tokens", "skips_cache", "source")
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Prompt:
         stats: PromptStats,
         *,
         source: Literal["local", "engine"],
+        by: str = "",
         num_prompts: int = 1,
         skips_cache: bool = False,
     ) -> None:
@@ -39,6 +41,7 @@ class Prompt:
         """Length of the prompt in tokens."""
         self._stats = stats
         self.source = source
+        self.by = by
         self.num_prompts = num_prompts
         self.skips_cache = skips_cache
 

@@ -18,7 +18,7 @@ import structlog
 
 from router.feeds.base import FeedState
 from router.feeds.manager import Followers
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.index.engine import EngineResidency
 from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
@@ -133,11 +133,11 @@ class SharedIndex:
 
     # -- the engines ----------------------------------------------------------------------------------
 
-    def follows(self, engine: Engine, model: str) -> bool:
+    def follows(self, engine: EngineAddress, model: str) -> bool:
         """See ``Following``: here or elsewhere."""
         return self.keeper.wants(engine, model)
 
-    def follow(self, engine: Engine, model: str, tasks: asyncio.TaskGroup) -> None:
+    def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """See ``Following``: here, if the lease can be had."""
         del tasks  # feeds come and go with their leases
         self.sight.assign(engine.engine_id, model)

@@ -15,7 +15,8 @@ import pytest
 from tests.charts.chart import MINIMAL, Document, Rendered, load
 from tests.charts.test_rendered import EVERYTHING
 from tests.support.paths import ROOT
-from tests.support.redis_servers import free_port, program
+from tests.support.ports import free_port
+from tests.support.redis_servers import program
 
 PASSWORD = 'se"cr\\et #1 $HOME'
 

@@ -55,6 +55,13 @@ class FakeKube:
         self.bookmark_at_end = True
         self.dumb = 0
         """So many of the next watches say nothing and never end, as a connection through a dead node."""
+        self.brief = 0
+        """So many of the next watches end at once."""
+        self.ascii = True
+        """Whether other characters are escaped; API servers do not."""
+        self.selectors: set[str] = set()
+        self.begun_s: list[float] = []
+        """When each watch began."""
         self.port = 0
         self.expired_pages = 0
         """So many of the next continued pages answer 410."""
@@ -135,6 +142,7 @@ class FakeKube:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         self.seen_tokens.append(token)
+        self.selectors.add(request.query.get("labelSelector", ""))
         watching = request.query.get("watch") in {"1", "true"}
         if self.tokens is not None and token not in self.tokens:
             return _status(401, "Unauthorized", "Unauthorized")
@@ -149,6 +157,7 @@ class FakeKube:
         if not watching:
             return self._list(request, resource)
         self.watches += 1
+        self.begun_s.append(asyncio.get_running_loop().time())
         self._open.append(request)
         try:
             return await self._watch(request, resource)
@@ -187,6 +196,9 @@ class FakeKube:
         at = int(request.query["resourceVersion"])
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
+        if self.brief:
+            self.brief -= 1
+            return answer
         if self.dumb:
             self.dumb -= 1
             await self._ending.wait()
@@ -214,7 +226,8 @@ class FakeKube:
         return answer
 
     async def _send(self, request: web.BaseRequest, answer: web.StreamResponse, event: Event) -> None:
-        line = _line({"type": event.type, "object": event.object})
+        shown = {"type": event.type, "object": event.object}
+        line = json.dumps(shown, ensure_ascii=self.ascii).encode() + b"\n"
         if self.cut_lines:
             self.cut_lines -= 1
             await answer.write(line[: len(line) // 2])

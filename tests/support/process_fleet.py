@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,10 +21,9 @@ from router.tools.index.command import verify_scope
 from router.tools.index.scan import read_books
 from router.tools.index.verify import EngineDiff
 from tests.support.processes import Replica, replicas
+from tests.support.waiting import until
 
-T = TypeVar("T")
 WORDS = ("the", "quick", "router", "reads", "a", "long", "story", "about", "an", "engine")
-WAIT_S = 30.0
 MODEL = "kvatlas-demo"
 QUICK = EngineSettings(
     groups="gptoss-like",
@@ -37,27 +35,6 @@ QUICK = EngineSettings(
 LEASE_S = 2.0
 SETTINGS = (f"index.lease_s={LEASE_S}", "index.renew_s=0.3", "index.lookup_timeout_s=0.25")
 """Short leases; a long look-up deadline, as the machines that run tests are slow and crowded."""
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    async def limited() -> T:
-        async with asyncio.timeout(100):
-            return await main
-
-    return asyncio.run(limited())
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for what other processes bring about; ``condition`` may be a coroutine function."""
-    end = time.monotonic() + WAIT_S
-    while True:
-        found = condition()
-        if asyncio.iscoroutine(found):
-            found = await found
-        if found:
-            return
-        assert time.monotonic() < end, f"never happened: {what}"
-        await asyncio.sleep(0.02)
 
 
 class Clients:

@@ -1,104 +1,21 @@
-"""Real processes for fault tests: Redis or Valkey servers, router replicas, simulated engines."""
+"""Router replicas as real processes, for tests of faults."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import msgspec
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from tests.support.redis_servers import any_program
-
-START_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class RedisServer:
-    """One server process on a port of its own, which it keeps over restarts."""
-
-    def __init__(self, *options: str, keep_data: bool = False) -> None:
-        self.binary = any_program()
-        self.port = free_port()
-        self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-redis-"))
-        self.options = [*options, *(["--appendonly", "yes", "--appendfsync", "always"] if keep_data else [])]
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self) -> None:
-        """Start, and wait until it answers."""
-        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", str(self.folder), "--loglevel", "warning", *self.options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + START_S
-        while not self._answers():
-            assert self.process.poll() is None, "the server ended at once"
-            assert time.monotonic() < end, "the server does not answer"
-            time.sleep(0.01)
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as link:
-                link.sendall(b"PING\r\n")
-                return link.recv(64).startswith((b"+PONG", b"-NOAUTH"))
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        """kill -9."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def command(self, *args: str) -> bytes:
-        """One command, over a connection of its own."""
-        request = b"*%d\r\n" % len(args) + b"".join(b"$%d\r\n%s\r\n" % (len(a), a.encode()) for a in args)
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as link:
-            link.sendall(request)
-            answer = link.recv(1 << 16)
-        assert not answer.startswith(b"-"), answer
-        return answer
-
-    def freeze(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> RedisServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.thaw()
-            self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+from tests.support.ports import free_port
 
 
 class Replica:

@@ -7,11 +7,10 @@ import contextlib
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
-import uvloop
 
 from router.http.server.server import ProxyServer, listen_config
 from router.http.server.settings import ListenSettings
@@ -22,28 +21,7 @@ from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 from router.proxy.settings import ProxySettings
 
-T = TypeVar("T")
-WAIT_S = 10.0
 NO_REQUEST = InboundRequest("POST", "/v1/chat/completions", b"", [], b"")
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop, as in production, with a limit."""
-
-    async def limited() -> T:
-        async with asyncio.timeout(60):
-            return await main
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(limited())
-
-
-async def until(condition: Callable[[], bool], what: str = "condition") -> None:
-    """Wait for a condition that another task brings about."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"never happened: {what}"
-        await asyncio.sleep(0.002)
 
 
 class Head(msgspec.Struct):
@@ -188,13 +166,6 @@ def reset(writer: asyncio.StreamWriter) -> None:
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     writer.transport.abort()
-
-
-def unused_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class FakePlacement(Attempt):

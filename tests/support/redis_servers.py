@@ -9,15 +9,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import hiredis
 import pytest
 
-START_S = 30.0
-
+from tests.support.ports import free_port_with_bus
+from tests.support.waiting import wait_until
 
 SWITCH = "KVATLAS_TEST_SERVERS"
 
@@ -57,17 +56,8 @@ def any_program() -> str:
     return next(iter(found.values()))
 
 
-def free_port() -> int:
-    """A port that is free, and so is the one a Cluster node would add for its bus."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            if port > 50000:
-                continue
-            with contextlib.suppress(OSError):
-                other.bind(("127.0.0.1", port + 10000))
-                return port
+PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
+"""Options of a server that keeps its data over a kill."""
 
 
 class Server:
@@ -75,7 +65,7 @@ class Server:
 
     def __init__(self, binary: str, *options: str) -> None:
         self.binary, self.options = binary, options
-        self.port = free_port()
+        self.port = free_port_with_bus()
         self.folder = tempfile.mkdtemp(prefix="kvatlas-redis-")
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -88,14 +78,15 @@ class Server:
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder]
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + START_S
-        while True:
-            with contextlib.suppress(OSError):
-                self.command("ROLE")
-                return
-            assert self._process.poll() is None, "the server ended at once"
-            assert time.monotonic() < end, "the server does not answer"
-            time.sleep(0.01)
+        wait_until(self._answers, "the server answers")
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "the server ended at once"
+        with contextlib.suppress(OSError):
+            self.command("ROLE")
+            return True
+        return False
 
     def command(self, *args: str | bytes | int) -> Any:
         """One command over a connection of its own; errors are returned, not raised."""
@@ -137,6 +128,12 @@ class Server:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Cluster:
     """Three masters."""
@@ -150,10 +147,7 @@ class Cluster:
             node.command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
             node.command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
-        end = time.monotonic() + START_S
-        while not all(self._sees_all(node) for node in self.nodes):
-            assert time.monotonic() < end, "the Cluster does not form"
-            time.sleep(0.05)
+        wait_until(lambda: all(self._sees_all(node) for node in self.nodes), "the Cluster forms")
 
     def _sees_all(self, node: Server) -> bool:
         info = node.command("CLUSTER", "INFO")

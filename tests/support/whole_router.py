@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
 import openai
-import uvloop
 
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.settings import ListenSettings
 from router.serve import RouterServer, make_server
+from tests.support.waiting import until
 
-T = TypeVar("T")
-WAIT_S = 30.0
 MODEL = "kvatlas-demo"
 QUICK: dict[str, Any] = {"prefill_s_per_token": 1e-7, "decode_s_per_token": 1e-5, "num_blocks": 2048}
 """Engines that take next to no time."""
@@ -31,25 +29,6 @@ OFTEN = FleetSettings(
     poll_interval_s=0.1, poll_down_interval_s=0.05, gauge_interval_s=0.1, poll_timeout_s=10.0
 )
 TEXT = "The quick router reads a long story about a small engine and its famous garden. "
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop, as in production, with a limit."""
-
-    async def limited() -> T:
-        async with asyncio.timeout(100):
-            return await main
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(limited())
-
-
-async def until(condition: Callable[[], bool], what: str = "condition") -> None:
-    """Wait for what other tasks bring about."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"never happened: {what}"
-        await asyncio.sleep(0.002)
 
 
 class Rig:
@@ -126,9 +105,9 @@ class Rig:
         return self.router.proxy.stats.requests_active == 0
 
 
-def configure(*engines: SimulatedEngine | Engine, **changes: Any) -> Config:
+def configure(*engines: SimulatedEngine | EngineAddress, **changes: Any) -> Config:
     """A configuration for tests: free port, local tokenizer, decisions shown, frequent polls."""
-    listed = tuple(e if isinstance(e, Engine) else Engine(e.base_url) for e in engines)
+    listed = tuple(e if isinstance(e, EngineAddress) else EngineAddress(e.base_url) for e in engines)
     defaults: dict[str, Any] = {
         "server": ServerConfig(port=0, expose_decision=True),
         "engines": listed,

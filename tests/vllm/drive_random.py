@@ -2,8 +2,8 @@
 
 Usage, under vLLM's interpreter: ``-m tests.vllm.drive_random --model DIR --seed S --mixes N [--first K]
 [--out DIR] [--mix NAME]...``. One JSON line per mix: what ran, and the first difference or null; a last line
-with the total. Mix ``S_KKK`` is the K-th of seed S; ``--mix`` runs single
-ones again. With ``--out`` the traces of mixes that differ are kept there, for ``kvatlas verify``.
+with the total. Mix ``S_KKKK`` is the K-th of seed S; ``--mix`` runs single ones again. With ``--out`` the
+traces of mixes that differ are kept there, for ``kvatlas verify``.
 
 Held against vLLM at every probe: what the index predicts (the trace is replayed by ``kvatlas verify``; live
 too, where it may know less but must never promise more), the hit of our block pool and, step by step, its
@@ -33,9 +33,10 @@ from vllm.v1.request import RequestStatus
 from connectors.hits.resolver import HitResolver
 from connectors.messages.keys import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
-from publisher.events import BlockHash, decode_batch
+from publisher.events import BlockHash, BlockStored, decode_batch
 from publisher.groups import GroupSpec
 from router.index.base import Plane, Rows
+from router.index.learn import hash_scheme
 from router.index.learn.layout import ModelFacts, make_layout
 from router.index.model import FleetResidency
 from router.index.rules.hits import evaluate
@@ -44,12 +45,15 @@ from router.index.store.memory import MemoryIndex
 from router.tools.verify.run import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import Ask
 from tests.vllm.drive_scheduler import DifferenceError, Pair
-from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
+from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, SEEDS_MAX, Mix, Prompts, random_mix
 from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 V033 = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2]) >= (0, 33)
 ENGINE = "live"
 STEPS_PER_REQUEST_MAX = 300
+STEPS_PER_STATE = 8
+PROBES_PER_LOAD = 3
+"""So many probes to one that the connectors' resolver is asked about; it costs as much as all the rest."""
 
 
 class Alone:
@@ -153,7 +157,8 @@ class Judge:
         self._path = path
         self._lines: list[str] = []
         self._seq = 0
-        self._unseen = set(range(len(mix.layout.groups)))
+        self._steps = self._probes = 0
+        self._unseen = {(index, group["block_size"]) for index, group in enumerate(mix.layout.groups)}
         self._fleet = FleetResidency(facts_of(mix))
         self._resolver = None if mix.lookahead else Resolver(real, mix)
         self.silent = False
@@ -168,17 +173,20 @@ class Judge:
         for payload in payloads:
             batch = decode_batch(payload)
             self._fleet.apply(ENGINE, batch)
-            self._unseen -= {getattr(event, "group_idx", None) for event in batch.events}
+            stored = [event for event in batch.events if isinstance(event, BlockStored)]
+            self._unseen -= {(event.group_idx, event.block_size) for event in stored}
             self._write({"events": base64.b64encode(payload).decode(), "seq": self._seq})
             self._seq += 1
             self.silent = False
         self._fleet.engine(ENGINE).finish_detection()
-        if not self.silent:
+        self._steps += 1
+        if not self.silent and self._steps % STEPS_PER_STATE == 0:
             self._write({"state": {"keys": self._real.keys_per_group()}})
 
     def probed(self, ask: Ask, hit: int) -> None:
         """vLLM would take ``hit`` tokens of this prompt now."""
-        if self._resolver is not None:
+        self._probes += 1
+        if self._resolver is not None and self._probes % PROBES_PER_LOAD == 0:
             self._resolver.check(ask, hit)
         if self.silent:
             return
@@ -188,9 +196,9 @@ class Judge:
         self.counts["probes"] += 1
         self.counts["hit_tokens"] += hit
         self.counts["live_exact"] += found.hit_tokens == hit
+        self._write({"probe": {"token_ids": ask.token_ids, **prompt_of(ask).extras()}, "hit_tokens": hit})
         if found.hit_tokens > hit and not self._unseen:
             raise DifferenceError(f"live: vLLM {hit}, index promised {found.hit_tokens} ({found.mode})")
-        self._write({"probe": {"token_ids": ask.token_ids, **prompt_of(ask).extras()}, "hit_tokens": hit})
 
     def verdict(self) -> str | None:
         """Write the trace; what ``kvatlas verify`` says of it: None if it is exact."""
@@ -266,7 +274,7 @@ def run(mix: Mix, model: str, out: Path) -> dict[str, Any]:
     """One mix to its end; ``difference`` is the first one found, or None. Its trace stays if there is one."""
     rng = random.Random(f"traffic/{mix.name}")
     path = out / f"rnd{mix.name}.jsonl.gz"
-    began, difference, judge = time.monotonic(), None, None
+    began, difference, judge = time.process_time(), None, None
     try:
         pooled = not V033 and not mix.lookahead
         side = Pair(mix.layout, rng, model) if pooled else Alone(mix, rng, model)
@@ -283,8 +291,8 @@ def run(mix: Mix, model: str, out: Path) -> dict[str, Any]:
     if difference is None:
         path.unlink()
     groups = [" ".join(str(value) for value in group.values()) for group in mix.layout.groups]
-    seconds = round(time.monotonic() - began, 2)
-    return {"mix": mix.name, "groups": groups, **counts, "seconds": seconds, "difference": difference}
+    cpu_s = round(time.process_time() - began, 2)
+    return {"mix": mix.name, "groups": groups, **counts, "cpu_s": cpu_s, "difference": difference}
 
 
 def main() -> None:
@@ -297,6 +305,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = [f"{options.seed}_{k:04}" for k in range(options.first, options.first + options.mixes)]
+    hash_scheme.SEEDS_MAX = SEEDS_MAX
     total = {"mixes": 0, "differ": 0, "probes": 0, "hit_tokens": 0, "live_exact": 0}
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder)

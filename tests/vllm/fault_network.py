@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self
 
 import zmq
 import zmq.asyncio
+
+from tests.support.ports import free_ports
 
 _END_SEQ = b"\xff" * 8
 _ANSWER_TIMEOUT_S = 5.0
@@ -33,7 +34,7 @@ class FaultyNetwork:
         """How often what happened."""
         self._rng = random.Random(seed)
         self._behind = events, replay
-        self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in _free_ports(2))
+        self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,14 +160,3 @@ async def _bind(socket: zmq.asyncio.Socket, address: str) -> None:
                 await asyncio.sleep(0.01)
             else:
                 return
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [int(held.getsockname()[1]) for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
@@ -13,6 +13,7 @@ from publisher.events import BlockHash
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
 from tests.support.paths import ROOT
+from tests.support.waiting import until
 from tests.vllm.vllm_engine import VllmEngine
 
 WAIT_S = 60.0
@@ -59,12 +60,6 @@ def complete(engine: VllmEngine, token_ids: list[int], *, max_tokens: int = 4) -
         usage = json.load(answer)["usage"]
     details = usage["prompt_tokens_details"] or {}
     return int(details.get("cached_tokens") or 0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def ready(feed: Feed) -> None:

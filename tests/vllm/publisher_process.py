@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 
 class VllmPublisher:
@@ -60,9 +60,3 @@ def publisher_process(python: str, kind: type[P]) -> Iterator[P]:
         yield kind(process)
         assert process.stdin is not None
         process.stdin.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support.paths import ROOT
-from tests.vllm.vllm_engine import free_ports
+from tests.support.ports import free_ports
 
 _START_DEADLINE_S = 60.0
 _STOP_DEADLINE_S = 20.0

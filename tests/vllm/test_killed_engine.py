@@ -22,15 +22,8 @@ from router.feeds.subscriber import Feed
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from tests.support.feed_world import credited
-from tests.vllm.plugin_engine import (
-    ENGINE_ARGUMENTS,
-    WAIT_S,
-    TokenPrompt,
-    complete,
-    plugin_path,
-    ready,
-    until,
-)
+from tests.support.waiting import until
+from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, WAIT_S, TokenPrompt, complete, plugin_path, ready
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]

@@ -22,7 +22,9 @@ from publisher.events import (
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
-from tests.vllm.publisher_process import VllmPublisher, free_port, publisher_process
+from tests.support.ports import free_port
+from tests.support.waiting import until
+from tests.vllm.publisher_process import VllmPublisher, publisher_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -144,12 +146,6 @@ class Sink:
 
 def stamps(start: int, stop: int) -> list[float]:
     return [float(number) for number in range(start, stop)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.support.ports import free_ports
 
 START_DEADLINE_S = 300.0
 """A server needs about 70 s on two idle cores; several start side by side on slow machines."""
@@ -153,18 +154,6 @@ class VllmEngine:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports nobody listens on now; all are held until all are chosen, so they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()
 
 
 def _answers(url: str) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from router.fleet.desired import FleetFullError, Roster
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import SourceStats
 from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
-from router.openai.errors import ApiError, bad_request
+from router.openai.errors import bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
 
 
@@ -45,7 +45,7 @@ class FleetDesk:
             "sources": {name: msgspec.to_builtins(stats) for name, stats in self._sources().items()},
         }
 
-    def add(self, engine: Address) -> tuple[bool, dict[str, Any]]:
+    def add(self, engine: EngineAddress) -> tuple[bool, dict[str, Any]]:
         """An engine more, or another address of one. False where it was there just so."""
         engine = msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
         try:
@@ -55,8 +55,7 @@ class FleetDesk:
         try:
             changed = self._roster.add(engine)
         except FleetFullError:
-            message = "The fleet has fleet.engines_max servers; remove one, or raise the limit."
-            raise ApiError(409, "fleet_full", message, headers=((b"x-should-retry", b"false"),)) from None
+            raise fleet_full() from None
         self._apply()
         return changed, {"engine": engine.engine_id, "sources": self._roster.sources(engine.base_url)}
 
@@ -68,7 +67,7 @@ class FleetDesk:
             )
             raise bad_request("not_a_server", message, param="engine")
         if not self._roster.remove(name, who):
-            raise _not_found(name)
+            raise engine_not_found(name)
         self._apply()
         return {"engine": name, "kept_out": name in self._roster.removed}
 
@@ -90,7 +89,7 @@ class FleetDesk:
     def _affected(self, name: str) -> list[Engine]:
         found = [s for s in self._fleet if name in {s.engine_id, s.engine.base_url}]
         if not found:
-            raise _not_found(name)
+            raise engine_not_found(name)
         return found
 
     def _requests(self, name: str) -> int:
@@ -113,14 +112,3 @@ class FleetDesk:
             "models": [card.id for card in status.models],
             "requests": self._in_flight(status),
         }
-
-
-def _not_found(name: str) -> ApiError:
-    return ApiError(
-        404,
-        "engine_not_found",
-        f"Engine {name!r} not found; GET /admin/engines lists the engines.",
-        kind="not_found_error",
-        param="engine",
-        headers=((b"x-should-retry", b"false"),),
-    )

@@ -14,11 +14,10 @@ from fastapi import Request
 
 from router.api.admin.rate_limit import RateLimit, Turns
 from router.api.admin.tokens import TokenFile
-from router.openai.errors import ApiError
+from router.openai.errors import ApiError, too_often, unauthorized
 
 PEER = "kvatlas.peer"
 """Where the listener puts the common name of a client certificate into the ASGI scope."""
-_NO_RETRY = (b"x-should-retry", b"false")
 _FAILED = ""
 
 
@@ -63,16 +62,7 @@ class Doorkeeper:
         if wait:
             raise self._too_often(wait)
         if who is None:
-            raise ApiError(
-                401,
-                f"{self._realm}_unauthorized",
-                f"Not authorized: send Authorization: Bearer with a token from {self._key}.",
-                kind="authentication_error",
-                headers=(
-                    (b"www-authenticate", b'Bearer realm="kvatlas %b"' % self._realm.encode()),
-                    _NO_RETRY,
-                ),
-            )
+            raise unauthorized(self._realm, self._key)
         return who
 
     def now(self) -> float:
@@ -81,13 +71,7 @@ class Doorkeeper:
 
     def _too_often(self, wait_s: int) -> ApiError:
         what = "requests without a valid token" if self._unlimited else "requests"
-        return ApiError(
-            429,
-            f"{self._realm}_rate_limited",
-            f"Rate limit exceeded: more {what} than admin.requests_per_minute; retry later.",
-            kind="rate_limit_error",
-            headers=((b"retry-after", b"%d" % wait_s),),
-        )
+        return too_often(self._realm, what, wait_s)
 
     def _who(self, request: Request) -> str | None:
         peer: str | None = request.scope.get(PEER) if self._mutual else None

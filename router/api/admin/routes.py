@@ -19,7 +19,7 @@ from router.api.admin.actions import FleetDesk
 from router.api.admin.door import Doorkeeper
 from router.api.admin.stats import AdminStats
 from router.api.app import add_errors, json_answer, read_body
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.observe.seldom import Seldom
 from router.openai.errors import ApiError, bad_request
 
@@ -32,7 +32,7 @@ _REFUSED_EVERY_S = 1.0
 _T = TypeVar("_T")
 
 
-class _Engine(Engine, frozen=True, forbid_unknown_fields=True):
+class _Engine(EngineAddress, frozen=True, forbid_unknown_fields=True):
     pass
 
 
@@ -126,7 +126,7 @@ def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
         """Add an engine: the keys of ``[[engines]]``."""
         who = await audit.enter(request, "add")
         given = await body(request, "add", who, _Engine)
-        engine = Engine(*(getattr(given, name) for name in Engine.__struct_fields__))
+        engine = EngineAddress(*(getattr(given, name) for name in EngineAddress.__struct_fields__))
         status = 200
 
         def work() -> dict[str, Any]:

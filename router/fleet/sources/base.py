@@ -11,15 +11,19 @@ from typing import Protocol
 
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 
 PROBLEM_LENGTH_MAX = 300
+
+
+class CannotStartError(Exception):
+    """A source lacks what it needs; the message names the key or file, and the remedy."""
 
 
 class Sighting(msgspec.Struct, frozen=True):
     """One engine as a source sees it now."""
 
-    engine: Engine
+    engine: EngineAddress
     held: str = ""
     """Why it is to get no new requests; "": it may have them."""
     identity: str = ""

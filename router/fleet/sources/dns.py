@@ -21,7 +21,7 @@ import dns.resolver
 import structlog
 from dns.rdatatype import AAAA, SRV, A, RdataType
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
 from router.fleet.sources.base import Sighting, SourceStats, Tell
 
@@ -159,13 +159,13 @@ class DnsSource:
             _log.info("engines by DNS", name=name, engines=len(sightings))
             tell(sightings)
 
-    def _engine(self, address: str, port: int) -> Engine:
+    def _engine(self, address: str, port: int) -> EngineAddress:
         host = f"[{address}]" if ":" in address else address
         events, replay = (
             None if number is None else f"tcp://{host}:{number}"
             for number in (self._settings.events_port, self._settings.replay_port)
         )
-        return Engine(f"http://{host}:{port}", None, events, replay)
+        return EngineAddress(f"http://{host}:{port}", None, events, replay)
 
     async def _find(self, name: str) -> Found:
         if name.startswith("_"):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import Sighting
 
 DRAINED = "drained in the file"
@@ -21,7 +21,7 @@ class BadListError(ValueError):
     """The content is no list of engines; nothing of it counts."""
 
 
-class _Entry(Engine, frozen=True, forbid_unknown_fields=True):
+class _Entry(EngineAddress, frozen=True, forbid_unknown_fields=True):
     drain: bool = False
 
 
@@ -29,7 +29,7 @@ class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engines: list[_Entry]
 
 
-def check_address(engine: Engine) -> None:
+def check_address(engine: EngineAddress) -> None:
     """Raises ``ValueError`` for addresses that cannot be used."""
     parts = urlsplit(engine.base_url)
     try:
@@ -64,8 +64,8 @@ def read_list(content: bytes, *, is_json: bool) -> list[Sighting]:
         raise BadListError(f"{type(error).__name__}: {error}") from None
     found: dict[str, Sighting] = {}
     for entry in entries:
-        fields = {name: getattr(entry, name) for name in Engine.__struct_fields__}
-        engine = Engine(**{**fields, "base_url": entry.base_url.rstrip("/")})
+        fields = {name: getattr(entry, name) for name in EngineAddress.__struct_fields__}
+        engine = EngineAddress(**{**fields, "base_url": entry.base_url.rstrip("/")})
         if engine.engine_id in found:
             raise BadListError(f"{engine.engine_id} is listed twice")
         try:

@@ -22,7 +22,15 @@ from router.http.server.capacity import PROBE_PATHS, client_of
 from router.http.server.config import ListenConfig
 from router.http.server.exchange import Exchange, error_answer
 from router.http.server.scope import connection_scope, head_problem, request_scope
-from router.openai.errors import ApiError, bad_request
+from router.openai.errors import (
+    ApiError,
+    bad_request,
+    head_too_large,
+    no_tunnel,
+    request_timeout,
+    too_many_bodies,
+    too_many_connections,
+)
 
 _FIELD_SIGNS = 4
 """Bytes of a field's line besides name and value."""
@@ -36,16 +44,6 @@ class _RefusedError(Exception):
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.code)
         self.error = error
-
-
-def _no_room(message: str = "The router has no free connection; try again shortly.") -> ApiError:
-    return ApiError(
-        503,
-        "too_many_connections" if "connection" in message else "too_many_bodies",
-        message,
-        kind="service_unavailable_error",
-        headers=((b"retry-after", b"1"),),
-    )
 
 
 class ClientConnection(asyncio.Protocol):
@@ -154,9 +152,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _head_too_large(self) -> ApiError:
         self.stats.header_overflows += 1
-        limit = self.settings.header_bytes_max
-        message = f"The request head or trailer is larger than header_bytes_max = {limit} bytes."
-        return ApiError(431, "headers_too_large", message)
+        return head_too_large(self.settings.header_bytes_max)
 
     def pause_writing(self) -> None:
         self.write_paused = self.loop.create_future()
@@ -190,7 +186,7 @@ class ClientConnection(asyncio.Protocol):
         if self._current is not None and self._current.started:
             self.transport.abort()
         else:
-            self._refuse(ApiError(408, "request_timeout", message, headers=((b"x-should-retry", b"false"),)))
+            self._refuse(request_timeout(message))
 
     def shutdown(self) -> None:
         """The server drains: idle connections close now, busy ones after their answer."""
@@ -249,8 +245,7 @@ class ClientConnection(asyncio.Protocol):
         parser = self._parser
         method = parser.get_method()
         if method == b"CONNECT":
-            message = "This is no proxy: CONNECT is not answered."
-            raise _RefusedError(ApiError(405, "method_not_allowed", message))
+            raise _RefusedError(no_tunnel())
         if parser.should_upgrade():
             return
         version = parser.get_http_version()
@@ -263,7 +258,7 @@ class ClientConnection(asyncio.Protocol):
         scope = request_scope(self._scope, version, method, self._url, self._headers)
         if self._spare and scope["path"] not in PROBE_PATHS:
             self.stats.connections_refused += 1
-            raise _RefusedError(_no_room())
+            raise _RefusedError(too_many_connections())
         keep_alive = parser.should_keep_alive() and not self._spare
         exchange = Exchange(self, scope, keep_alive, self._expects)
         self._reading = exchange
@@ -289,7 +284,7 @@ class ClientConnection(asyncio.Protocol):
         waiting = exchange.body_received(data)
         if waiting < 0:
             self.stats.bodies_refused += 1
-            self._refuse(_no_room("The router holds too many request bodies; try again shortly."))
+            self._refuse(too_many_bodies())
             return
         if exchange is self._current:
             now = self.clock()

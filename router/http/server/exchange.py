@@ -17,7 +17,7 @@ import structlog
 
 from router.http.server.capacity import Capacity
 from router.http.server.disconnect import EXTENSION, Message
-from router.openai.errors import ApiError
+from router.openai.errors import ApiError, internal_error
 
 _log = structlog.get_logger()
 _DISCONNECT: Message = {"type": "http.disconnect"}
@@ -172,13 +172,7 @@ class Exchange:
         self._head = None  # what was announced has not been written
         self._chunked = False
         self._left = -1
-        error = ApiError(
-            500,
-            "internal_error",
-            "Internal error in the router; its log has the details.",
-            kind="server_error",
-        )
-        body = error.body()
+        body = internal_error().body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})

@@ -1,11 +1,16 @@
-"""Hits where the order of the engine's search matters: some models with EAGLE on sliding-window groups.
+"""Hits where the order of the engine's search matters: some models with EAGLE on sliding-window groups, and
+those with several kinds of full-attention blocks in which a hit may end.
 
 Everywhere else the largest boundary valid in every class is what the engine's search ends at. A window class
-with the EAGLE flag looks one block further and drops it. That breaks the rule in two ways: where its blocks
+with the EAGLE flag looks one block further and drops it. That breaks the rule in three ways: where its blocks
 are smaller than the alignment, a run that reaches block 0 but not back over the whole window loses a whole
-alignment unit; and where a second class drops too, a prefix shortened by that one is not asked for a block
-behind it again. So the engine's own loop is done here, for 64 engines at once: each class answers "the
-longest prefix of at most L" from a table over L.
+alignment unit; where a second class drops too, a prefix shortened by that one is not asked for a block
+behind it again; and a window of one token needs only the block it drops, but the block before too when it is
+asked again (full attention with one other class is asked once, then nothing is asked again). And where hits
+may end inside a block of full attention, the engine sees that a longer part of a block is there only up to
+the prefix that the class before left over, so of several such classes only the first follows the rule. So the
+engine's own loop is done here, for 64 engines at once: each class answers "the longest prefix of at most L"
+from a table over L.
 
 Facts: ``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32.
 Boundaries are numbered in alignment units; tables have a row per limit 0..boundaries, a column per engine.
@@ -35,13 +40,17 @@ class ClassTable(NamedTuple):
     dropping: Table | None = None
 
 
-def order_matters(layout: CacheLayout) -> bool:
-    """Whether hits of this layout need the loop."""
+def order_matters(layout: CacheLayout, *, loading: bool = False) -> bool:
+    """Whether hits of this layout (``loading``: of what a connector would load) need the loop."""
+    full = [c for c in layout.classes if c.family is Family.FULL]
+    if not loading and any(c.block_size > layout.alignment for c in full[1:]):
+        return True
     dropping = [c for c in layout.classes if c.spec.is_eagle and c.family is not Family.FULL]
     windows = [c for c in dropping if c.family is Family.WINDOW]
     if not windows or layout.lookahead:
         return False
-    return len(dropping) > 1 or windows[0].block_size != layout.alignment
+    unread = len(layout.classes) > 2 and any((c.spec.sliding_window or 0) < 2 for c in windows)
+    return unread or len(dropping) > 1 or windows[0].block_size != layout.alignment
 
 
 def longest(valid: Words) -> Table:
@@ -65,15 +74,30 @@ def dropping_window(windows: Words, from_start: Words, *, blocks_per_boundary: i
     return best
 
 
+def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -> Table:
+    """The table of full attention where a hit may end inside a block: whole blocks as far as the limit goes,
+    then the longest part of the next one, which it may have under any of its hashes (one to a row of
+    ``units``). A class that drops looks one hash further."""
+    held = longest(units)
+    run = longest(np.bitwise_and.accumulate(units[per_block - 1 :: per_block]))[-1]
+    limits = np.minimum(np.arange(boundaries + 1) + drops, len(units))[:, None]
+    whole = np.minimum(run, limits // per_block) * per_block
+    last = held[np.minimum(limits, whole + per_block - 1), _ENGINES]
+    found: Table = np.maximum(whole, last)
+    return np.maximum(found - 1, 0) if drops else found
+
+
 def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
     """The boundary each engine's search ends at: classes in turn shorten the prefix until none does."""
     limit = np.full(WORD_BITS, boundaries, np.intp)
+    one_pass = len(classes) == 2 and classes[0].family is Family.FULL
     dropped = np.zeros((len(classes), WORD_BITS), bool)
+    full: dict[int, npt.NDArray[np.intp]] = {}
     while True:
         length = limit
         for number, (family, plain, dropping) in enumerate(classes):
             if family is Family.FULL:
-                length = np.minimum(length, plain[-1])
+                length = np.minimum(length, full.setdefault(number, plain[length, _ENGINES]))
                 continue
             found = plain[length, _ENGINES]
             shorter = found < length
@@ -84,6 +108,6 @@ def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
                 dropped[number] = True
             dropped[:, shorter] = False
             length = found
-        if np.array_equal(length, limit):
-            return [int(boundary) for boundary in limit]
+        if one_pass or np.array_equal(length, limit):
+            return [int(boundary) for boundary in length]
         limit = length

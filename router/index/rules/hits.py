@@ -2,10 +2,10 @@
 
 The engine's scheduler searches group by group until no group shrinks the hit. Here the same number is
 found the other way round: a boundary is *valid* for a spec class if the class could resume there, and the
-hit is the largest aligned boundary below the prompt's last token that is valid in every class (where EAGLE
-windows make the order of the search matter, ``fixed_point.py`` follows the engine's loop). All engines of a
-64-bit word are evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked
-against its scheduler on recorded traces; block size bs, boundary x in tokens):
+hit is the largest aligned boundary below the prompt's last token that is valid in every class (where the
+order of the search matters, ``eagle.py`` follows the engine's loop). All engines of a 64-bit word are
+evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked against its scheduler on
+recorded traces and random mixes; block size bs, boundary x in tokens):
 
 - full: every block before x present. If hits may end inside a block: also x inside a block of which a
   longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
@@ -30,7 +30,14 @@ from publisher.groups import Family, SpecClass
 from router.index.base import WORD_BITS, Plane, Rows, Words
 from router.index.learn.layout import CacheLayout
 from router.index.media import GPU
-from router.index.rules.eagle import ClassTable, dropping_window, fixed_point, longest, order_matters
+from router.index.rules.eagle import (
+    ClassTable,
+    dropping_window,
+    fixed_point,
+    inside_full,
+    longest,
+    order_matters,
+)
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
@@ -66,7 +73,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _plan(layout: CacheLayout) -> _Plan:
+def _plan(layout: CacheLayout, *, loading: bool) -> _Plan:
     classes = tuple(
         _ClassPlan(
             c,
@@ -79,7 +86,7 @@ def _plan(layout: CacheLayout) -> _Plan:
         for c in layout.classes
     )
     full = tuple(number for number, c in enumerate(classes) if c.family is Family.FULL)
-    return _Plan(classes, full, order_matters(layout))
+    return _Plan(classes, full, order_matters(layout, loading=loading))
 
 
 def evaluate(
@@ -97,7 +104,7 @@ def evaluate(
     engine finds a longer part of it in its pool, but a load has nothing but the hash. ``by_class`` is empty
     unless ``detail`` is asked for.
     """
-    plan, alignment = _plan(layout), layout.alignment
+    plan, alignment = _plan(layout, loading=loading), layout.alignment
     boundaries = max(0, num_tokens - 1) // alignment
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
@@ -185,6 +192,10 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
 def _table(rows: Rows, layout: CacheLayout, plan: _ClassPlan, valid: Words, word: int) -> ClassTable:
     """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
     spec_class = plan.spec_class
+    if plan.inside and plan.family is Family.FULL:
+        units, per_block = _class_presence(rows, plan, word), plan.block_size // layout.hash_block_size
+        found = inside_full(units, len(valid), per_block=per_block, drops=bool(plan.eagle))
+        return ClassTable(plan.family, found)
     if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
         plain = longest(valid)
         return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)

@@ -1,17 +1,18 @@
-"""Text -> token ids, reusing the ids of text pieces seen before, provably as if tokenized whole.
+"""Prompt text -> token ids, cut where cuts are provably safe, by fastokens where that is proven equal.
 
 ``tokenizers`` cuts a text at added tokens before it normalizes, pre-tokenizes and models each piece by
 itself. A *barrier* is an added token whose every occurrence is such a cut, whatever stands around it: it
 is matched on the raw text, takes no white space along, and no other added token can overlap an
-occurrence of it from the left or be longer at the same place. So a text may be cut before each barrier,
-and a segment's ids depend on nothing outside it. Long pieces between barriers are cut again at soft cuts
-(``soft_cuts.py``), so that text with a new end tokenizes only its end. At load this is checked with probe
-texts as well; where they differ there are no barriers, or no soft cuts.
+occurrence of it from the left (or, where that one is matched first, from the right) or be longer at the same
+place. So a text may be cut before each barrier, and a piece's ids depend on nothing outside it: a next turn
+tokenizes only what follows the last barrier it shares with the turn before. At load this is checked with
+probe texts as well; where they differ there are no barriers.
 
-Measured on one shared core: new text costs 0.2-0.4 us per character, a known segment 0.1-0.3 us.
+Every ``CHECK_EVERY``-th job of fastokens is compared with ``tokenizers`` on a short piece of its own text;
+the first difference takes fastokens out of use for good (``name`` says so, ``tokenizer_mismatches`` counts).
 
-Always true: ``encode`` returns exactly ``Tokenizer.encode(text).ids``. Encoding releases the GIL only
-in batches; ``encode`` in a thread would hold it.
+Always true: ``encode`` returns exactly ``Tokenizer.encode(text).ids``, or was equal to it on every probe and
+sample. Encoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -19,52 +20,43 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Final
 
 import msgspec
 from tokenizers import Tokenizer
 
 from router.prompts.request import NotLocalError
-from router.prompts.sizes import SHARE
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.soft_cuts import is_cut, next_cut, soft_cuts_hold
+from router.prompts.tokens.fast import FastEncoder, Refusal, fast_encoder
+from router.prompts.tokens.ids import Encoded, Ids
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """The library's own threads gain nothing for one text and burn more CPU waiting than the text costs."""
 
-Ids: TypeAlias = "array[int]"
-"""Token ids, 4 bytes each."""
+CHECK_EVERY: Final = 1024
+"""One job of fastokens in so many is compared; costs 1-2 us each on average."""
+_CHECKED_CHARS: Final = 1024
 _WINDOW_CHARS: Final = 1 << 17
 """Scanned in one go, about 1 ms: a regular expression holds the GIL."""
-_ENTRY_BYTES: Final = 250
-"""Python's overhead of one cached segment: two objects, a dictionary slot, a list node."""
 
 
-class Segments(msgspec.Struct, frozen=True):
-    """A text cut before its barriers: ``starts`` are character offsets, the first one 0."""
+class PromptTokenizer:
+    """One model's tokenizer. ``fast``: use fastokens where it agrees. Any thread may call it.
 
-    texts: list[str]
-    starts: list[int]
-
-
-class SegmentTokenizer:
-    """A tokenizer with a cache of segments, bounded by ``cache_bytes_max``.
-
-    ``split``, ``encode_missing`` are free of side effects and may run in a worker thread; ``known`` and
-    ``remember`` belong to the event loop's thread.
+    ``name`` says which library tokenizes, and why not fastokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stats: PromptStats, cache_bytes_max: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, stats: PromptStats, *, fast: bool = True) -> None:
         self._tokenizer = tokenizer
         self._stats = stats
-        self._cache_bytes_max = cache_bytes_max
-        self._cache_bytes = 0
-        self._cache: OrderedDict[str, Ids] = OrderedDict()
+        self._jobs = 0
         if getattr(tokenizer.model, "dropout", None):
             raise ValueError("the tokenizer's model has dropout: its tokens are random")
-        self._soft = soft_cuts_hold(tokenizer)
+        found = fast_encoder(tokenizer) if fast else Refusal("prompts.fast_tokenizer is off")
+        self._fast = found if isinstance(found, FastEncoder) else None
+        self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
         barriers = find_barriers(tokenizer)
         self.barrier = _barrier_pattern(barriers)
         self._barrier_chars_max = max(map(len, barriers), default=0)
@@ -72,28 +64,18 @@ class SegmentTokenizer:
             self.barrier = None
         self.prefix, self.suffix = self._added_around()
 
-    def split(self, text: str) -> Segments:
-        """Cut before every barrier, and long pieces between barriers at soft cuts."""
-        starts = [0] if self.barrier is None else [0, *self._barrier_starts(text)]
-        if self._soft:
-            ends = [*starts[1:], len(text)]
-            starts = [at for a, b in zip(starts, ends, strict=True) for at in self._soft_starts(text, a, b)]
-        ends = [*starts[1:], len(text)]
-        return Segments([text[a:b] for a, b in zip(starts, ends, strict=True)], starts)
+    @property
+    def is_fast(self) -> bool:
+        """Whether fastokens is in use."""
+        return self._fast is not None
 
-    @staticmethod
-    def _soft_starts(text: str, begin: int, end: int) -> Iterator[int]:
-        """``begin``, and the soft cuts up to ``end``."""
-        at: int | None = begin
-        while at is not None:
-            yield at
-            at = next_cut(text, at, end)
+    def split(self, text: str) -> list[int]:
+        """Where ``text`` may be cut: 0, and the character offset of every barrier."""
+        return [0] if self.barrier is None else [0, *self._barrier_starts(text)]
 
     def may_cut(self, text: str, at: int) -> bool:
         """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
-        if self.barrier is not None and self.barrier.match(text, at):
-            return True
-        return self._soft and is_cut(text, at)
+        return self.barrier is not None and self.barrier.match(text, at) is not None
 
     def _barrier_starts(self, text: str) -> Iterator[int]:
         """Where barriers begin, but for one at 0; window by window, so that other threads get their turn."""
@@ -105,47 +87,51 @@ class SegmentTokenizer:
             yield from (match.start() for match in matches if match.start() < end)
             begin = end
 
-    def known(self, texts: list[str]) -> list[Ids | None]:
-        """The cached ids of each segment, None where there are none."""
-        cache, found = self._cache, []
-        for text in texts:
-            ids = cache.get(text)
-            if ids is not None:
-                cache.move_to_end(text)
-                self._stats.segment_hits += 1
-            else:
-                self._stats.segment_misses += 1
-            found.append(ids)
+    def encode_cut(self, text: str) -> tuple[list[int], Encoded]:
+        """The cuts of a text, and the ids of its pieces."""
+        starts = self.split(text)
+        texts = [text[a:b] for a, b in pairwise([*starts, len(text)])]
+        return starts, self.encode_pieces(texts)
+
+    def encode_pieces(self, texts: list[str]) -> Encoded:
+        """The ids of every text by itself."""
+        fast = self._fast
+        if fast is None:
+            return self._by_reference(texts)
+        found = fast.encode(texts)
+        self._jobs += 1
+        if self._jobs % CHECK_EVERY == 0 and not self._agrees(fast, texts):
+            return self._by_reference(texts)
+        self._stats.tokens_fast += len(found.ids)
         return found
 
-    def encode_missing(self, texts: list[str], known: list[Ids | None]) -> list[Ids]:
-        """The ids of every segment, tokenizing those not known."""
-        missing = [text for text, ids in zip(texts, known, strict=True) if ids is None]
-        fresh = iter(self._tokenizer.encode_batch_fast(missing, add_special_tokens=False))
-        return [array("I", next(fresh).ids) if ids is None else ids for ids in known]
+    def _agrees(self, fast: FastEncoder, texts: list[str]) -> bool:
+        """Compare both on one of the texts, or on a part of it where it is long."""
+        text = texts[self._jobs // CHECK_EVERY % len(texts)]
+        begin = self._jobs % max(1, len(text) - _CHECKED_CHARS)
+        sample = text[begin : begin + _CHECKED_CHARS]
+        self._stats.tokenizer_checks += 1
+        if fast.encode([sample]).ids.tolist() == self._whole(sample):
+            return True
+        self._stats.tokenizer_mismatches += 1
+        self._fast, self.name = None, "tokenizers (fastokens gave other tokens for a prompt)"
+        return False
 
-    def remember(self, texts: list[str], ids: list[Ids]) -> None:
-        """Keep these segments; the least recently used go when the cache is full."""
-        before, largest = self._cache_bytes, self._cache_bytes_max // SHARE
-        for text, tokens in zip(texts, ids, strict=True):
-            if text in self._cache:
-                continue
-            size = _size(text, tokens)
-            if size > largest:
-                self._stats.not_kept += 1
-                continue
-            self._cache[text] = tokens
-            self._cache_bytes += size
-        while self._cache_bytes > self._cache_bytes_max:
-            self._cache_bytes -= _size(*self._cache.popitem(last=False))
-            self._stats.segment_evictions += 1
-        self._stats.segment_bytes += self._cache_bytes - before
+    def _by_reference(self, texts: list[str]) -> Encoded:
+        ids, offsets = array("I"), [0]
+        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            ids.extend(encoding.ids)
+            offsets.append(len(ids))
+        return Encoded(ids, offsets)
 
-    def clear(self) -> None:
-        """Forget all segments."""
-        self._cache.clear()
-        self._stats.segment_bytes -= self._cache_bytes
-        self._cache_bytes = 0
+    def encode(self, text: str) -> Ids:
+        """Ids of a whole text, at once; for small texts and tests."""
+        return self.encode_cut(text)[1].ids
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Texts have no special tokens around them."""
+        return self.prefix is not None and self.suffix is not None and not self.prefix and not self.suffix
 
     def with_special_tokens(self, ids: Ids) -> Ids:
         """As ``add_special_tokens=True`` has it. Raises ``NotLocalError`` where that is no plain frame."""
@@ -153,21 +139,15 @@ class SegmentTokenizer:
             raise NotLocalError("field")
         return self.prefix + ids + self.suffix
 
-    def encode(self, text: str) -> Ids:
-        """Ids of a whole text through the cache, at once; for small texts and tests."""
-        parts = self.split(text)
-        ids = self.encode_missing(parts.texts, self.known(parts.texts))
-        self.remember(parts.texts, ids)
-        return joined(ids)
-
     def _whole(self, text: str, *, special: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def _probes_agree(self, barriers: list[str]) -> bool:
         for text in _probe_texts(barriers):
-            parts = self.split(text)
-            cut = [token for part in parts.texts for token in self._whole(part)]
+            cut = [
+                token for a, b in pairwise([*self.split(text), len(text)]) for token in self._whole(text[a:b])
+            ]
             if cut != self._whole(text):
                 return False
         return True
@@ -182,35 +162,63 @@ class SegmentTokenizer:
         return None, None
 
 
-def joined(parts: list[Ids]) -> Ids:
-    """One array of all ids."""
-    result: Ids = array("I")
-    for part in parts:
-        result += part
-    return result
-
-
 def find_barriers(tokenizer: Tokenizer) -> list[str]:
     """The contents of all added tokens that are barriers."""
     if tokenizer.encode_special_tokens:
         return []
     added = list(tokenizer.get_added_tokens_decoder().values())
-    on_raw_text = [token.content for token in added if not token.normalized]
+    raw = [token.content for token in added if not token.normalized]
+    hidden = _hidden_by(raw)
+    if _normalizes(tokenizer):
+        candidates = [token for token in added if not token.normalized]
+    else:  # all are matched on the raw text, these ones first
+        candidates = added
+        hidden_later, cut_short = _hidden_by([token.content for token in added]), _cut_short_by(raw)
     return [
         token.content
-        for token in added
-        if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        for token in candidates
+        if not (token.lstrip or token.rstrip or token.single_word)
         and token.content.strip() == token.content != ""
-        and not any(_may_hide(other, token.content) for other in on_raw_text)
+        and not hidden(token.content)
+        and not (token.normalized and (hidden_later(token.content) or cut_short(token.content)))
     ]
 
 
-def _may_hide(other: str, barrier: str) -> bool:
-    """Whether a match of ``other`` can keep an occurrence of ``barrier`` from being matched as itself."""
-    if other != barrier and other.startswith(barrier):
-        return True
-    tails = (other[start:] for start in range(1, len(other)))
-    return any(barrier.startswith(tail) or tail.startswith(barrier) for tail in tails)
+def _normalizes(tokenizer: Tokenizer) -> bool:
+    """Whether text is changed before tokens that are not raw are looked for."""
+    if tokenizer.normalizer is None:
+        return False
+    state = msgspec.json.decode(tokenizer.normalizer.__getstate__())
+    return bool(state != {"type": "Sequence", "normalizers": []})
+
+
+def _hidden_by(others: list[str]) -> Callable[[str], bool]:
+    """Tells whether a match of one of ``others`` can keep an occurrence of a token from being matched.
+
+    One does that begins with the token and goes on, holds it further inside, or ends with its beginning.
+    """
+    longer = {other[:end] for other in others for end in range(1, len(other))}
+    tails = {other[start:] for other in others for start in range(1, len(other))}
+    inside = "\0".join(other[1:] for other in others)
+
+    def hidden(token: str) -> bool:
+        beginnings = (token[:end] for end in range(1, len(token) + 1))
+        return token in longer or token in inside or not tails.isdisjoint(beginnings)
+
+    return hidden
+
+
+def _cut_short_by(others: list[str]) -> Callable[[str], bool]:
+    """The same for matches of ``others`` that begin inside the token; they are made first."""
+    beginnings = {other[:end] for other in others for end in range(1, len(other) + 1)}
+    whole = set(others)
+
+    def cut_short(token: str) -> bool:
+        starts = range(1, len(token))
+        ends = any(token[start:] in beginnings for start in starts)
+        return ends or any(token[a:b] in whole for a in starts for b in range(a + 1, len(token) + 1))
+
+    return cut_short
 
 
 def _barrier_pattern(barriers: list[str]) -> re.Pattern[str] | None:
@@ -235,7 +243,3 @@ def _probe_texts(barriers: list[str]) -> list[str]:
         other = barriers[(number + 1) % len(barriers)]
         texts += [f"{left}{barrier}{right}{other}{left}" for left in _PROBE_PIECES for right in _PROBE_PIECES]
     return texts
-
-
-def _size(text: str, ids: Ids) -> int:
-    return len(text) * (1 if text.isascii() else 4) + 4 * len(ids) + _ENTRY_BYTES

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
-from router.prompts.tokens.tokenizer import Ids
+from router.prompts.tokens.ids import Ids
 
 
 def ids_of(tokens: Iterable[int]) -> Ids:

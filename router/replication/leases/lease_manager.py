@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import structlog
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.replication.leases.assignment import Member, divide
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
@@ -58,7 +58,7 @@ class Held(NamedTuple):
 class LeaseCandidate(NamedTuple):
     """An engine this replica would follow."""
 
-    engine: Engine
+    engine: EngineAddress
     model: str
 
 
@@ -106,14 +106,14 @@ class LeaseManager:
         self._failing = False
         self._leaving = False
 
-    def want(self, engine: Engine, model: str) -> None:
+    def want(self, engine: EngineAddress, model: str) -> None:
         """Follow this engine of ``model``, if its lease can be had; moved, or of another model, anew."""
         if not self.wants(engine, model):
             self.unwant(engine.engine_id)
             self._wanted[engine.engine_id] = LeaseCandidate(engine, model)
             self._wake.set()
 
-    def wants(self, engine: Engine, model: str) -> bool:
+    def wants(self, engine: EngineAddress, model: str) -> bool:
         """Whether this engine is wanted, at these addresses and for this model."""
         return self._wanted.get(engine.engine_id) == (engine, model)
 
@@ -224,7 +224,7 @@ class LeaseManager:
         if plan.give is not None:
             await self._give(desk, plan.give)
 
-    async def _holders(self, desk: ModelLeases, engines: list[Engine]) -> dict[str, str | None]:
+    async def _holders(self, desk: ModelLeases, engines: list[EngineAddress]) -> dict[str, str | None]:
         """Who holds each engine. A lease of an earlier life of this replica is nobody's."""
         leases = await desk.leases.holders()
         found: dict[str, str | None] = {}

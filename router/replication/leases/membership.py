@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.replication.leases.assignment import Member
 from router.replication.leases.heartbeat import Heartbeat
 
@@ -27,7 +27,7 @@ class Signature(msgspec.Struct, array_like=True):
     beat: int
     held: int
     """How many engines of this scope the replica follows."""
-    wants: list[Engine]
+    wants: list[EngineAddress]
 
     def member(self) -> Member:
         """What the division looks at."""
@@ -76,7 +76,7 @@ class Membership:
         self._beat = 0
         self._pulse = Heartbeat(lease_s)
 
-    async def sign(self, wants: Sequence[Engine], held: int) -> dict[str, Member]:
+    async def sign(self, wants: Sequence[EngineAddress], held: int) -> dict[str, Member]:
         """Sign, and read who is alive; this one is among them."""
         self._beat += 1
         own = Signature(self._started, self._beat, held, list(wants))

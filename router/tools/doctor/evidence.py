@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency
 from router.tools.doctor.gather.event_counts import EventCounts
@@ -87,7 +87,7 @@ class ProbeEvidence(msgspec.Struct):
 class EngineEvidence(msgspec.Struct):
     """One engine (one data-parallel rank)."""
 
-    engine: Engine
+    engine: EngineAddress
     """With the event endpoints the server told, where none were configured."""
     server: ServerEvidence
     model_config: ModelConfig
@@ -97,6 +97,8 @@ class EngineEvidence(msgspec.Struct):
     tally: EventCounts = msgspec.field(default_factory=EventCounts)
     residency: EngineResidency | None = None
     parity: list[PromptParity] = []
+    tokenized_by: str | None = None
+    """The library that tokenizes here, and why not a faster one."""
     probe: ProbeEvidence | None = None
     sources_ignored: bool = False
     """Whether event endpoints were configured, so that the server's own were not used."""

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from router.config.schema import ANY_MODEL, Config
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.status import ModelCard
 from router.index.learn.hash_scheme import Detection
@@ -103,14 +103,14 @@ async def ask_router(http: Http, url: str) -> RouterEvidence:
     )
 
 
-def _engines_of(router: RouterEvidence | None) -> tuple[Engine, ...]:
+def _engines_of(router: RouterEvidence | None) -> tuple[EngineAddress, ...]:
     """The router's engines by their ids; their ranks and endpoints are asked from the servers."""
     ids = list((router.engines if router is not None else None) or {})[:_ENGINES_MAX]
     urls = dict.fromkeys(engine_id.partition("#")[0].rstrip("/") for engine_id in ids)
-    return tuple(Engine(url) for url in urls if url.startswith("http://"))
+    return tuple(EngineAddress(url) for url in urls if url.startswith("http://"))
 
 
-async def _ask_servers(http: Http, config: Config, engines: tuple[Engine, ...]) -> Evidence:
+async def _ask_servers(http: Http, config: Config, engines: tuple[EngineAddress, ...]) -> Evidence:
     urls = list(dict.fromkeys(engine.base_url for engine in engines))
     servers = dict(zip(urls, await asyncio.gather(*(_ask_server(http, url) for url in urls)), strict=True))
     found: list[EngineEvidence] = []
@@ -137,7 +137,7 @@ async def _ask_server(http: Http, url: str) -> ServerEvidence:
     return seen
 
 
-def _discovered(url: str, server: ServerEvidence) -> list[Engine]:
+def _discovered(url: str, server: ServerEvidence) -> list[EngineAddress]:
     """One engine per data-parallel rank that publishes, as the router would read the server's answer."""
     try:
         return event_sources(url, server.sources_answer.body) if server.sources_answer.ok else []
@@ -146,7 +146,7 @@ def _discovered(url: str, server: ServerEvidence) -> list[Engine]:
 
 
 def _engine_seen(
-    engine: Engine, server: ServerEvidence, config: Config, *, sources_ignored: bool
+    engine: EngineAddress, server: ServerEvidence, config: Config, *, sources_ignored: bool
 ) -> EngineEvidence:
     base = next((card.id for card in server.models if card.parent is None), None)
     model_config = config.model(base or ANY_MODEL)
@@ -271,6 +271,7 @@ class _Examination:
         by_url = dict(zip(servers, results, strict=True))
         for engine in self._seen.engines:
             engine.parity = by_url[engine.engine.base_url]
+            engine.tokenized_by = self._reader.tokenized_by(engine.base_model or ANY_MODEL)
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model

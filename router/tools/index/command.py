@@ -17,7 +17,7 @@ from rich.table import Table
 
 from publisher.events import BlockHash
 from router.config.errors import ConfigError
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
 from router.replication.redis.connection import IndexUnavailable
@@ -98,13 +98,18 @@ def run_dump(settings: IndexSettings, *, model: str | None, limit: int) -> int:
 
 
 def run_index_verify(
-    settings: IndexSettings, *, model: str | None, engines: tuple[Engine, ...], settle_s: float, as_json: bool
+    settings: IndexSettings,
+    *,
+    model: str | None,
+    engines: tuple[EngineAddress, ...],
+    settle_s: float,
+    as_json: bool,
 ) -> int:
     """0 if the index says of every engine what its feed says.
 
     ``engines`` add to the addresses that the index knows, or replace them; what they leave out stays.
     """
-    given: dict[str, Engine] = {engine.engine_id: engine for engine in engines}
+    given: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
 
     async def show(client: Client, scopes: list[ScopeBooks]) -> int:
         diffs: list[EngineDiff] = []
@@ -120,7 +125,7 @@ def run_index_verify(
 
 
 async def verify_scope(
-    client: Client, books: ScopeBooks, given: Mapping[str, Engine], settle_s: float
+    client: Client, books: ScopeBooks, given: Mapping[str, EngineAddress], settle_s: float
 ) -> list[EngineDiff]:
     """Every engine of a scope compared; those whose addresses nobody knows have the feed ``unknown``."""
     known = {
@@ -133,7 +138,7 @@ async def verify_scope(
         return found + verifier.others()
 
 
-def addressed(known: Engine | None, given: Engine | None) -> Engine:
+def addressed(known: EngineAddress | None, given: EngineAddress | None) -> EngineAddress:
     """An engine with what was given on the command line, and what the index knows where nothing was."""
     if known is None or given is None:
         found = given or known

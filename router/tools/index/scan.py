@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.index.base import Words
 from router.replication.leases.leases import Lease, Leases
 from router.replication.leases.membership import Signature, read_roll
@@ -35,7 +35,7 @@ class ScopeBooks(NamedTuple):
     replicas: dict[str, Signature]
 
     @property
-    def addresses(self) -> dict[str, Engine]:
+    def addresses(self) -> dict[str, EngineAddress]:
         """Where the engines' events are, as the replicas that follow them say."""
         return {e.engine_id: e for signature in self.replicas.values() for e in signature.wants}
 

@@ -17,7 +17,7 @@ import numpy as np
 from publisher.events import BlockHash
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.index.base import Plane, Words
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
@@ -66,7 +66,7 @@ class EngineDiff(msgspec.Struct):
 class Verifier:
     """Follows the engines of one scope for as long as its context lasts."""
 
-    def __init__(self, client: Client, books: ScopeBooks, addresses: Mapping[str, Engine]) -> None:
+    def __init__(self, client: Client, books: ScopeBooks, addresses: Mapping[str, EngineAddress]) -> None:
         self._unknown = sorted(set(books.view.seats) - set(addresses))
         self._leases = books.leases
         self._client = client

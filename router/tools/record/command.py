@@ -19,7 +19,7 @@ from rich.table import Table
 
 from router.config.errors import ConfigError
 from router.config.load import parse_engine
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.tools.capture.file import CaptureError
 from router.tools.capture.writer import CaptureWriter
@@ -113,7 +113,7 @@ def _bare(text: str) -> RecordSource:
     return RecordSource(source, **values)
 
 
-def _asked(engine: Engine) -> list[Engine]:
+def _asked(engine: EngineAddress) -> list[EngineAddress]:
     """The engine with its event endpoints, asked from the server where they were not given."""
     if engine.events is not None:
         return [engine]

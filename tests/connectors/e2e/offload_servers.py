@@ -10,8 +10,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.connectors.e2e.shared_servers import metric, until
+from tests.connectors.e2e.shared_servers import metric
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until as until
 from tests.vllm.vllm_engine import VllmEngine
 
 GPU_BLOCKS = 260

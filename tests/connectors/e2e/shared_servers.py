@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +82,6 @@ def metric(base_url: str, name: str, **labels: str) -> float:
         ):
             total += float(line.rpartition(" ")[2])
     return total
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + SETTLE_S
-    while not condition():
-        assert time.monotonic() < end, f"still not: {what}"
-        time.sleep(0.2)
 
 
 def forget_gpu(base_url: str) -> None:

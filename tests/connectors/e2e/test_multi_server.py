@@ -14,7 +14,8 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from tests.connectors.e2e.served_connectors import serve, stored_blocks
-from tests.connectors.e2e.shared_servers import complete, forget_gpu, metric, same, until
+from tests.connectors.e2e.shared_servers import complete, forget_gpu, metric, same
+from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
 from tests.vllm.vllm_engine import VllmEngine
 

@@ -18,7 +18,8 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from tests.connectors.e2e.offload_servers import forget, prompt, server, settled
-from tests.connectors.e2e.shared_servers import complete, metric, same, until
+from tests.connectors.e2e.shared_servers import complete, metric, same
+from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)

@@ -19,8 +19,9 @@ from connectors.store.frame import FRAME_BYTES
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
-from tests.connectors.e2e.shared_servers import complete, engine, forget_gpu, metric, same, until
+from tests.connectors.e2e.shared_servers import complete, engine, forget_gpu, metric, same
 from tests.support.redis_servers import Server, any_program
+from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)

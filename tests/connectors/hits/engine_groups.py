@@ -116,6 +116,9 @@ MIXES = [
     Mix("EAGLE in two windows", (window(4, 9), full(4), window(4, 6)), 4, 4, eagle=True, eagle_groups=(0, 2)),
     Mix("EAGLE in one window", (window(4, 9), full(4), window(4, 14)), 4, 4, eagle=True, eagle_groups=(0,)),
     Mix("EAGLE with block sizes", (window(4, 9), full(8), window(8, 20)), 8, 4, eagle=True),
+    Mix("EAGLE in a window of one token", (window(4, 1), full(4)), 4, 4, eagle=True),
+    Mix("EAGLE and chunks of two sizes", (full(4), chunk(4, 16), chunk(4, 32)), 4, 4, True, (0,)),
+    Mix("chunks of two sizes", (chunk(4, 16), chunk(4, 32), full(4), window(4, 9)), 4, 4),
     Mix("EAGLE with Mamba", (mamba(8), full(8)), 8, 8, eagle=True, eagle_groups=(1,)),
     Mix("a ring nobody may share", (CircularBufferSpec(block_size=4, **BASE), window(4, 9), full(4)), 4, 4),
 ]

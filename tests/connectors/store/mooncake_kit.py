@@ -12,7 +12,7 @@ import pytest
 
 from connectors.store.mooncake import MooncakeSettings, MooncakeStore, new_client
 from tests.connectors.store.store_kit import Shared
-from tests.support.redis_servers import free_port
+from tests.support.ports import free_port
 
 START_S = 30.0
 

@@ -15,7 +15,8 @@ from connectors.store.base import StoreUnavailable
 from connectors.store.open import open_store
 from connectors.store.redis import RedisSettings, RedisStore
 from connectors.store.redis_link import RedisAddress
-from tests.support.redis_servers import Server, any_program, free_port
+from tests.support.ports import free_port
+from tests.support.redis_servers import Server, any_program
 
 WAIT_S = 30.0
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,13 +45,6 @@ async def request(
         if answer.content_type == "application/json":
             return answer.status, await answer.json()
         return answer.status, await answer.text()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until ``condition`` holds; fails after a deadline."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def all_blocks_free(running: SimulatedEngine) -> bool:

@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.fleet.gauges import read_pool_blocks
-from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request, until
+from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
+from tests.support.waiting import until
 
 USER = {"role": "user", "content": "Hello there"}
 

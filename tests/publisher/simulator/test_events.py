@@ -18,7 +18,8 @@ from router.feeds.subscriber import Feed
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, client, engine, request, until
+from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, client, engine, request
+from tests.support.waiting import until
 
 Residency = list[Counter[int | bytes]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -13,11 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from publisher.engine import EngineSettings, SimulatedEngine
 from router import __version__
 from router.config.schema import ANY_MODEL, Config, ServerConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.placement.candidate import PolicySettings
 from router.proxy.settings import ProxySettings
-from tests.support.whole_router import LOCAL, MODEL, QUICK, TEXT, configure, routing, run, running, until
+from tests.support.ports import free_port
+from tests.support.waiting import run, until
+from tests.support.whole_router import LOCAL, MODEL, QUICK, TEXT, configure, routing, running
 
 CHAT = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT * 20}]}
 
@@ -30,18 +31,10 @@ def check_error(answer: Any, code: str) -> None:
     assert answer["error"]["message"]
 
 
-async def free_port() -> int:
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port: int = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    return port
-
-
 def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:
     async def main() -> None:
-        port = await free_port()
-        config = configure(Engine(f"http://127.0.0.1:{port}"))
+        port = free_port()
+        config = configure(EngineAddress(f"http://127.0.0.1:{port}"))
         async with routing(config, wait=False) as rig:
             assert await rig.ask("GET", "/health") == (200, {"status": "ok"})
             status, body = await rig.ask("GET", "/ready")
@@ -68,20 +61,18 @@ def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:
 
 def test_ready_waits_for_a_cold_feed_but_not_for_ever() -> None:
     async def main() -> None:
-        silent = f"tcp://127.0.0.1:{await free_port()}"
+        silent = f"tcp://127.0.0.1:{free_port()}"
         async with running({"publish_events": False}) as (engine,):
-            known = Engine(engine.base_url, events=silent)
+            known = EngineAddress(engine.base_url, events=silent)
             patient = configure(known, fleet=FleetSettings(poll_interval_s=0.1, warm_up_s_max=1000.0))
             async with routing(patient, wait=False) as rig:
-                while not rig.router.fleet.ready(None):
-                    await asyncio.sleep(0.002)
+                await until(lambda: rig.router.fleet.ready(None), "an engine")
                 status, body = await rig.ask("GET", "/ready")
                 assert status == 503
                 assert engine.base_url in body["reason"]
             hasty = configure(known, fleet=FleetSettings(poll_interval_s=0.1, warm_up_s_max=0.01))
             async with routing(hasty, wait=False) as rig:
-                while not rig.router.readiness().ready:
-                    await asyncio.sleep(0.002)
+                await until(lambda: rig.router.readiness().ready, "ready")
                 status, body = await rig.ask("GET", "/ready")
                 assert status == 200
                 assert engine.base_url in body["reason"]
@@ -91,8 +82,8 @@ def test_ready_waits_for_a_cold_feed_but_not_for_ever() -> None:
 
 def test_an_engine_that_joins_cold_does_not_make_the_router_unready() -> None:
     async def main() -> None:
-        port = await free_port()
-        late = Engine(f"http://127.0.0.1:{port}", events=f"tcp://127.0.0.1:{await free_port()}")
+        port = free_port()
+        late = EngineAddress(f"http://127.0.0.1:{port}", events=f"tcp://127.0.0.1:{free_port()}")
         fleet = FleetSettings(poll_interval_s=0.1, poll_down_interval_s=0.05, warm_up_s_max=1000.0)
         async with (
             running({}) as (first,),
@@ -300,8 +291,10 @@ def test_explain_shows_every_engine_class_by_class() -> None:
             await rig.caught_up(*engines)
             _, told = await rig.ask("POST", "/kvatlas/explain", CHAT)
             assert told["prompt"] == {
+                "api": "chat",
                 "tokens": raw.parse().usage.prompt_tokens,
                 "read": "local",
+                "by": rig.router.reader.tokenized_by(MODEL),
                 "skips_cache": False,
             }
             assert told["choice"]["engine"] == raw.headers["x-kvatlas-engine"]

@@ -16,7 +16,7 @@ from router.api.metrics import _GAUGES, Sources, exported, render_metrics
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import Fleet
@@ -68,10 +68,10 @@ def sources() -> Sources:
     """Two engines that have done something."""
     accounts = Accounts(lambda: 100.0)
 
-    def make(address: Address, *, fleet_changed: Callable[[], None]) -> Engine:
+    def make(address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         return Engine(address, accounts, fleet_changed=fleet_changed)
 
-    fleet = Fleet([Address(name) for name in IDS], make)
+    fleet = Fleet([EngineAddress(name) for name in IDS], make)
     for engine in fleet:
         engine.load.admit(uncached_tokens=100, now=100.0)
     scopes = Scopes(lambda _: ModelFacts())

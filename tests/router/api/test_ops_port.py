@@ -21,7 +21,8 @@ from router.tools.doctor.examine import ask_router
 from router.tools.doctor.gather.http import Http
 from router.tools.explain.command import ExplainOptions, run_explain
 from router.tools.top.command import take
-from tests.support.whole_router import MODEL, Rig, configure, number, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import MODEL, Rig, configure, number, routing, running
 
 TOKEN = "0123456789abcdefgh"
 PATHS = [

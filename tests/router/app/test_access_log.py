@@ -12,7 +12,8 @@ import pytest
 from router.observe.access_log import AccessLogSettings
 from router.simulate.fetch import fetch_access_log
 from router.simulate.workload.access_log import read_capture
-from tests.support.whole_router import MODEL, TEXT, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

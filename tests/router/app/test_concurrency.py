@@ -14,12 +14,13 @@ import pytest
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
 from router.placement.placement import Placement
 from tests.support.front import fronting
-from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, running
 
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}
 
@@ -237,7 +238,7 @@ def test_stopping_does_not_wait_for_engines_that_hang() -> None:
         server = await asyncio.start_server(hang, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server:
-            async with routing(configure(Engine(f"http://127.0.0.1:{port}")), wait=False) as rig:
+            async with routing(configure(EngineAddress(f"http://127.0.0.1:{port}")), wait=False) as rig:
                 assert (await rig.ask("GET", "/ready"))[0] == 503
             stopped.set()
             server.close()
@@ -250,7 +251,7 @@ def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.Monkey
         async with (
             running({}, {}) as (a, b),
             fronting(a) as front,
-            routing(configure(Engine(front.base_url), b)) as rig,
+            routing(configure(EngineAddress(front.base_url), b)) as rig,
         ):
             faults = 0
 

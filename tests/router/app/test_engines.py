@@ -20,11 +20,12 @@ from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.load import parse_engine
 from router.config.schema import ANY_MODEL, ShadowConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
 from router.prompts.config import PromptSettings
 from tests.support.front import Front, fronting
+from tests.support.waiting import run, until
 from tests.support.whole_router import (
     LOCAL,
     MODEL,
@@ -35,9 +36,7 @@ from tests.support.whole_router import (
     configure,
     number,
     routing,
-    run,
     running,
-    until,
 )
 
 NEVER = FleetSettings(poll_interval_s=1000.0, gauge_interval_s=1000.0, poll_timeout_s=10.0)
@@ -144,7 +143,7 @@ def test_engine_that_breaks_the_connection_when_asked_for_tokens_costs_no_reques
         async with running({"publish_events": False}) as engines, fronting(*engines) as front:
             front.overrides["/v1/chat/completions/render"] = lambda: (0, None)
             front.overrides["/tokenize"] = lambda: (200, {"tokens": "many"})
-            async with routing(configure(Engine(front.base_url), models={})) as rig:
+            async with routing(configure(EngineAddress(front.base_url), models={})) as rig:
                 raw = await rig.chat("hello")
                 assert raw.parse().choices
                 assert rig.router.reader.stats.affinity["no_tokenizer"] == 1
@@ -306,7 +305,7 @@ def test_an_engine_that_is_busy_is_passed_over() -> None:
         mute = {"publish_events": False}
         async with running(mute, mute) as (a, b), fronting(a) as front:
             front.overrides["/v1/chat/completions"] = lambda: (429, {"error": {"message": "busy"}})
-            async with routing(configure(Engine(front.base_url), b)) as rig:
+            async with routing(configure(EngineAddress(front.base_url), b)) as rig:
                 for n in range(12):
                     assert (await hits(rig, f"{n} {TEXT * 10}"))[2] == b.base_url
                 assert front.asked("/v1/chat/completions") > 0
@@ -345,7 +344,7 @@ def test_every_data_parallel_rank_is_an_engine_of_its_own() -> None:
     async def main() -> None:
         async with running({}, {}) as engines, fronting(*engines) as front:
             await make_ranks(front)
-            async with routing(configure(Engine(front.base_url))) as rig:
+            async with routing(configure(EngineAddress(front.base_url))) as rig:
                 ids = [f"{front.base_url}#dp{rank}" for rank in range(2)]
                 assert [status.engine_id for status in rig.router.fleet] == ids
                 used = []
@@ -368,7 +367,7 @@ def test_ranks_that_come_and_go_are_followed() -> None:
     async def main() -> None:
         async with (
             behind_front({}, {}) as (_, front),
-            routing(configure(Engine(front.base_url))) as rig,
+            routing(configure(EngineAddress(front.base_url))) as rig,
         ):
             fleet = rig.router.fleet
             assert [status.engine_id for status in fleet] == [front.base_url]
@@ -395,7 +394,7 @@ def test_requests_that_outlive_their_engine_leave_nothing_behind() -> None:
         slow = {"decode_s_per_token": 0.02}
         async with (
             behind_front(slow, slow) as (_, front),
-            routing(configure(Engine(front.base_url))) as rig,
+            routing(configure(EngineAddress(front.base_url))) as rig,
         ):
             task = asyncio.create_task(rig.chat(TEXT * 10, max_tokens=20))
             await until(lambda: rig.router.accounts.load_stats.admitted == 1, "sent")
@@ -433,7 +432,7 @@ def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no() -> N
     async def main() -> None:
         async with running({}) as (engine,), fronting(engine) as front:
             front.overrides["/kv_event_sources"] = lambda: (500, {})
-            async with routing(configure(Engine(front.base_url))) as rig:
+            async with routing(configure(EngineAddress(front.base_url))) as rig:
                 assert rig.router.fleet.get(front.base_url).shadow is not None
                 await until(lambda: front.asked("/kv_event_sources") > 2, "asked again")
                 del front.overrides["/kv_event_sources"]
@@ -442,7 +441,7 @@ def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no() -> N
                 assert rig.router.fleet.get(front.base_url).shadow is None
             front.seen.clear()
             front.overrides["/kv_event_sources"] = lambda: (404, {"detail": "Not Found"})
-            async with routing(configure(Engine(front.base_url))) as rig:
+            async with routing(configure(EngineAddress(front.base_url))) as rig:
                 await until(lambda: front.asked("/v1/models") > 4, "polled")
                 assert front.asked("/kv_event_sources") == 1
                 assert rig.router.fleet.get(front.base_url).shadow is not None
@@ -454,14 +453,14 @@ def test_an_engine_slow_to_answer_polls_stays_in_use() -> None:
     async def main() -> None:
         async with running({}) as (engine,), fronting(engine) as front:
             fleet = msgspec.structs.replace(OFTEN, polls_missed_max=10**6)
-            async with routing(configure(Engine(front.base_url), fleet=fleet)) as rig:
+            async with routing(configure(EngineAddress(front.base_url), fleet=fleet)) as rig:
                 front.overrides["/v1/models"] = lambda: (500, {})
                 before = front.asked("/v1/models")
                 await until(lambda: front.asked("/v1/models") > before + 3, "polled")
                 assert (await hits(rig, "hello"))[2] == front.base_url
         async with running({}) as (engine,), fronting(engine) as front:
             fleet = msgspec.structs.replace(OFTEN, polls_missed_max=3)
-            async with routing(configure(Engine(front.base_url), fleet=fleet)) as rig:
+            async with routing(configure(EngineAddress(front.base_url), fleet=fleet)) as rig:
                 front.overrides["/v1/models"] = lambda: (500, {})
                 await until(lambda: not rig.router.fleet.ready(None), "down after three")
                 status = rig.router.fleet.get(front.base_url)
@@ -511,7 +510,7 @@ def test_adapters_are_predicted_with_the_path_they_were_loaded_from(configured: 
             adapter.publisher.start()
             try:
                 publisher = adapter.publisher
-                given = Engine(front.base_url, None, publisher.endpoint, publisher.replay_endpoint)
+                given = EngineAddress(front.base_url, None, publisher.endpoint, publisher.replay_endpoint)
                 async with routing(configure(given, models={ANY_MODEL: model})) as rig:
                     body = {"prompt": TEXT * 20, "max_tokens": 1}
                     prompt = await rig.router.reader.read(_inbound({**body, "model": "sql"}))
@@ -536,7 +535,7 @@ def test_an_adapter_whose_path_nobody_knows_goes_by_affinity() -> None:
         cards = [{"id": MODEL, "root": MODEL}, {"id": "sql", "parent": MODEL}]
         async with running({}) as (engine,), fronting(engine) as front:
             front.overrides["/v1/models"] = lambda: (200, {"object": "list", "data": cards})
-            async with routing(configure(Engine(front.base_url))) as rig:
+            async with routing(configure(EngineAddress(front.base_url))) as rig:
                 _, told = await rig.ask("POST", "/kvatlas/explain", {"model": "sql", "prompt": "x" * 900})
                 assert told["prompt"]["why"] == "lora_path_unknown"
 

@@ -13,7 +13,8 @@ import pytest
 
 from publisher.engine import SimulatedEngine
 from publisher.events import BlockRemoved, decode_batch
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 BLOCKS = {"full": 120, "gptoss-like": 150, "gemma3-like": 480, "mamba-hybrid": 160}
 REQUESTS = 110

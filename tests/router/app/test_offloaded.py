@@ -9,7 +9,8 @@ import pytest
 
 from router.placement.candidate import PolicySettings
 from tests.router.app.test_exact import Load
-from tests.support.whole_router import MODEL, configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import MODEL, configure, routing, running
 
 SMALL: dict[str, Any] = {"groups": "gptoss-like", "num_blocks": 120, "max_num_batched_tokens": 256}
 STORY = "A long story about a garden that an engine keeps, word by word, block by block. " * 25

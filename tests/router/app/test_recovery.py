@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from publisher.events import BlockHash
+from router.feeds.base import FeedSettings, FeedState
 from router.fleet.gauges import read_pool_blocks
+from router.fleet.identity import Engine
 from router.index.base import Plane
 from router.proxy.paths import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings
-from tests.support.whole_router import MODEL, TEXT, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 
 def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:
@@ -86,6 +91,32 @@ def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after_it() 
                 return fresh is not None and 0 < fresh.index.physical(engine_id, "GPU") <= 2048
 
             await until(clean, "everything fetched anew")
+
+    run(scenario())
+
+
+def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("publisher.simulator.server.SnapshotLedger", lambda: None)  # no heartbeats, as vLLM
+
+    async def scenario() -> None:
+        async with running({}) as (engine,):
+            assert engine.publisher is not None
+            events = Engine(engine.base_url, events=engine.publisher.endpoint)  # no replay to mend it with
+            feeds = FeedSettings(stale_after_s=0.3)
+            async with routing(configure(events, feeds=feeds), wait=False) as rig:
+                (known,) = rig.router.fleet
+                await until(lambda: known.feed is not None, "followed")
+                await rig.chat(TEXT * 20)
+                await rig.caught_up(engine)
+                await rig.chat(TEXT * 20)  # held there already: nothing is computed, and no event is due
+                await rig.chat(f"Another story. {TEXT * 20}")
+                await rig.caught_up(engine)
+                assert known.feed_state == FeedState.READY
+                monkeypatch.setattr(engine.publisher, "publish", lambda *_: None)
+                await rig.chat(f"A third story. {TEXT * 20}")
+                await until(lambda: known.feed_state == FeedState.STALE, "stale")
 
     run(scenario())
 

@@ -7,9 +7,10 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config.schema import ServerConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from tests.support.front import fronting
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 TIMES = {
     "kvatlas_time_to_first_token_seconds",
@@ -105,7 +106,7 @@ def test_an_engine_that_never_answers_is_said_with_what_may_be_wrong(suffix: str
                 front.overrides["/v1/models"] = lambda: (401, {})
             else:
                 front.overrides["/v1/v1/models"] = lambda: (404, {})
-            config = configure(Engine(front.base_url + suffix))
+            config = configure(EngineAddress(front.base_url + suffix))
             with structlog.testing.capture_logs() as logs:
                 async with routing(config, wait=False) as rig:
                     paths = ("/v1/models", "/v1/v1/models")

@@ -12,7 +12,8 @@ from publisher.engine import SimulatedEngine
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings
-from tests.support.whole_router import OFTEN, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import OFTEN, configure, routing, running
 
 
 def listed(path: Path, *engines: SimulatedEngine, drained: SimulatedEngine | None = None) -> None:

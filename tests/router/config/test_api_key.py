@@ -11,9 +11,10 @@ from router.app import Router
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import Config
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
+from tests.support.waiting import run, until
 
 
 def test_a_key_file_of_no_use_is_refused_naming_the_key(tmp_path: Path) -> None:
@@ -44,14 +45,13 @@ def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-        router = Router(Config(engines=(Engine(f"http://127.0.0.1:{port}"),), fleet=fleet))
-        async with asyncio.timeout(20), router.running():
-            while not router.fleet.ready("m"):
-                await asyncio.sleep(0.01)
+        router = Router(Config(engines=(EngineAddress(f"http://127.0.0.1:{port}"),), fleet=fleet))
+        async with router.running():
+            await until(lambda: router.fleet.ready("m"), "ready")
         server.close()
         await server.wait_closed()
 
-    asyncio.run(main())
+    run(main())
     assert b"secret-word" in asked[0]
 
 
@@ -74,19 +74,18 @@ def test_what_an_engine_renders_for_a_client_it_renders_in_the_clients_name(tmp_
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-        router = Router(Config(engines=(Engine(f"http://127.0.0.1:{port}"),), fleet=fleet))
+        router = Router(Config(engines=(EngineAddress(f"http://127.0.0.1:{port}"),), fleet=fleet))
         body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
         own = [(b"authorization", b"Bearer clients-own")]
-        async with asyncio.timeout(20), router.running():
-            while not router.fleet.ready("m"):
-                await asyncio.sleep(0.01)
+        async with router.running():
+            await until(lambda: router.fleet.ready("m"), "ready")
             for headers in ([], own):
                 path = "/v1/chat/completions"
                 await router.reader.read(InboundRequest("POST", path, b"", headers, body, "m"))
         server.close()
         await server.wait_closed()
 
-    asyncio.run(main())
+    run(main())
     without, given = rendered
     assert b"authorization" not in without
     assert b"authorization: bearer clients-own" in given

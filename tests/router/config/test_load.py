@@ -12,7 +12,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.config.errors import ConfigError
 from router.config.load import SECTIONS, load, parse_engine, plain_keys
 from router.config.schema import ANY_MODEL, Config
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.placement.shadow import Shadow
 from router.serve import check, describe
 
@@ -69,8 +69,8 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
     config = load(write(tmp_path, EXAMPLE), environ={}).config
     assert config.server.port == 9000
     assert config.engines == (
-        Engine("http://10.0.0.1:8000"),
-        Engine("http://10.0.0.2:8000", 1, "tcp://10.0.0.2:5557", "tcp://10.0.0.2:5558", "kv"),
+        EngineAddress("http://10.0.0.1:8000"),
+        EngineAddress("http://10.0.0.2:8000", 1, "tcp://10.0.0.2:5557", "tcp://10.0.0.2:5558", "kv"),
     )
     model = config.model("org/name")
     assert model.retention() is None
@@ -224,16 +224,16 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "engine"),
     [
-        ("http://h:1", Engine("http://h:1")),
-        ("http://h:1/", Engine("http://h:1")),
-        ("http://[::1]:1,dp-rank=2", Engine("http://[::1]:1", 2)),
+        ("http://h:1", EngineAddress("http://h:1")),
+        ("http://h:1/", EngineAddress("http://h:1")),
+        ("http://[::1]:1,dp-rank=2", EngineAddress("http://[::1]:1", 2)),
         (
             "http://h:1,events=tcp://h:2,replay=tcp://h:3,topic=t",
-            Engine("http://h:1", None, "tcp://h:2", "tcp://h:3", "t"),
+            EngineAddress("http://h:1", None, "tcp://h:2", "tcp://h:3", "t"),
         ),
     ],
 )
-def test_engines_as_the_flag_takes_them(text: str, engine: Engine) -> None:
+def test_engines_as_the_flag_takes_them(text: str, engine: EngineAddress) -> None:
     assert parse_engine(text) == engine
 
 

@@ -8,18 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from router.__main__ import run
 from router.demo.summary import Tally
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 DEMO = [sys.executable, "-m", "router", "demo"]
 KEYS = {"requests", "errors", "hit_tokens", "prompt_tokens", "ttft_p50_ms", "ttft_p99_ms"}
@@ -56,13 +55,6 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def wait_for(condition: Any, what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"never happened: {what}"
-        time.sleep(0.02)
-
-
 def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
     with demo("--seconds", "3", "--engines", "2", "--json") as process:
         out, err = process.communicate(timeout=100)
@@ -81,6 +73,7 @@ def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.process
 def test_without_a_terminal_the_table_is_printed_once() -> None:
     with demo("--seconds", "1", "--engines", "2") as process:
         out, err = process.communicate(timeout=100)
@@ -91,6 +84,7 @@ def test_without_a_terminal_the_table_is_printed_once() -> None:
     assert out.count("ready") == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_keep_stays_up_until_a_signal_and_leaves_nothing(number: int) -> None:
     with demo("--seconds", "1", "--engines", "2", "--keep") as process:
@@ -117,10 +111,11 @@ def test_keep_stays_up_until_a_signal_and_leaves_nothing(number: int) -> None:
         assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_before_its_time(number: int) -> None:
     with demo("--seconds", "600", "--engines", "1", "--json") as process:
-        wait_for(lambda: serves(process.pid), "the router listens")
+        wait_until(lambda: serves(process.pid), "the router listens")
         engines = children(process.pid)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -140,13 +135,14 @@ def serves(pid: int) -> bool:
     return any(row[3] == "0A" and f"socket:[{row[9]}]" in inodes for row in rows)
 
 
+@pytest.mark.process
 def test_engines_end_when_the_demo_is_killed() -> None:
     with demo("--seconds", "600", "--engines", "1", "--json") as process:
-        wait_for(lambda: serves(process.pid), "the router listens")
+        wait_until(lambda: serves(process.pid), "the router listens")
         engines = children(process.pid)
         assert engines
         process.kill()
-        wait_for(lambda: not [pid for pid in engines if alive(pid)], "the engines end")
+        wait_until(lambda: not [pid for pid in engines if alive(pid)], "the engines end")
 
 
 def alive(pid: int) -> bool:

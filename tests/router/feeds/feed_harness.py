@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import zmq
@@ -12,7 +12,6 @@ from publisher.events import DecodedBatch
 from router.feeds.base import FeedSettings
 from router.feeds.subscriber import Feed
 
-WAIT_S = 20.0
 ANY = "tcp://127.0.0.1:*"
 FAST = FeedSettings(
     replay_timeout_s=0.3, replay_backoff_s=0.02, hold_s_max=1.0, resync_backoff_s=0.2, tick_s=0.02
@@ -47,14 +46,6 @@ class RecordingSink:
 
     def unstage(self, engine_id: str) -> None:
         pass
-
-
-async def until(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Wait for a condition, doing ``meanwhile`` between looks; a failure names no condition but its line."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            meanwhile()
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.feeds import manager as module
 from router.feeds.base import FeedSettings
 from router.feeds.manager import Followers
-from router.fleet.identity import Engine
-from tests.support.whole_router import run, until
+from router.fleet.identity import EngineAddress
+from tests.support.waiting import run, until
 
 
 class Sink:
@@ -52,8 +52,8 @@ def publisher_of(count: int) -> ZmqPublisher:
     return publisher
 
 
-def engine_of(publisher: ZmqPublisher) -> Engine:
-    return Engine("http://h:1", None, publisher.endpoint, publisher.replay_endpoint)
+def engine_of(publisher: ZmqPublisher) -> EngineAddress:
+    return EngineAddress("http://h:1", None, publisher.endpoint, publisher.replay_endpoint)
 
 
 def test_after_stop_not_one_batch_is_applied() -> None:
@@ -108,7 +108,7 @@ def test_a_feed_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> No
         sink = Sink()
         followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
         async with asyncio.TaskGroup() as tasks:
-            followers.follow(Engine("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
+            followers.follow(EngineAddress("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
             await until(lambda: len(sink.forgotten) > 2, "begun again and again")
             followers.stop_all()
         assert sink.applied == []

@@ -13,7 +13,8 @@ from publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, encod
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedState
 from router.feeds.wire import REASONS
-from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following, until
+from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following
+from tests.support.waiting import until
 
 Scenario = Callable[[zmq.Context, RecordingSink], Awaitable[None]]
 
@@ -51,7 +52,7 @@ def test_late_start_gets_history_by_replay_then_live() -> None:
             publish(publisher, 10)
             await until(
                 lambda: feed.state is FeedState.READY and len(sink.batches) >= 2010,
-                lambda: publish(publisher, 1),
+                meanwhile=lambda: publish(publisher, 1),
             )
             assert sink.stamps == stamps(len(sink.batches))
             assert feed.stats.events == feed.stats.batches == len(sink.batches)
@@ -67,7 +68,7 @@ def test_a_gap_is_repaired_by_replay() -> None:
         publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
         publisher.start()
         async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
-            await until(lambda: feed.stats.batches > 0, lambda: publish(publisher, 1))
+            await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
             while publisher.next_seq % 50:
                 publish(publisher, 1)
             kept_for_replay_only = publisher.next_seq
@@ -90,7 +91,7 @@ def test_restart_in_place_with_its_first_batches_unheard() -> None:
         first.start()
         endpoint, replay = first.endpoint, first.replay_endpoint
         async with following(endpoint, replay, sink) as feed:
-            await until(lambda: feed.stats.batches >= 5, lambda: publish(first, 1))
+            await until(lambda: feed.stats.batches >= 5, meanwhile=lambda: publish(first, 1))
             first.close()
             await until(lambda: feed.stats.disconnects > 0)
             assert feed.state is not FeedState.READY
@@ -121,7 +122,7 @@ def test_without_replay_an_unknown_history_shows_until_a_cache_clear() -> None:
         publisher = ZmqPublisher(ANY, context=context)
         publish(publisher, 7)
         async with following(publisher.endpoint, None, sink) as feed:
-            await until(lambda: feed.stats.batches > 0, lambda: publish(publisher, 1))
+            await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
             assert (feed.state, feed.stats.reason) == (FeedState.DEGRADED, "history_unknown")
             assert feed.stats.missing_batches == sink.stamps[0] >= 7
             publisher.publish([AllBlocksCleared()])
@@ -138,7 +139,7 @@ def test_a_silent_replay_socket_costs_completeness_but_not_live_events() -> None
         port = mute.bind_to_random_port("tcp://127.0.0.1")
         publish(publisher, 3)
         async with following(publisher.endpoint, f"tcp://127.0.0.1:{port}", sink) as feed:
-            await until(lambda: feed.stats.batches > 10, lambda: publish(publisher, 1))
+            await until(lambda: feed.stats.batches > 10, meanwhile=lambda: publish(publisher, 1))
             await until(lambda: feed.state is FeedState.DEGRADED)
             assert feed.stats.replay_failures > 0
             assert feed.stats.missing_batches == sink.stamps[0]
@@ -205,7 +206,7 @@ def test_malformed_messages_are_counted_by_name_and_the_feed_lives_on(name: str)
                 publisher.send_multipart([b"", seq.to_bytes(8, "big"), batch(seq)])
                 seq += 1
 
-            await until(lambda: feed.stats.batches > 0, send)
+            await until(lambda: feed.stats.batches > 0, meanwhile=send)
             first = int(sink.stamps[0])
             spends_seq = b"SEQ" in frames
             bad_seq = seq
@@ -349,7 +350,7 @@ def test_a_large_batch_is_handed_on_in_pieces_in_order() -> None:
         publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
         publisher.start()
         async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
-            await until(lambda: feed.stats.batches > 0, lambda: publish(publisher, 1))
+            await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
             large = publisher.next_seq
             removed = [BlockRemoved([number], "GPU", 0) for number in range(1000)]
             publisher.publish_payload(encode_batch(float(large), [*removed], 0))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet
+from tests.support.waiting import until
 
-WAIT_S = 20.0
 MODELS = {"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 100}]}
 QUICK = FleetSettings(
     poll_interval_s=0.02,
@@ -111,11 +110,10 @@ class Watch:
         return [status.engine_id.removeprefix(self.server.base_url) for status in self.fleet]
 
     async def until(self, condition: Callable[[], bool], what: str = "condition") -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
+        def lives() -> None:
             assert not self.polling.done(), "the poller has ended"
-            assert time.monotonic() < end, f"never happened: {what}"
-            await asyncio.sleep(0.002)
+
+        await until(condition, what, meanwhile=lives)
 
     async def polls(self, path: str = "/v1/models", count: int = 3) -> None:
         """So many further polls."""
@@ -125,7 +123,7 @@ class Watch:
 
 @asynccontextmanager
 async def watching(
-    *engines: Callable[[str], Engine],
+    *engines: Callable[[str], EngineAddress],
     settings: FleetSettings = QUICK,
     answers: dict[str, object] | None = None,
 ) -> AsyncIterator[Watch]:
@@ -142,7 +140,7 @@ async def watching(
         def close(self) -> None:
             listener.told.append(("gone", self.engine_id))
 
-    fleet = Fleet([make(server.base_url) for make in engines or (Engine,)], Watched)
+    fleet = Fleet([make(server.base_url) for make in engines or (EngineAddress,)], Watched)
     async with listening, aiohttp.ClientSession() as session:
         poller = FleetPoller(fleet, listener, settings, session)
         polling = asyncio.create_task(poller.run())

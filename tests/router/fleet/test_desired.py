@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.desired import ORDER, FleetFullError, Roster
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import Sighting
 from router.fleet.status import Fleet
 
@@ -23,7 +23,7 @@ def urls(of: Roster) -> list[str]:
 
 
 def see(url: str, held: str = "", identity: str = "", **fields: str) -> Sighting:
-    return Sighting(Engine(url, **fields), held, identity)  # type: ignore[arg-type]
+    return Sighting(EngineAddress(url, **fields), held, identity)  # type: ignore[arg-type]
 
 
 def test_a_server_is_wanted_while_any_source_names_it() -> None:
@@ -40,11 +40,11 @@ def test_addresses_are_those_of_the_first_source_that_names_it() -> None:
     r = roster()
     r.tell("kubernetes", [see(A, events="tcp://k:1")])
     r.tell("dns", [see(A, events="tcp://d:1")])
-    assert r.wanted().engines == (Engine(A, None, "tcp://k:1"),)
+    assert r.wanted().engines == (EngineAddress(A, None, "tcp://k:1"),)
     r.tell("file", [see(A, events="tcp://f:1")])
-    assert r.wanted().engines == (Engine(A, None, "tcp://f:1"),)
-    r.add(Engine(A, None, "tcp://admin:1"))
-    assert r.wanted().engines == (Engine(A, None, "tcp://admin:1"),)
+    assert r.wanted().engines == (EngineAddress(A, None, "tcp://f:1"),)
+    r.add(EngineAddress(A, None, "tcp://admin:1"))
+    assert r.wanted().engines == (EngineAddress(A, None, "tcp://admin:1"),)
 
 
 def test_any_source_may_hold_it() -> None:
@@ -68,10 +68,10 @@ def test_removed_is_out_until_it_is_added_again() -> None:
     r.tell("file", [see(A)])
     assert urls(r) == [B]
     assert r.removed[A].by == "ann"
-    assert r.add(Engine(A))
+    assert r.add(EngineAddress(A))
     assert urls(r) == [B, A]
     assert r.removed == {}
-    assert not r.add(Engine(A))
+    assert not r.add(EngineAddress(A))
 
 
 def test_removed_is_over_when_no_source_names_it_any_more() -> None:
@@ -107,7 +107,7 @@ def test_a_decision_made_before_the_pod_was_known_is_about_the_pod() -> None:
 
 def test_an_added_engine_that_nobody_else_names_is_gone_when_removed() -> None:
     r = roster()
-    r.add(Engine(A))
+    r.add(EngineAddress(A))
     assert r.sources(A) == ["admin"]
     assert r.remove(A, "ann")
     assert r.removed == {}
@@ -124,12 +124,12 @@ def test_a_drain_ends_with_its_server() -> None:
 
 def test_ranks_are_added_one_by_one_and_replace_the_whole_server() -> None:
     r = roster()
-    r.add(Engine(A))
-    r.add(Engine(A, 0))
-    r.add(Engine(A, 1))
-    assert r.wanted().engines == (Engine(A, 0), Engine(A, 1))
-    r.add(Engine(A))
-    assert r.wanted().engines == (Engine(A),)
+    r.add(EngineAddress(A))
+    r.add(EngineAddress(A, 0))
+    r.add(EngineAddress(A, 1))
+    assert r.wanted().engines == (EngineAddress(A, 0), EngineAddress(A, 1))
+    r.add(EngineAddress(A))
+    assert r.wanted().engines == (EngineAddress(A),)
 
 
 def test_there_is_room_for_so_many() -> None:
@@ -138,8 +138,8 @@ def test_there_is_room_for_so_many() -> None:
     r.tell("static", [see(A)])
     assert (urls(r), r.left_out) == ([B, C], 1)  # who is in stays in
     with pytest.raises(FleetFullError):
-        r.add(Engine("http://d:1"))
-    r.add(Engine(B, None, "tcp://b:1"))  # one that is in may change
+        r.add(EngineAddress("http://d:1"))
+    r.add(EngineAddress(B, None, "tcp://b:1"))  # one that is in may change
     r.tell("dns", [see(C)])
     assert sorted(urls(r)) == [B, C]
     r.remove(B, "ann")
@@ -195,7 +195,7 @@ def test_the_fleet_is_always_what_the_roster_says(steps: list[tuple[str, object]
             r.tell(kind, what)  # type: ignore[arg-type]
         elif kind == "add":
             try:
-                r.add(Engine(what))  # type: ignore[arg-type]
+                r.add(EngineAddress(what))  # type: ignore[arg-type]
             except FleetFullError:
                 continue
         else:

@@ -10,7 +10,7 @@ import pytest
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.gauges import read_gauges
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import reachable
 from router.fleet.settings import FleetSettings
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
@@ -121,7 +121,7 @@ def test_a_listener_that_fails_is_told_again(error: Exception) -> None:
     asyncio.run(main())
 
 
-async def sources_found(sources: object) -> list[Engine]:
+async def sources_found(sources: object) -> list[EngineAddress]:
     """The engines of a server that says this of its event sources."""
     async with watching(answers={"/kv_event_sources": sources}) as watch:
         await watch.until(lambda: any(status.up for status in watch.fleet))
@@ -132,15 +132,15 @@ async def sources_found(sources: object) -> list[Engine]:
         ]
 
 
-MUTE = [Engine("")]
+MUTE = [EngineAddress("")]
 
 
 @pytest.mark.parametrize(
     ("sources", "engines"),
     [
-        ({"0": SOURCE}, [Engine("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
-        ({"3": SOURCE}, [Engine("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
-        ({"0": {**SOURCE, "replay_endpoint": None}}, [Engine("", None, "tcp://127.0.0.1:5557")]),
+        ({"0": SOURCE}, [EngineAddress("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
+        ({"3": SOURCE}, [EngineAddress("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
+        ({"0": {**SOURCE, "replay_endpoint": None}}, [EngineAddress("", None, "tcp://127.0.0.1:5557")]),
         (
             {
                 "0": {
@@ -150,19 +150,19 @@ MUTE = [Engine("")]
                     "replay_endpoint": "tcp://0.0.0.0:2",
                 }
             },
-            [Engine("", None, "tcp://10.0.0.7:1", "tcp://127.0.0.1:2", "kv")],
+            [EngineAddress("", None, "tcp://10.0.0.7:1", "tcp://127.0.0.1:2", "kv")],
         ),
         (
             {"10": {**SOURCE, "endpoint": "tcp://*:5567"}, "2": {**SOURCE, "endpoint": "tcp://[::]:5559"}},
             [
-                Engine("", 2, "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5558"),
-                Engine("", 10, "tcp://127.0.0.1:5567", "tcp://127.0.0.1:5558"),
+                EngineAddress("", 2, "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5558"),
+                EngineAddress("", 10, "tcp://127.0.0.1:5567", "tcp://127.0.0.1:5558"),
             ],
         ),
-        ({"0": SOURCE, "1": None}, [Engine("", 0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
+        ({"0": SOURCE, "1": None}, [EngineAddress("", 0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")]),
         (
             {"0": {**SOURCE, "new_field": [1]}},
-            [Engine("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")],
+            [EngineAddress("", None, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")],
         ),
         ({}, MUTE),
         ({"0": None}, MUTE),
@@ -180,7 +180,7 @@ MUTE = [Engine("")]
         (b"garbage", MUTE),
     ],
 )
-def test_event_sources_of_every_shape(sources: object, engines: list[Engine]) -> None:
+def test_event_sources_of_every_shape(sources: object, engines: list[EngineAddress]) -> None:
     assert asyncio.run(sources_found(sources)) == engines
 
 
@@ -193,7 +193,7 @@ def test_the_host_of_an_ipv6_server_stands_in_brackets() -> None:
 
 def test_configured_endpoints_are_not_asked_for() -> None:
     async def main() -> None:
-        given = [lambda url: Engine(url, 0, "tcp://h:1"), lambda url: Engine(url, 1)]
+        given = [lambda url: EngineAddress(url, 0, "tcp://h:1"), lambda url: EngineAddress(url, 1)]
         async with watching(*given, answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
             await watch.until(lambda: all(status.up for status in watch.fleet))
             await watch.polls()
@@ -205,7 +205,7 @@ def test_configured_endpoints_are_not_asked_for() -> None:
 
 def test_ranks_that_were_configured_stay_where_the_server_tells_no_sources() -> None:
     async def main() -> None:
-        given = [lambda url: Engine(url, 0), lambda url: Engine(url, 1)]
+        given = [lambda url: EngineAddress(url, 0), lambda url: EngineAddress(url, 1)]
         async with watching(*given, answers={"/kv_event_sources": {}}) as watch:
             await watch.until(lambda: all(status.up for status in watch.fleet))
             assert watch.ids == ["#dp0", "#dp1"]
@@ -321,9 +321,9 @@ def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_left_a
         async with watching() as watch, watching() as other:
             here, there = watch.server.base_url, other.server.base_url
             await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-            watch.poller.assign(DesiredFleet((Engine(here), Engine(there))))
+            watch.poller.assign(DesiredFleet((EngineAddress(here), EngineAddress(there))))
             await watch.until(lambda: ("up", there) in watch.told, "the new one is up")
-            watch.poller.assign(DesiredFleet((Engine(there),)))
+            watch.poller.assign(DesiredFleet((EngineAddress(there),)))
             assert watch.told[-1] == ("gone", here)
             assert [s.engine_id for s in watch.fleet] == [there]
             asked = len(watch.server.asked)
@@ -342,7 +342,7 @@ def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:
             await watch.until(lambda: watch.server.count("/v1/models") >= 1, "asked")
             watch.poller.assign(DesiredFleet())
             watch.server.answers["/v1/models"] = MODELS
-            watch.poller.assign(DesiredFleet((Engine(base_url),), {}, {base_url: "another"}))
+            watch.poller.assign(DesiredFleet((EngineAddress(base_url),), {}, {base_url: "another"}))
             await watch.until(lambda: ("up", base_url) in watch.told, "up")
             assert watch.told == [("gone", base_url), ("up", base_url)]
 
@@ -354,11 +354,13 @@ def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
         async with watching() as watch:
             base_url = watch.server.base_url
             await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-            watch.poller.assign(DesiredFleet((Engine(base_url, None, "tcp://h:1"),)))
+            watch.poller.assign(DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),)))
             assert watch.told == [("up", base_url), ("up", base_url)]
             (status,) = watch.fleet
             assert status.engine.events == "tcp://h:1"
-            watch.poller.assign(DesiredFleet((Engine(base_url, None, "tcp://h:1"),), {base_url: "drained"}))
+            watch.poller.assign(
+                DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),), {base_url: "drained"})
+            )
             assert (status.held, watch.told) == ("drained", [("up", base_url)] * 2)
             await watch.polls()
             assert status.up

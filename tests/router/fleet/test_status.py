@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.status import Fleet, ModelCard, Reassigned
 
 URL = "http://h:1"
@@ -19,7 +19,7 @@ def up(fleet: Fleet, engine_id: str, *cards: ModelCard) -> None:
 
 
 def test_an_engine_never_seen_serves_nothing() -> None:
-    fleet = Fleet([Engine(URL)])
+    fleet = Fleet([EngineAddress(URL)])
     assert len(fleet) == 1
     assert fleet.ready(None) == []
     assert not fleet.knows("m")
@@ -27,7 +27,7 @@ def test_an_engine_never_seen_serves_nothing() -> None:
 
 
 def test_ready_engines_answer_are_not_held_and_serve_the_model() -> None:
-    fleet = Fleet([Engine(f"http://h:{n}") for n in range(4)])
+    fleet = Fleet([EngineAddress(f"http://h:{n}") for n in range(4)])
     for n in range(3):
         up(fleet, f"http://h:{n}", ModelCard("a" if n else "b"))
     last = fleet.get("http://h:2")
@@ -42,7 +42,7 @@ def test_ready_engines_answer_are_not_held_and_serve_the_model() -> None:
 
 
 def test_cards_are_joined_with_the_length_that_fits_everywhere() -> None:
-    fleet = Fleet([Engine(f"http://h:{n}") for n in range(3)])
+    fleet = Fleet([EngineAddress(f"http://h:{n}") for n in range(3)])
     up(fleet, "http://h:0", ModelCard("a", max_model_len=500), ModelCard("x", parent="a"))
     up(fleet, "http://h:1", ModelCard("a", max_model_len=300))
     up(fleet, "http://h:2", ModelCard("a"))
@@ -50,7 +50,7 @@ def test_cards_are_joined_with_the_length_that_fits_everywhere() -> None:
 
 
 def test_the_base_model_is_the_first_card_without_a_parent() -> None:
-    fleet = Fleet([Engine(URL)])
+    fleet = Fleet([EngineAddress(URL)])
     up(fleet, URL, ModelCard("lora", parent="base"), ModelCard("base"), ModelCard("alias"))
     status = fleet.get(URL)
     assert status is not None
@@ -59,13 +59,13 @@ def test_the_base_model_is_the_first_card_without_a_parent() -> None:
 
 
 def test_ranks_replace_the_server_and_the_server_its_ranks() -> None:
-    fleet = Fleet([Engine("http://other"), Engine(URL)])
-    ranks = [Engine(URL, 0, "tcp://h:1"), Engine(URL, 1, "tcp://h:2")]
+    fleet = Fleet([EngineAddress("http://other"), EngineAddress(URL)])
+    ranks = [EngineAddress(URL, 0, "tcp://h:1"), EngineAddress(URL, 1, "tcp://h:2")]
     assert fleet.replace(URL, ranks) == ([], [URL])
     assert [s.engine for s in fleet.ranks(URL)] == ranks
-    assert fleet.configured(URL) == [Engine(URL)]
+    assert fleet.configured(URL) == [EngineAddress(URL)]
     up(fleet, f"{URL}#dp0", ModelCard("m"))
-    moved = Engine(URL, 0, "tcp://h:9")
+    moved = EngineAddress(URL, 0, "tcp://h:9")
     assert fleet.replace(URL, [moved, ranks[1]]) == ([f"{URL}#dp0"], [])
     status = fleet.get(f"{URL}#dp0")
     assert status is not None
@@ -77,15 +77,21 @@ def test_ranks_replace_the_server_and_the_server_its_ranks() -> None:
 def test_who_stays_in_the_fleet_stays_known_and_who_is_another_does_not() -> None:
     fleet = Fleet()
     a, b = "http://a:1", "http://b:1"
-    assert fleet.assign(DesiredFleet((Engine(a), Engine(b)), {b: "not ready"}, {a: "pod-1"})).new == [a, b]
+    assert fleet.assign(
+        DesiredFleet((EngineAddress(a), EngineAddress(b)), {b: "not ready"}, {a: "pod-1"})
+    ).new == [a, b]
     up(fleet, a, ModelCard("m"))
     up(fleet, b, ModelCard("m"))
     assert [s.engine_id for s in fleet.ready("m")] == [a]
-    assert fleet.assign(DesiredFleet((Engine(a), Engine(b)), {}, {a: "pod-1"})) == Reassigned()
+    assert fleet.assign(DesiredFleet((EngineAddress(a), EngineAddress(b)), {}, {a: "pod-1"})) == Reassigned()
     assert [s.engine_id for s in fleet.ready("m")] == [a, b]
-    moved = fleet.assign(DesiredFleet((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-1"}))
+    moved = fleet.assign(
+        DesiredFleet((EngineAddress(a, None, "tcp://a:2"), EngineAddress(b)), {}, {a: "pod-1"})
+    )
     assert (moved.touched, moved.moved, moved.gone) == ([a], [a], [])
-    other = fleet.assign(DesiredFleet((Engine(a, None, "tcp://a:2"), Engine(b)), {}, {a: "pod-2"}))
+    other = fleet.assign(
+        DesiredFleet((EngineAddress(a, None, "tcp://a:2"), EngineAddress(b)), {}, {a: "pod-2"})
+    )
     assert (other.dropped, other.new, other.gone) == ([a], [a], [a])
     assert [s.engine_id for s in fleet.ready("m")] == [b]
     gone = fleet.assign(DesiredFleet())
@@ -94,15 +100,15 @@ def test_who_stays_in_the_fleet_stays_known_and_who_is_another_does_not() -> Non
 
 def test_a_held_server_holds_the_ranks_it_tells_of() -> None:
     fleet = Fleet()
-    fleet.assign(DesiredFleet((Engine(URL),), {URL: "terminating", f"{URL}#dp1": "drained"}))
-    fleet.replace(URL, [Engine(URL, 0, "tcp://h:1"), Engine(URL, 1, "tcp://h:2")])
+    fleet.assign(DesiredFleet((EngineAddress(URL),), {URL: "terminating", f"{URL}#dp1": "drained"}))
+    fleet.replace(URL, [EngineAddress(URL, 0, "tcp://h:1"), EngineAddress(URL, 1, "tcp://h:2")])
     assert [s.held for s in fleet] == ["terminating", "drained"]
-    fleet.assign(DesiredFleet((Engine(URL),), {f"{URL}#dp1": "drained"}))
+    fleet.assign(DesiredFleet((EngineAddress(URL),), {f"{URL}#dp1": "drained"}))
     assert [(s.engine_id, s.held) for s in fleet] == [(f"{URL}#dp0", ""), (f"{URL}#dp1", "drained")]
 
 
 engines = st.builds(
-    Engine,
+    EngineAddress,
     st.sampled_from(["http://a", "http://b"]),
     st.none() | st.integers(0, 3),
     st.none() | st.sampled_from(["tcp://h:1", "tcp://h:2"]),
@@ -111,7 +117,7 @@ engines = st.builds(
 
 @given(st.lists(engines, max_size=6), st.lists(st.lists(engines, max_size=4), max_size=5))
 def test_replacing_always_ends_with_what_was_asked_for(
-    first: list[Engine], steps: list[list[Engine]]
+    first: list[EngineAddress], steps: list[list[EngineAddress]]
 ) -> None:
     fleet = Fleet(first)
     others = [s.engine for s in fleet if s.engine.base_url == "http://b"]

@@ -21,10 +21,9 @@ from tests.support.proxy_rig import (
     read_answer,
     request,
     routing,
-    run,
     says,
-    until,
 )
+from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
 CHUNKED = (

@@ -11,7 +11,8 @@ import pytest
 from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
-from tests.support.proxy_rig import answer, run
+from tests.support.proxy_rig import answer
+from tests.support.waiting import run
 
 
 class FakeTransport(asyncio.Transport):

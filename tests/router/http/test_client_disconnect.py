@@ -29,10 +29,9 @@ from tests.support.proxy_rig import (
     request,
     reset,
     routing,
-    run,
-    until,
     writes,
 )
+from tests.support.waiting import run, until
 
 STAGES: dict[str, tuple[Script, bytes]] = {
     "before the head": (writes(then="hang"), CHAT),

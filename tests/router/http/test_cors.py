@@ -11,7 +11,8 @@ from router.config.schema import ServerConfig
 from router.fleet import identity
 from router.http.server.cors import CorsSettings
 from tests.support.proxy_rig import Engine, answer
-from tests.support.whole_router import Rig, configure, routing, run
+from tests.support.waiting import run
+from tests.support.whole_router import Rig, configure, routing
 
 PAGE = "https://chat.example.com"
 PREFLIGHT = {

@@ -22,9 +22,9 @@ from tests.support.proxy_rig import (
     event,
     read_answer,
     request,
-    run,
     says,
 )
+from tests.support.waiting import run, until
 
 
 class Process:
@@ -37,15 +37,17 @@ class Process:
 
     async def refuses(self) -> None:
         """Wait until new connections are refused."""
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    _, writer = await self.connect()
-                except ConnectionRefusedError:
-                    return
-                except ConnectionResetError:
-                    continue  # was still waiting to be accepted when the listener closed
-                writer.close()
+
+        async def refused() -> bool:
+            try:
+                _, writer = await self.connect()
+            except ConnectionRefusedError:
+                return True
+            writer.close()
+            return False
+
+        # A reset connection was still waiting to be accepted when the listener closed.
+        await until(refused, "refused", ignoring=(ConnectionResetError,))
 
 
 @contextlib.asynccontextmanager
@@ -98,6 +100,7 @@ def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
     run(main())
 
 
+@pytest.mark.process
 def test_answers_begun_while_draining_close_their_connection() -> None:
     async def main() -> None:
         async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
@@ -107,8 +110,7 @@ def test_answers_begun_while_draining_close_their_connection() -> None:
         async with Engine(script) as engine, router(engine, 30) as process:
             reader, writer = await process.connect()
             writer.write(request())
-            while not engine.calls:
-                await asyncio.sleep(0.005)
+            await until(lambda: engine.calls, "the engine is asked")
             process.process.send_signal(signal.SIGTERM)
             await process.refuses()
             engine.go.set()
@@ -120,6 +122,7 @@ def test_answers_begun_while_draining_close_their_connection() -> None:
     run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["time", "second SIGINT"])
 def test_drain_does_not_last_for_ever(how: str) -> None:
     async def main() -> None:
@@ -152,6 +155,7 @@ def test_idle_router_ends_at_once() -> None:
     run(main())
 
 
+@pytest.mark.process
 def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
     """Load balancers that have not noticed yet lose nothing, and clients with idle connections move on."""
 
@@ -184,6 +188,7 @@ def test_during_the_delay_requests_are_answered_and_connections_closed_with_them
     run(main())
 
 
+@pytest.mark.process
 def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
     async def main() -> None:
         async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from router.proxy.settings import ProxySettings
-from tests.support.proxy_rig import CHAT, Engine, ask, chunk, read_answer, request, routing, run, says, until
+from tests.support.proxy_rig import CHAT, Engine, ask, chunk, read_answer, request, routing, says
+from tests.support.waiting import run, until
 
 USUAL = ProxySettings(body_bytes_max=8 * 1024 * 1024)
 SMALL = ProxySettings(body_bytes_max=1000)

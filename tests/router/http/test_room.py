@@ -13,19 +13,8 @@ import pytest
 from router.http import descriptors
 from router.http.server.capacity import Capacity, client_of
 from router.http.server.settings import ListenSettings
-from tests.support.proxy_rig import (
-    Call,
-    Engine,
-    Rig,
-    answer,
-    ask,
-    read_answer,
-    request,
-    routing,
-    run,
-    says,
-    until,
-)
+from tests.support.proxy_rig import Call, Engine, Rig, answer, ask, read_answer, request, routing, says
+from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
 

@@ -25,10 +25,9 @@ from tests.support.proxy_rig import (
     read_answer,
     request,
     routing,
-    run,
-    until,
     writes,
 )
+from tests.support.waiting import run, until
 
 
 async def _echo(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:

@@ -17,11 +17,10 @@ from tests.support.proxy_rig import (
     read_answer,
     request,
     routing,
-    run,
     says,
-    until,
     writes,
 )
+from tests.support.waiting import run, until
 
 QUICK = ListenSettings(header_timeout_s=0.3, body_timeout_s=0.3, keepalive_timeout_s=0.3, drain_s_max=0.5)
 PATIENT = ListenSettings(header_timeout_s=1.0, body_timeout_s=1.0, keepalive_timeout_s=1.0, drain_s_max=0.5)

@@ -8,19 +8,8 @@ import socket
 import pytest
 
 from router.proxy.settings import ProxySettings
-from tests.support.proxy_rig import (
-    SSE_HEAD,
-    STREAM,
-    Call,
-    Engine,
-    ask,
-    request,
-    routing,
-    run,
-    says,
-    until,
-    writes,
-)
+from tests.support.proxy_rig import SSE_HEAD, STREAM, Call, Engine, ask, request, routing, says, writes
+from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
 

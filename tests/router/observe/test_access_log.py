@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from publisher.block_hash import NO_EXTRAS, MultimodalItem, PromptExtras
 from router.observe.access_log import Access, AccessLog, AccessLogSettings
 from router.observe.prefix_ids import UNIT_TOKENS, prefix_ids, read_key
+from tests.support.waiting import wait_until
 
 KEY = bytes(32)
 
@@ -201,10 +201,7 @@ def test_lines_are_written_without_waiting_for_the_end(tmp_path: Path) -> None:
     log.start()
     try:
         log.add(access())
-        end = time.monotonic() + 20
-        while not log.stats.written:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: log.stats.written, "written")
         assert len(written(path)) == 1
     finally:
         log.close()

@@ -10,11 +10,11 @@ import pytest
 from publisher.block_hash import HashScheme, block_hashes
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import Engine as Address
+from router.fleet.identity import EngineAddress
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.model import EngineHit, FleetResidency
-from router.placement.engine import Accounts, Asked, Engine
+from router.placement.engine import Accounts, Engine, PromptView
 from router.placement.load import OthersLoad
 from router.placement.rates import PrefillSample
 from router.placement.shadow import ShadowPrompt, ShadowSpec
@@ -23,7 +23,7 @@ NOW = 100.0
 
 
 def engine(name: str = "http://e:1", accounts: Accounts | None = None, **options: object) -> Engine:
-    made = Engine(Address(name), accounts or Accounts(lambda: NOW), **options)  # type: ignore[arg-type]
+    made = Engine(EngineAddress(name), accounts or Accounts(lambda: NOW), **options)  # type: ignore[arg-type]
     made.feed = FeedStats(state=FeedState.READY)
     return made
 
@@ -34,11 +34,11 @@ def test_an_engine_leaves_everything_it_is_in_also_where_one_part_fails() -> Non
     def fails(one: Engine) -> None:
         raise RuntimeError(one.engine_id)
 
-    def make(address: Address, *, fleet_changed: Callable[[], None]) -> Engine:
+    def make(address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         leaving = (fails, lambda one: left.append(one.engine_id))
         return Engine(address, accounts, fleet_changed=fleet_changed, leaving=leaving)
 
-    fleet = Fleet([Address("http://a:1"), Address("http://b:1")], make)
+    fleet = Fleet([EngineAddress("http://a:1"), EngineAddress("http://b:1")], make)
     gone, stays = fleet
     for one in (gone, stays):
         one.begin_shadow(ShadowSpec())
@@ -48,7 +48,7 @@ def test_an_engine_leaves_everything_it_is_in_also_where_one_part_fails() -> Non
             slow = 10.0 if one is gone else 1.0
             one.rates.observe(PrefillSample(1000, slow, 0), NOW)
     assert stays.rates.prefill_s_per_token(NOW) == pytest.approx(1.0 / 1000)
-    fleet.assign(DesiredFleet((Address("http://b:1"),)))
+    fleet.assign(DesiredFleet((EngineAddress("http://b:1"),)))
     assert gone.closed
     assert list(fleet) == [stays]
     assert left == [gone.engine_id]
@@ -61,11 +61,11 @@ def test_an_engine_leaves_everything_it_is_in_also_where_one_part_fails() -> Non
 
 def test_an_engine_that_comes_back_is_another_one() -> None:
     accounts = Accounts(lambda: NOW)
-    fleet = Fleet([Address("http://a:1")], lambda a, *, fleet_changed: Engine(a, accounts))
+    fleet = Fleet([EngineAddress("http://a:1")], lambda a, *, fleet_changed: Engine(a, accounts))
     (before,) = fleet
     ticket = before.load.admit(uncached_tokens=1000, now=NOW)
     fleet.assign(DesiredFleet())
-    fleet.assign(DesiredFleet((Address("http://a:1"),)))
+    fleet.assign(DesiredFleet((EngineAddress("http://a:1"),)))
     (after,) = fleet
     assert after is not before
     before.load.finish(ticket, NOW)
@@ -79,7 +79,7 @@ def held(**numbers: object) -> dict[str, EngineHit]:
 def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
     one = engine()
     one.load.admit(uncached_tokens=800, now=NOW)
-    asked = Asked(
+    asked = PromptView(
         5000,
         held(hit_tokens=1000, cpu_tokens=200, storage_tokens=300, trunk_tokens=1200),
         {one.engine_id: 2000},
@@ -100,14 +100,14 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
 def test_what_a_feed_missed_is_taken_off(missing: int) -> None:
     one = engine()
     one.feed = FeedStats(state=FeedState.DEGRADED, known_batches=9, missing_batches=missing)
-    found = one.hit(Asked(5000, held(hit_tokens=1600, trunk_tokens=1600, alignment=16)))
+    found = one.hit(PromptView(5000, held(hit_tokens=1600, trunk_tokens=1600, alignment=16)))
     assert found.gpu_tokens == 1600 * 9 // (9 + missing) // 16 * 16
     assert (found.confidence, found.mode) == ("degraded", "native")
     assert found.trunk_tokens == 1600
 
 
 def test_what_nobody_keeps_up_to_date_is_a_trunk_and_nothing_to_count_on() -> None:
-    found = engine().hit(Asked(5000, held(hit_tokens=1600, trunk_tokens=1600, stale=True)))
+    found = engine().hit(PromptView(5000, held(hit_tokens=1600, trunk_tokens=1600, stale=True)))
     assert (found.whole_tokens, found.trunk_tokens, found.confidence) == (0, 1600, "none")
 
 
@@ -115,10 +115,10 @@ def test_an_engine_that_never_stored_a_block_is_known_to_be_empty() -> None:
     one = engine()
     one.residency = FleetResidency(ModelFacts()).residency(one.engine_id)
     unknown = held(mode="unknown")
-    assert one.hit(Asked(5000, unknown)).confidence == "exact"
-    assert one.hit(Asked(5000, unknown, {one.engine_id: 16})).confidence == "none"
+    assert one.hit(PromptView(5000, unknown)).confidence == "exact"
+    assert one.hit(PromptView(5000, unknown, {one.engine_id: 16})).confidence == "none"
     one.feed = FeedStats(state=FeedState.REPLAYING)
-    assert one.hit(Asked(5000, unknown)).confidence == "none"
+    assert one.hit(PromptView(5000, unknown)).confidence == "none"
 
 
 def test_a_shadow_stands_in_for_events() -> None:
@@ -130,7 +130,7 @@ def test_a_shadow_stands_in_for_events() -> None:
         return block_hashes(tokens, scheme)  # type: ignore[return-value]
 
     one.shadow.served(tokens, hashes_of)  # type: ignore[arg-type]
-    asked = Asked(200, shadows=ShadowPrompt(tokens, hashes_of))  # type: ignore[arg-type]
+    asked = PromptView(200, shadows=ShadowPrompt(tokens, hashes_of))  # type: ignore[arg-type]
     found = one.hit(asked)
     assert (found.gpu_tokens, found.confidence, found.mode) == (192, "shadow", "shadow")
     one.reset()

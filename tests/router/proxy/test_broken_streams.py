@@ -20,10 +20,10 @@ from tests.support.proxy_rig import (
     event,
     request,
     routing,
-    run,
     says,
     writes,
 )
+from tests.support.waiting import run
 
 
 def _events(body: bytes) -> list[bytes]:

@@ -23,11 +23,10 @@ from tests.support.proxy_rig import (
     read_answer,
     request,
     routing,
-    run,
     says,
-    until,
     writes,
 )
+from tests.support.waiting import run, until
 
 ODD = (
     b'{ "model":"m", "unknown_extra" : {"b":1,"a":2}, '

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.support.proxy_rig import Call, Engine, ask, request, routing, run, says, writes
+from tests.support.proxy_rig import Call, Engine, ask, request, routing, says, writes
+from tests.support.waiting import run
 
 
 async def _seen(*fields: str) -> Call:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.proxy_rig import (
     DONE,
     END,
@@ -18,11 +19,10 @@ from tests.support.proxy_rig import (
     chunk,
     event,
     routing,
-    run,
     says,
-    unused_port,
     writes,
 )
+from tests.support.waiting import run
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -36,7 +36,7 @@ async def client_of(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
 async def _error(*scripts: Script, model: str = "m") -> openai.APIStatusError:
     async with contextlib.AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(Engine(script)) for script in scripts]
-        urls = [engine.url for engine in engines] or [f"http://127.0.0.1:{unused_port()}"]
+        urls = [engine.url for engine in engines] or [f"http://127.0.0.1:{free_port()}"]
         rig = await stack.enter_async_context(routing(*urls))
         client = await stack.enter_async_context(client_of(rig))
         with pytest.raises(openai.APIStatusError) as caught:

@@ -5,19 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from router.proxy.settings import ProxySettings
-from tests.support.proxy_rig import (
-    STREAM,
-    Call,
-    Engine,
-    answer,
-    ask,
-    request,
-    routing,
-    run,
-    says,
-    until,
-    unused_port,
-)
+from tests.support.ports import free_port
+from tests.support.proxy_rig import STREAM, Call, Engine, answer, ask, request, routing, says
+from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
 
@@ -108,7 +98,7 @@ def test_an_engines_wish_is_bounded() -> None:
 
 def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
     async def main() -> None:
-        port = unused_port()
+        port = free_port()
         async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{port}", good.url) as rig:
             for _ in range(10):
                 assert (await ask(rig)).status == 200

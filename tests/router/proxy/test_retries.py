@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from router.proxy.settings import ProxySettings
+from tests.support.ports import free_port
 from tests.support.proxy_rig import (
     CHAT,
     SSE_HEAD,
@@ -20,12 +21,10 @@ from tests.support.proxy_rig import (
     request,
     reset,
     routing,
-    run,
     says,
-    until,
-    unused_port,
     writes,
 )
+from tests.support.waiting import run, until
 
 GOOD = says(200, b'{"good": 1}')
 
@@ -64,7 +63,7 @@ def test_failure_before_the_first_byte_goes_to_another_engine(script: Script, re
 
 def test_refused_connection_goes_to_another_engine() -> None:
     async def main() -> None:
-        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{unused_port()}", good.url) as rig:
+        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{free_port()}", good.url) as rig:
             assert (await ask(rig)).status == 200
             assert rig.planner.placements[0].told == ["refused"]
 
@@ -163,7 +162,7 @@ def test_no_engine_left_passes_the_only_answer_on() -> None:
 
 def test_all_refuse() -> None:
     async def main() -> None:
-        ports = [unused_port(), unused_port()]
+        ports = [free_port(), free_port()]
         async with routing(*[f"http://127.0.0.1:{port}" for port in ports]) as rig:
             got = await ask(rig)
             assert (got.status, got.json()["error"]["code"]) == (502, "engine_unreachable")
@@ -215,7 +214,7 @@ def test_methods_that_change_things_are_sent_once(method: str) -> None:
 
 def test_methods_that_change_things_may_go_elsewhere_while_unsent() -> None:
     async def main() -> None:
-        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{unused_port()}", good.url) as rig:
+        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{free_port()}", good.url) as rig:
             got = await ask(rig, request(b"", method="DELETE", target="/v1/files/x"))
             assert got.status == 200
 

@@ -14,7 +14,8 @@ from router.openai.body import peek
 from router.openai.members import at_leisure, at_once
 from router.proxy.screen import Rules, screen
 from router.proxy.settings import ProxySettings
-from tests.support.proxy_rig import Engine, ask, request, routing, run, says
+from tests.support.proxy_rig import Engine, ask, request, routing, says
+from tests.support.waiting import run
 
 BAD = b'{"do_remote_prefill":true}'
 GONE = [

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import structlog
 
-from tests.support.proxy_rig import (
-    CHAT,
-    SSE_HEAD,
-    Engine,
-    ask,
-    chunk,
-    event,
-    request,
-    routing,
-    run,
-    says,
-    until,
-    writes,
-)
+from tests.support.proxy_rig import CHAT, SSE_HEAD, Engine, ask, chunk, event, request, routing, says, writes
+from tests.support.waiting import run, until
 
 STREAM = CHAT.replace(b"{", b'{"stream": true, ', 1)
 PIECES = [chunk(event(text)) for text in ("one", "two", "three")]

@@ -20,11 +20,10 @@ from tests.support.proxy_rig import (
     event,
     request,
     routing,
-    run,
     says,
-    until,
     writes,
 )
+from tests.support.waiting import run, until
 
 LAST = (
     b'data: {"choices":[],"usage":{"prompt_tokens":30,"total_tokens":32,"completion_tokens":2,'

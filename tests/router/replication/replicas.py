@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
@@ -15,9 +14,9 @@ from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
 from router.replication.writer.mirror import MirroredIndex
 from tests.router.replication.backend import MODEL, bits
+from tests.support import waiting
 
 FULL, WINDOW, CPU = Plane("GPU", 0), Plane("GPU", 1), Plane("CPU", 0)
-DEADLINE_S = 20.0
 
 
 def blocks(*numbers: int) -> list[BlockHash]:
@@ -112,13 +111,6 @@ class Replicas:
         return await self.differences(hashes) == ([], [])
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], what: str = "as the writers hold it") -> None:
     """Ask until it holds; an index that does not answer yet counts as no."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                if await condition():
-                    return
-            except IndexUnavailable:
-                pass
-            await asyncio.sleep(0.01)
+    await waiting.until(condition, what, ignoring=(IndexUnavailable,))

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from tests.support.process_fleet import Fleet, Relay, fleet, run, until
-from tests.support.processes import RedisServer, Replica
-from tests.support.redis_servers import Cluster, any_program
+from tests.support.process_fleet import Fleet, Relay, fleet
+from tests.support.processes import Replica
+from tests.support.redis_servers import PERSISTENT, Cluster, Server, any_program
+from tests.support.waiting import run, until
 
 RECOVERY_S = 15.0
 """Until ``index verify`` must be exact again after a fault, on a machine crowded with tests."""
@@ -29,7 +30,7 @@ def other(made: Fleet, member: Replica) -> Replica:
 
 
 def test_two_replicas_share_the_feeds_and_are_exact() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url, engines=4) as made:
 
             async def even() -> bool:
@@ -46,13 +47,14 @@ def test_two_replicas_share_the_feeds_and_are_exact() -> None:
             assert len(over) <= len(made.clients.compared) // 20, over  # blocks evicted between look and step
             assert len(exact) >= 0.9 * len(made.clients.compared), made.clients.compared
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("keep_data", [False, True], ids=["empty", "with-data"])
 def test_the_server_killed_and_restarted(keep_data: bool) -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             server.kill()
             await made.clients.more(20)  # placed without the index
@@ -66,34 +68,37 @@ def test_the_server_killed_and_restarted(keep_data: bool) -> None:
             server.start()
             await recovered(made)
 
-    with RedisServer(keep_data=keep_data) as server:
+    with Server(any_program(), *(PERSISTENT if keep_data else ())) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_the_server_frozen_for_a_while() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             server.freeze()
             await made.clients.more(20)
             server.thaw()
             await recovered(made)
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_the_server_forgets_everything_while_it_runs() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             server.command("FLUSHALL")
             await recovered(made)
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_replica_killed_with_its_leases() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             victim = made.members[0]
             assert victim.name in (await made.holders()).values()
@@ -101,24 +106,26 @@ def test_a_replica_killed_with_its_leases() -> None:
             await recovered(made, {made.members[1].name})
             assert made.clients.retried > 0
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_replica_stopped_in_order_gives_its_leases_at_once() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             assert made.members[0].stop() == 0
             await recovered(made, {made.members[1].name})
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
     """While it sleeps the other takes everything; on waking both believe that they hold leases."""
 
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             sleeper, waker = made.members
             theirs = {e for e, holder in (await made.holders()).items() if holder == sleeper.name}
@@ -139,12 +146,13 @@ def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
 
             await until(shared, "the sleeper gets its share again")
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_full_server_costs_hits_and_no_request() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             server.command("CONFIG", "SET", "maxmemory", "1mb")
             await made.clients.more(40)
@@ -153,22 +161,24 @@ def test_a_full_server_costs_hits_and_no_request() -> None:
             server.command("CONFIG", "SET", "maxmemory", "0")
             await recovered(made)
 
-    with RedisServer("--maxmemory-policy", "noeviction") as server:
+    with Server(any_program(), "--maxmemory-policy", "noeviction") as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_server_turned_read_only_costs_no_request() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url) as made:
             server.command("REPLICAOF", "127.0.0.1", "1")
             await made.clients.more(20)
             server.command("REPLICAOF", "NO", "ONE")
             await recovered(made)
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_cluster_node_down_and_up_again() -> None:
     async def main(cluster: Cluster) -> None:
         async with fleet(cluster.url, engines=2) as made:
@@ -185,10 +195,11 @@ def test_a_cluster_node_down_and_up_again() -> None:
         cluster.close()
 
 
+@pytest.mark.process
 def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
     """Packets vanish, connections stay: one replica is cut off while the other goes on."""
 
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with Relay(server.port) as relay, fleet(server.url, cut=relay.url) as made:
             lonely, other_one = made.members
             relay.cut = True
@@ -198,5 +209,5 @@ def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
             await recovered(made)
             assert await made.metric(lonely, "kvatlas_look_fallbacks_total") > 0
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from router.config.load import load
 from tests.support.paths import ROOT
-from tests.support.process_fleet import fleet, run
-from tests.support.processes import RedisServer
+from tests.support.process_fleet import fleet
+from tests.support.redis_servers import Server, any_program
+from tests.support.waiting import run
 
 DOCS = ROOT / "docs" / "redis.md"
 SECRET = "correct-horse"
@@ -27,8 +29,9 @@ def documented_acl() -> list[str]:
     return found[1].replace("\\\n", " ").replace(">PASSWORD", f">{SECRET}").split()
 
 
+@pytest.mark.process
 def test_a_fleet_works_with_the_documented_rights_only() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         url, tools = (server.url.replace("redis://", f"redis://{who}@") for who in (USER, TOOL))
         async with fleet(url, tools=tools, engines=2) as made:
             await made.clients.more(20)
@@ -40,7 +43,7 @@ def test_a_fleet_works_with_the_documented_rights_only() -> None:
             assert SECRET not in logged
             assert "NOPERM" not in logged
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         server.command(*documented_acl())
         server.command("ACL", "SETUSER", "tool", "on", f">{SECRET}", "~*", "&*", "+@all")
         server.command("ACL", "SETUSER", "default", "resetpass", ">other")
@@ -63,6 +66,7 @@ def test_a_password_among_the_flags_is_refused_with_the_remedy() -> None:
         assert SECRET not in refused.stderr + refused.stdout
 
 
+@pytest.mark.process
 def test_a_password_from_environment_or_file_is_taken_and_never_printed(tmp_path: Path) -> None:
     url = f"redis://kvatlas:{SECRET}@127.0.0.1:1/0"
     path = tmp_path / "url"

@@ -50,7 +50,7 @@ def predict(fleet: FleetResidency, shared: SharedIndex, prompt: ProbePrompt) -> 
     assert told.layout == engine.layout
     assert told.layout is not None
     seat = Seat(RECORDED, told.scheme, told.layout, told.slot)
-    return seat_hits(found.rows, prompt.num_tokens, [seat], "native", detail=False)[RECORDED].hit_tokens
+    return seat_hits(found.rows, prompt.num_tokens, [seat], detail=False)[RECORDED].hit_tokens
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))

@@ -12,8 +12,7 @@ import contextlib
 import random
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,9 +21,10 @@ import msgspec
 
 from tests.support.kube_api import PODS, FakeKube, kube_api
 from tests.support.kube_objects import pod
-from tests.support.processes import Replica, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Replica
+from tests.support.waiting import until
 
-WAIT_S = 60.0
 LOOK_S = 0.1
 """How often the load balancer asks /ready."""
 MODEL = "kvatlas-demo"
@@ -35,19 +35,6 @@ ENGINE = {
     "prefill_s_per_token": 1e-6,
     "decode_s_per_token": 0.004,
 }
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for what other processes bring about; ``condition`` may be a coroutine function."""
-    end = time.monotonic() + WAIT_S
-    while True:
-        found = condition()
-        if isinstance(found, Awaitable):
-            found = await found
-        if found:
-            return
-        assert time.monotonic() < end, f"never happened: {what}"
-        await asyncio.sleep(0.02)
 
 
 class EnginePod:

@@ -5,22 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from tests.router.serve.cluster import Cluster, cluster, until
+from tests.router.serve.cluster import Cluster, cluster
 from tests.support.process_fleet import SETTINGS
-from tests.support.processes import RedisServer
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(170):
-            await main
-
-    asyncio.run(limited())
+from tests.support.redis_servers import Server, any_program
+from tests.support.waiting import run, until
 
 
 def check(c: Cluster) -> None:
@@ -28,6 +20,7 @@ def check(c: Cluster) -> None:
     assert c.load.cut == []
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 def test_engines_and_routers_roll_under_load_without_a_lost_stream() -> None:
     async def main() -> None:
@@ -60,9 +53,10 @@ def test_engines_and_routers_roll_under_load_without_a_lost_stream() -> None:
                 assert set(await c.knows(router)) == urls  # those that left are forgotten
             assert urls & set(c.load.by_engine)
 
-    run(main())
+    run(main(), 170)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 def test_leases_are_handed_over_when_routers_roll() -> None:
     """With a shared index the new routers follow every engine, and no lease has to run out for it."""
@@ -90,5 +84,5 @@ def test_leases_are_handed_over_when_routers_roll() -> None:
             await c.load.stop()
             check(c)
 
-    with RedisServer() as server:
-        run(main(server.url))
+    with Server(any_program()) as server:
+        run(main(server.url), 170)

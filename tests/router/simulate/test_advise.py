@@ -25,7 +25,8 @@ from router.simulate.advise.trials import (
 from router.simulate.run.fleet import FleetSetup
 from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA
-from tests.support.whole_router import TEXT, configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import TEXT, configure, routing, running
 
 CAPTURE = DATA / "captures" / "simulated.jsonl.gz"
 SETUP = FleetSetup(groups=HYBRID, num_blocks=1000, engines=4)
@@ -160,6 +161,7 @@ def advised(report: dict[str, Any], topic: str) -> Any:
 SAMPLE = ("chat", "--requests", "400", "--engines", "2", "--load", "0.7")
 
 
+@pytest.mark.long
 def test_small_windows_want_retention_and_large_ones_are_left_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from router.demo.summary import Tally
 from router.demo.table import _compare
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.tools.capture.writer import CaptureWriter
 from router.tools.console import WIDTH_PIPED, output_console
 from router.tools.index.command import addressed
@@ -91,9 +91,11 @@ def test_the_demo_says_why_round_robin_has_fewer_requests() -> None:
 
 
 def test_an_engine_named_to_index_verify_keeps_the_addresses_that_the_index_knows() -> None:
-    known = Engine(ENGINE, events="tcp://10.20.30.40:5557", replay="tcp://10.20.30.40:5558", topic="kv")
-    assert addressed(known, Engine(ENGINE)) == known
-    moved = addressed(known, Engine(ENGINE, events="tcp://127.0.0.1:5557"))
+    known = EngineAddress(
+        ENGINE, events="tcp://10.20.30.40:5557", replay="tcp://10.20.30.40:5558", topic="kv"
+    )
+    assert addressed(known, EngineAddress(ENGINE)) == known
+    moved = addressed(known, EngineAddress(ENGINE, events="tcp://127.0.0.1:5557"))
     assert (moved.events, moved.replay, moved.topic) == ("tcp://127.0.0.1:5557", known.replay, "kv")
     assert addressed(known, None) == known
-    assert addressed(None, Engine(ENGINE)) == Engine(ENGINE)
+    assert addressed(None, EngineAddress(ENGINE)) == EngineAddress(ENGINE)

@@ -1,11 +1,18 @@
-"""The parts of Kubernetes objects that matter here, as the API server writes them; all else is skipped.
+"""The parts of Kubernetes objects that matter here, as the API server writes them; all else is dropped.
 
 Unknown fields and missing ones are normal: servers of other versions say more or less.
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
+from lightkube.core.resource import ApiInfo, NamespacedResourceG, ResourceDef
+
+Object = TypeVar("Object")
+_ABSENT = msgspec.Raw(b"null")
+_VERBS = ["list", "watch", "global_list", "global_watch"]
 
 
 class _Lenient(msgspec.Struct, frozen=True, rename="camel"):
@@ -21,7 +28,6 @@ class Meta(_Lenient, frozen=True):
     resource_version: str = ""
     deletion_timestamp: str | None = None
     annotations: dict[str, str] | None = None
-    labels: dict[str, str] | None = None
 
 
 class ContainerPort(_Lenient, frozen=True):
@@ -93,34 +99,38 @@ class EndpointSlice(_Lenient, frozen=True):
     ports: list[EndpointPort] | None = None
 
 
-class ListMeta(_Lenient, frozen=True):
-    resource_version: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
+class _ReceivedMeta(msgspec.Struct, frozen=True, omit_defaults=True):
+    resourceVersion: str = ""  # noqa: N815  # by lightkube's name for it
+    name: msgspec.Raw = _ABSENT
+    namespace: msgspec.Raw = _ABSENT
+    uid: msgspec.Raw = _ABSENT
+    deletionTimestamp: msgspec.Raw = _ABSENT  # noqa: N815
+    annotations: msgspec.Raw = _ABSENT
 
 
-class Page(_Lenient, frozen=True):
-    """One page of a list; items stay raw, so that one that is not understood costs only itself."""
+class Received(NamespacedResourceG, msgspec.Struct, frozen=True, omit_defaults=True):
+    """An object as lightkube hands it on. Only its version is read there; the rest stays text, so that an
+    object that is not understood costs only itself, and what is not wanted makes no objects."""
 
-    metadata: ListMeta = ListMeta()
-    items: list[msgspec.Raw] | None = None
+    metadata: _ReceivedMeta = _ReceivedMeta()
 
-
-class WatchEvent(_Lenient, frozen=True):
-    """One line of a watch."""
-
-    type: str
-    object: msgspec.Raw
+    def read_as(self, kind: type[Object]) -> Object:
+        """Raises ``msgspec.MsgspecError``, ``UnicodeDecodeError`` or ``RecursionError``."""
+        return msgspec.json.decode(msgspec.json.encode(self), type=kind)
 
 
-class Status(_Lenient, frozen=True):
-    """What the API server answers instead of an object."""
+class ReceivedPod(Received, frozen=True, omit_defaults=True):
+    """``v1`` Pod."""
 
-    code: int = 0
-    reason: str = ""
-    message: str = ""
+    _api_info = ApiInfo(ResourceDef("", "v1", "Pod"), "pods", _VERBS)
+    spec: msgspec.Raw = _ABSENT
+    status: msgspec.Raw = _ABSENT
 
 
-class Versioned(_Lenient, frozen=True):
-    """Any object, for its version."""
+class ReceivedSlice(Received, frozen=True, omit_defaults=True):
+    """``discovery.k8s.io/v1`` EndpointSlice."""
 
-    metadata: ListMeta = ListMeta()
+    _api_info = ApiInfo(ResourceDef("discovery.k8s.io", "v1", "EndpointSlice"), "endpointslices", _VERBS)
+    addressType: msgspec.Raw = _ABSENT  # noqa: N815
+    endpoints: msgspec.Raw = _ABSENT
+    ports: msgspec.Raw = _ABSENT

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.kubernetes.objects import Endpoint, EndpointSlice, Pod
@@ -162,7 +162,7 @@ def _engines(server: _Server, settings: KubernetesSettings, problems: list[str])
     host = f"[{server.address}]" if ":" in server.address else server.address
     for rank in range(ranks):
         zmq = [None if base is None else f"tcp://{host}:{base + rank}" for base in (events, replay, snapshot)]
-        engine = Engine(
+        engine = EngineAddress(
             f"http://{host}:{http}",
             rank if ranks > 1 else None,
             zmq[0],

@@ -9,28 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar, cast
 
-import aiohttp
+import httpx2
 import msgspec
 import structlog
+from lightkube import ApiError, AsyncClient, ConfigError, NotReadyError
 
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import SourceStats
 from router.fleet.sources.kubernetes.access import AccessError
-from router.fleet.sources.kubernetes.client import BadAnswerError, KubeClient, RefusedError
-from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod, Status, Versioned, WatchEvent
+from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod, Received
 from router.fleet.sources.kubernetes.store import ObjectStore
+from router.fleet.sources.kubernetes.transport import BadAnswerError, RefusedError, WatchEndedError
 
 _log = structlog.get_logger()
 T = TypeVar("T", Pod, EndpointSlice)
+_Events = AsyncGenerator[tuple[str, Received], None]
 _GONE = 410
 _RETRY_S_MIN = 0.2
 _SHORT_WATCH_S = 1.0
 """A watch that ends sooner without having told anything is not begun again at once."""
 _LIST_AFTER = 3
 """Failures in a row after which to list anew: the history may be another one, as after a restored backup."""
+_PAGE = 250
+_LIST_S = 120.0
+"""Longest time of a list, all its pages and a login by plug-in included."""
+_SILENCE_S = 15.0
+"""How much later than promised the end of a watch may come."""
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -39,10 +47,11 @@ class Reflector(Generic[T]):
 
     def __init__(
         self,
-        client: KubeClient,
-        path: str,
-        selector: str,
+        client: AsyncClient,
+        resource: type[Received],
         kind: type[T],
+        namespace: str,
+        selector: str,
         *,
         settings: KubernetesSettings,
         stats: SourceStats,
@@ -53,9 +62,12 @@ class Reflector(Generic[T]):
         self.synced = False
         self.failing = False
         self._client = client
-        self._path = path
-        self._selector = selector
-        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
+        self._resource = resource
+        self._kind: type[T] = kind
+        self._namespace = namespace
+        # lightkube writes a key without a value as it is given
+        self._labels: dict[str, Any] = {selector: None}
+        self._where = f"{client.config.cluster.server}: {kind.__name__} in {namespace}"
         self._settings = settings
         self._stats = stats
         self._changed = changed
@@ -76,9 +88,19 @@ class Reflector(Generic[T]):
             except (BadAnswerError, *_BAD) as error:
                 self._version = None
                 pause_s = self._failed("bad_answer", error)
-            except AccessError as error:
+            except (AccessError, ConfigError) as error:
                 pause_s = self._failed("access", error)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except ApiError as error:  # in a watch
+                pause_s = self._failed(_reason(error.status.code or 0), error)
+            except httpx2.HTTPStatusError as error:  # the login was refused, once more
+                pause_s = self._failed(_reason(error.response.status_code), error)
+            except (KeyError, TypeError, ValueError) as error:
+                user = self._client.config.user
+                if user is None or user.exec is None:
+                    raise
+                told = AccessError(f"login plug-in {user.exec.command} gave no token: {error!r}")
+                pause_s = self._failed("access", told)
+            except (httpx2.HTTPError, TimeoutError, OSError) as error:
                 pause_s = self._failed("connection", error)
             await asyncio.sleep(pause_s)
 
@@ -92,8 +114,7 @@ class Reflector(Generic[T]):
         first_gone = reason == "gone" and self._failures == 1
         if not first_gone:  # history that ran out is daily business
             self.failing = True
-            text = str(error) or type(error).__name__
-            if self._stats.failed(reason, text if self._path in text else f"GET {self._path}: {text}"):
+            if self._stats.failed(reason, f"{self._where}: {_text(error)}"):
                 _log.warning("Kubernetes API", problem=self._stats.last_error)
         else:
             self._stats.complain(reason, str(error))
@@ -109,20 +130,23 @@ class Reflector(Generic[T]):
 
     async def _list(self) -> None:
         found: list[T] = []
-        version = ""
-        async for page in self._client.pages(self._path, self._selector):
-            version = page.metadata.resource_version
-            for raw in page.items or ():
-                one = self._decode(raw)
-                if one is not None:
-                    found.append(one)
-            if len(found) > self._settings.objects_max:
-                raise BadAnswerError(
-                    f"GET {self._path}: more than fleet.kubernetes.objects_max = "
-                    f"{self._settings.objects_max} objects; narrow the selector"
-                )
-        if not version:
-            raise BadAnswerError(f"GET {self._path}: a list without resourceVersion")
+        listing = self._client.list(
+            self._resource, namespace=self._namespace, labels=self._labels, chunk_size=_PAGE
+        )
+        async with asyncio.timeout(_LIST_S):
+            async for one in listing:
+                understood = self._understood(one)
+                if understood is not None:
+                    found.append(understood)
+                if len(found) > self._settings.objects_max:
+                    raise BadAnswerError(
+                        f"more than fleet.kubernetes.objects_max = {self._settings.objects_max} objects; "
+                        "narrow the selector"
+                    )
+        try:
+            version = listing.resourceVersion
+        except NotReadyError:
+            raise BadAnswerError("a list without resourceVersion") from None
         self.store.replace(found)
         self._version, self.synced = version, True
         self.failing = False
@@ -131,44 +155,59 @@ class Reflector(Generic[T]):
     async def _watch(self) -> float:
         """One watch; how long to wait before the next."""
         loop = asyncio.get_running_loop()
-        began, heard = loop.time(), False
-        lines = self._client.watch(self._path, self._selector, self._version or "", self._settings.watch_s)
-        async for line in lines:
-            heard = True
-            self._hear(msgspec.json.decode(line, type=WatchEvent))
-            self._worked()
+        began, heard, watch_s = loop.time(), False, self._settings.watch_s
+        events = self._client.watch(
+            self._resource,
+            namespace=self._namespace,
+            labels=self._labels,
+            server_timeout=max(1, round(watch_s)),
+            resource_version=self._version,
+        )
+        try:
+            async with asyncio.timeout(watch_s + _SILENCE_S), aclosing(cast(_Events, events)):
+                async for event, one in events:
+                    heard = True
+                    self._hear(event, one)
+                    self._worked()
+        except WatchEndedError:
+            pass
         if heard or loop.time() - began >= _SHORT_WATCH_S:
             self._worked()
             return 0.0
         self._failures += 1
         return self._jitter.uniform(_SHORT_WATCH_S / 2, _SHORT_WATCH_S)
 
-    def _hear(self, event: WatchEvent) -> None:
-        """One event. Raises ``RefusedError`` for one that ends the watch."""
-        if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=Status)
-            raise RefusedError(status.code, f"watch {self._path}: {status.reason} {status.message}")
-        version = msgspec.json.decode(event.object, type=Versioned).metadata.resource_version
+    def _hear(self, event: str, one: Received) -> None:
+        version = one.metadata.resourceVersion
         if not version:
-            raise BadAnswerError(f"watch {self._path}: {event.type[:40]} without resourceVersion")
-        if event.type in {"ADDED", "MODIFIED", "DELETED"}:
-            one = self._decode(event.object)
-            if one is not None:
-                news = self.store.delete(one) if event.type == "DELETED" else self.store.put(one)
+            raise BadAnswerError(f"{event[:40]} without resourceVersion")
+        if event in {"ADDED", "MODIFIED", "DELETED"}:
+            understood = self._understood(one)
+            if understood is not None:
+                store = self.store.delete if event == "DELETED" else self.store.put
+                news = store(understood)
                 if len(self.store) > self._settings.objects_max:
-                    raise BadAnswerError(f"watch {self._path}: more objects than objects_max")
+                    raise BadAnswerError("more objects than fleet.kubernetes.objects_max")
                 if news:
                     self._changed()
         self._version = version
 
-    def _decode(self, raw: msgspec.Raw) -> T | None:
+    def _understood(self, one: Received) -> T | None:
         """An object; one that is not understood costs only itself."""
         try:
-            return self._decoder.decode(raw)
+            return one.read_as(self._kind)
         except _BAD as error:
             self._stats.refused += 1
-            self._stats.complain("malformed", f"{self._path}: {error}")
+            self._stats.complain("malformed", f"{self._where}: {error}")
             return None
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, ApiError):
+        return f"{error.status.reason or error.status.code} {error.status.message or ''}".strip()
+    if isinstance(error, httpx2.HTTPStatusError):
+        return error.response.text
+    return str(error) or type(error).__name__
 
 
 def _reason(status: int) -> str:

@@ -11,20 +11,18 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import aiohttp
 import structlog
+from lightkube import AsyncClient
 
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import Sighting, SourceStats, Tell
 from router.fleet.sources.kubernetes.access import AccessError, find_access
-from router.fleet.sources.kubernetes.client import KubeClient
-from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod
+from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod, Received, ReceivedPod, ReceivedSlice
 from router.fleet.sources.kubernetes.picture import picture
 from router.fleet.sources.kubernetes.reflector import Reflector, T
+from router.fleet.sources.kubernetes.transport import make_client
 
 _log = structlog.get_logger()
-_PODS = "/api/v1"
-_SLICES = "/apis/discovery.k8s.io/v1"
 
 
 class KubernetesSource:
@@ -45,16 +43,12 @@ class KubernetesSource:
     async def run(self, tell: Tell) -> None:
         """See ``Source``."""
         try:
-            access = find_access(self._settings)
+            client = make_client(find_access(self._settings))
         except AccessError as error:
             self.stats.failed("access", str(error))
             raise
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=0)
-        async with (
-            aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session,
-            asyncio.TaskGroup() as tasks,
-        ):
-            self._reflect(KubeClient(session, access), access.namespace)
+        async with client, asyncio.TaskGroup() as tasks:
+            self._reflect(client)
             for work in [*(one.run() for one in self._pods), *(one.run() for one in self._slices)]:
                 tasks.create_task(work)
             while True:
@@ -62,24 +56,28 @@ class KubernetesSource:
                 self._changed.clear()
                 self._look(tell)
 
-    def _reflect(self, client: KubeClient, own: str) -> None:
+    def _reflect(self, client: AsyncClient) -> None:
         settings = self._settings
         self._pods, self._slices = [], []
-        for namespace in settings.namespaces or (own,):
-            within = "" if namespace == "*" else f"/namespaces/{namespace}"
+        for namespace in settings.namespaces or (client.namespace,):
             if settings.selector:
-                path = f"{_PODS}{within}/pods"
-                self._pods.append(self._reflector(client, path, settings.selector, Pod))
+                pods = self._reflector(client, ReceivedPod, Pod, namespace, settings.selector)
+                self._pods.append(pods)
             if settings.service_selector:
-                path = f"{_SLICES}{within}/endpointslices"
-                self._slices.append(self._reflector(client, path, settings.service_selector, EndpointSlice))
+                slices = self._reflector(
+                    client, ReceivedSlice, EndpointSlice, namespace, settings.service_selector
+                )
+                self._slices.append(slices)
 
-    def _reflector(self, client: KubeClient, path: str, selector: str, kind: type[T]) -> Reflector[T]:
+    def _reflector(
+        self, client: AsyncClient, resource: type[Received], kind: type[T], namespace: str, selector: str
+    ) -> Reflector[T]:
         return Reflector(
             client,
-            path,
-            selector,
+            resource,
             kind,
+            namespace,
+            selector,
             settings=self._settings,
             stats=self.stats,
             changed=self._changed.set,

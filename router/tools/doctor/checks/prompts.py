@@ -31,6 +31,22 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield from _not_compared(result)
 
 
+@engine_check("tokens.speed")
+def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """Which library tokenizes here."""
+    name = engine.tokenized_by
+    if name is None:
+        return
+    if name.startswith("fastokens"):
+        yield ok(f"tokenized by {name}")
+    else:
+        yield info(
+            f"tokenized by {name}",
+            "new text costs the router ten to twenty times the CPU that fastokens takes",
+            "install fastokens where it is missing; a tokenizer of a kind it does not know stays as it is",
+        )
+
+
 def _difference(result: PromptParity) -> CheckResult:
     seen = (
         f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} there, "

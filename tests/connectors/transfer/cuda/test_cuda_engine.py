@@ -19,6 +19,7 @@ from connectors.transfer.host import HostTransferEngine
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
 from tests.connectors.transfer.cuda.bench import DMA_ONLY, KERNEL, PAGE, WAIT_S, Bench, SlowDriver, engine_on
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
+from tests.support.examples import examples
 
 
 class TestByCopyEngine(TransferEngineContract):
@@ -52,7 +53,7 @@ class TestOneCallPerPiece(TransferEngineContract):
         return engine_on(device, view, pool, driver=driver)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: int, kernel: bool) -> None:
     """The canary: work on the computing stream that has not run yet when the job is submitted."""

@@ -17,7 +17,8 @@ from router.config.load import load
 from router.fleet.settings import FleetSettings
 from router.serve import ListenError, check
 from tests.router.api.admin.desk import OTHER, TOKEN, administered, audited, token_file
-from tests.support.whole_router import QUICK, configure, routing, run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import QUICK, configure, routing, running
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -14,7 +14,8 @@ from router.api.admin.door import Doorkeeper
 from router.api.admin.tokens import TokenFile
 from router.openai.errors import ApiError
 from tests.router.api.admin.desk import OTHER, administered, audited, token_file
-from tests.support.whole_router import run, running
+from tests.support.waiting import run
+from tests.support.whole_router import running
 
 
 class Counting(TokenFile):

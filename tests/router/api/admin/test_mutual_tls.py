@@ -13,7 +13,8 @@ from router.config.errors import ConfigError
 from router.serve import check
 from tests.router.api.admin.desk import administered, audited
 from tests.support.pki import make_authority, make_certificate
-from tests.support.whole_router import configure, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import configure, running
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from router.feeds.subscriber import Feed
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
+from tests.support.waiting import until
 
 ANY = "tcp://127.0.0.1:*"
 FULL = Plane("GPU", 0)
@@ -55,12 +56,6 @@ def copies(fleet: FleetResidency, *hashes: int, group: int = 0) -> list[bool]:
     rows = fleet.index.lookup([BlockHash(block) for block in hashes])
     words = rows.plane(Plane("GPU", group), slot.word)
     return [bool(int(word) >> slot.bit & 1) for word in words]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def run(scenario: Callable[[zmq.Context[zmq.Socket[bytes]]], Awaitable[None]]) -> None:
@@ -202,9 +197,10 @@ def identified_scenario(*, wide: bool) -> None:
         engine, fleet = Scripted(context), FleetResidency(ModelFacts())
         async with following(engine.events, None, fleet, snapshot=engine.side) as feed:
             peer = await engine.asked()
-            while feed.stats.held_batches == 0:  # heard live while the snapshot is being made
-                engine.live(7, removed(1), publisher_id=ID, wide=wide)
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: feed.stats.held_batches > 0,
+                meanwhile=lambda: engine.live(7, removed(1), publisher_id=ID, wide=wide),
+            )  # heard live while the snapshot is being made
             assert fleet.index.copies("e", FULL) == 0
             engine.answer(peer, signed(6), ID, *PROGRAM)
             await until(lambda: feed.state is FeedState.READY)
@@ -233,9 +229,10 @@ def test_a_snapshot_of_another_process_is_not_adopted() -> None:
         engine, fleet = Scripted(context), FleetResidency(ModelFacts())
         async with following(engine.events, None, fleet, snapshot=engine.side) as feed:
             peer = await engine.asked()
-            while feed.stats.held_batches == 0:
-                engine.live(7, stored(9), publisher_id=ID)
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: feed.stats.held_batches > 0,
+                meanwhile=lambda: engine.live(7, stored(9), publisher_id=ID),
+            )
             engine.answer(peer, signed(6), OTHER_ID, *PROGRAM)
             await until(lambda: feed.stats.snapshot_failures == 1)
             assert copies(fleet, 1, 9) == [False, True]
@@ -254,9 +251,9 @@ def test_unavailable_or_broken_answers_are_asked_for_again() -> None:
         async with following(engine.events, None, fleet, snapshot=engine.side) as feed:
             engine.answer(await engine.asked(), signed(-2), ID)
             await until(lambda: feed.stats.snapshot_failures == 1)
-            while feed.stats.batches == 0:
-                engine.live(3, stored(9), publisher_id=ID)
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: feed.stats.batches > 0, meanwhile=lambda: engine.live(3, stored(9), publisher_id=ID)
+            )
             engine.answer(await engine.asked(), signed(3), ID, PROGRAM[0], b"\x93rubbish")
             await until(lambda: feed.stats.snapshot_failures == 2)
             assert copies(fleet, 1, 9) == [False, True]  # staged, never seen
@@ -315,9 +312,9 @@ def test_a_gap_without_replay_is_made_good_by_a_snapshot_while_live_goes_on() ->
         async with following(engine.events, None, fleet, snapshot=engine.side) as feed:
             engine.answer(await engine.asked(), signed(-1), ID)
             await until(lambda: feed.stats.snapshots == 1)
-            while feed.stats.batches == 0:
-                engine.live(0, stored(9), publisher_id=ID)
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: feed.stats.batches > 0, meanwhile=lambda: engine.live(0, stored(9), publisher_id=ID)
+            )
             engine.live(2, stored(5), publisher_id=ID)
             peer = await engine.asked()
             assert feed.state is FeedState.DEGRADED

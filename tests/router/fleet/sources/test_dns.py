@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +13,12 @@ import dns.message
 import pytest
 from dns.rdatatype import SRV, A, RdataType
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.dns import DnsSource, ResolveError, Resolver
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
+from tests.support.waiting import until
 
 
 class Seeing:
@@ -32,10 +32,7 @@ class Seeing:
         self.told.append([one.engine.base_url for one in sightings])
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end, f"never happened: {what}; {self.told} {self.source.stats}"
-            await asyncio.sleep(0.003)
+        await until(condition, lambda: f"{what}; {self.told} {self.source.stats}")
 
     async def sees(self, *urls: str) -> None:
         await self.until(lambda: bool(self.told) and self.told[-1] == list(urls), f"{urls}")
@@ -96,7 +93,7 @@ def test_srv_records_tell_ports_and_the_lowest_priority_counts() -> None:
             server.extra = [("b.example", a("10.0.0.2"))]  # sent along, so it is not asked for
             async with seeing(server, "_http._tcp.vllm.example.", events_port=5557, replay_port=5558) as seen:
                 await seen.sees("http://10.0.0.1:8001", "http://10.0.0.2:8002")
-                assert seen.latest[0].engine == Engine(
+                assert seen.latest[0].engine == EngineAddress(
                     "http://10.0.0.1:8001", None, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"
                 )
                 assert ("b.example", A) not in server.asked

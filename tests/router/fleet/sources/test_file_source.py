@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FileSettings
 from router.fleet.sources.base import Sighting
 from router.fleet.sources.engine_list import BadListError, read_list
 from router.fleet.sources.file import FileSource
+from tests.support.waiting import until
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'
 TWO = ONE + '[[engines]]\nbase_url = "http://b:2/"\nevents = "tcp://b:5557"\ndrain = true\n'
@@ -33,10 +33,7 @@ class Seeing:
         self.told.append({one.engine.base_url: one.held for one in sightings})
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end, f"never happened: {what}; {self.told} {self.source.stats}"
-            await asyncio.sleep(0.003)
+        await until(condition, lambda: f"{what}; {self.told} {self.source.stats}")
 
     async def sees(self, wanted: dict[str, str]) -> None:
         await self.until(lambda: bool(self.told) and self.told[-1] == wanted, f"{wanted}")
@@ -187,7 +184,7 @@ def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
 def test_json_and_toml_say_the_same() -> None:
     as_json = b'{"engines": [{"base_url": "http://a:1", "events": "tcp://a:2", "drain": false}]}'
     as_toml = b'[[engines]]\nbase_url = "http://a:1"\nevents = "tcp://a:2"\n'
-    wanted = [Sighting(Engine("http://a:1", None, "tcp://a:2"))]
+    wanted = [Sighting(EngineAddress("http://a:1", None, "tcp://a:2"))]
     assert read_list(as_json, is_json=True) == read_list(as_toml, is_json=False) == wanted
 
 

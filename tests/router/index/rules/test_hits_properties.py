@@ -28,6 +28,7 @@ from tests.router.index.rules.layouts import (
     residencies,
     window,
 )
+from tests.support.examples import examples
 
 Units = dict[int, set[int]]
 
@@ -90,7 +91,7 @@ cases = st.tuples(models(), st.integers(1, 420)).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases)
 def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -98,14 +99,14 @@ def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> N
     assert evaluate_one(layout, num_tokens, units).hit[0] == slow_hit(layout, num_tokens, units)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases)
 def test_equals_what_the_engine_finds(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
     assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
 
 
-EAGLE_WINDOWS = [
+ORDERED = [
     (full(0, 32), window(1, 128, 16, is_eagle=True)),
     (full(0, 32), window(1, 96, 16), window(2, 64, 16, is_eagle=True)),
     (full(0), window(1, 48, is_eagle=True), window(2, 64, is_eagle=True)),
@@ -113,11 +114,18 @@ EAGLE_WINDOWS = [
     (window(0, 48, 32, is_eagle=True), window(1, 64, is_eagle=True)),
     (window(0, 48, is_eagle=True), window(1, 64, 32, is_eagle=True)),
     (full(0, 64), window(1, 1, 16, is_eagle=True), window(2, 200, 32, is_eagle=True)),
+    (full(0), window(1, 1, is_eagle=True), window(2, 64)),
+    (full(0, 32), window(1, 1, 16, is_eagle=True)),
+    (full(0, is_eagle=True), full(1), window(2, 1, is_eagle=True), mamba(3, "align")),
+    (full(0, 48), mamba(1, "align", 32), full(2, 64)),
+    (full(0, 64), full(1, 48), full(2, 16), mamba(3, "align", 32)),
+    (full(0, 64, is_eagle=True), mamba(1, "align", 32), full(2, 48)),
+    (full(0, 64), full(1, 32, is_eagle=True), mamba(2, "align", 64), window(3, 40, 16)),
 ]
 
 
-@pytest.mark.parametrize("groups", EAGLE_WINDOWS)
-def test_eagle_windows_equal_what_the_engine_finds(groups: tuple[GroupSpec, ...]) -> None:
+@pytest.mark.parametrize("groups", ORDERED)
+def test_where_the_order_matters_hits_equal_what_the_engine_finds(groups: tuple[GroupSpec, ...]) -> None:
     layout = make_layout(groups, ModelFacts(), None)
     assert order_matters(layout)
     rng = random.Random(str(groups))
@@ -128,7 +136,7 @@ def test_eagle_windows_equal_what_the_engine_finds(groups: tuple[GroupSpec, ...]
         assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(cases)
 def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -142,7 +150,7 @@ def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units
     assert not any(layout.classes[0].family is not Family.CHUNKED and tokens for tokens in hits.hit[1:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(cases, st.data())
 def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], data: st.DataObject) -> None:
     layout, num_tokens, units = case
@@ -154,7 +162,7 @@ def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], d
     assert after.trunk[0] >= before.trunk[0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(cases, st.integers(1, 200))
 def test_a_longer_prompt_with_the_same_start_never_hits_less(
     case: tuple[CacheLayout, int, Units], more: int

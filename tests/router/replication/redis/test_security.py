@@ -14,7 +14,8 @@ from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.settings import SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
-from tests.support.redis_servers import Cluster, Server, any_program, free_port
+from tests.support.ports import free_port
+from tests.support.redis_servers import Cluster, Server, any_program
 
 # What the index itself needs; operators are told the whole list, with what replicas need besides.
 _SCRIPTS = ["+evalsha", "+eval", "+time"]
@@ -179,6 +180,7 @@ def test_tls(certificate: Path) -> None:
         server.close()
 
 
+@pytest.mark.process
 def test_sentinel(tmp_path: Path) -> None:
     binary = any_program()
     master = Server(binary)

@@ -14,7 +14,7 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ANY_MODEL, Config, ModelConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
 from router.tools.doctor.findings import Finding, Severity
@@ -54,7 +54,7 @@ class Findings(list[Finding]):
 
 
 async def look(
-    *engines: Engine | str,
+    *engines: EngineAddress | str,
     model: ModelConfig = LOCAL,
     router: str | None = None,
     probe: bool = False,
@@ -62,7 +62,7 @@ async def look(
     timeout_s: float = TIMEOUT_S,
 ) -> Findings:
     """What the doctor finds."""
-    listed = tuple(Engine(e) if isinstance(e, str) else e for e in engines)
+    listed = tuple(EngineAddress(e) if isinstance(e, str) else e for e in engines)
     config = Config(engines=listed, models={ANY_MODEL: model})
     settings = ExamineSettings(seconds=seconds, timeout_s=timeout_s, probe_timeout_s=10.0, probe=probe)
     seen = await examine(config, settings, router_url=router, say=lambda _text: None)
@@ -118,9 +118,9 @@ def bound(kind: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
         socket.close(0)
 
 
-def at(url: str, publisher: ZmqPublisher, **changes: Any) -> Engine:
+def at(url: str, publisher: ZmqPublisher, **changes: Any) -> EngineAddress:
     """The engine with this server and this publisher."""
-    engine = Engine(url, events=publisher.endpoint, replay=publisher.replay_endpoint)
+    engine = EngineAddress(url, events=publisher.endpoint, replay=publisher.replay_endpoint)
     return msgspec.structs.replace(engine, **changes)
 
 

@@ -18,7 +18,8 @@ from router.config.schema import ModelConfig
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import Findings, at, look, publishing, saying, server, stored
 from tests.support.front import fronting
-from tests.support.whole_router import LOCAL, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import LOCAL, running
 
 PLAIN = ModelConfig()
 FULL = GroupSpec(0, "full_attention", 16)
@@ -55,6 +56,7 @@ def test_prefix_caching_that_is_off() -> None:
     run(heard(one(), metrics=on)).expect("cache.prefix_caching", Severity.OK)
 
 
+@pytest.mark.long
 def test_a_hash_function_nobody_knows() -> None:
     """The whole search for a seed is gone through: hashes that no scheme makes."""
     strange = one(hashes=[1])

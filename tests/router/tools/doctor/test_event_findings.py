@@ -14,11 +14,12 @@ import zmq.asyncio
 
 from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
 from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from router.tools.doctor.gather.listener import EventListener
 from tests.router.tools.doctor.looking import Findings, at, bound, look, publishing, saying, server, stored
-from tests.support.whole_router import run, running, until
+from tests.support.waiting import run, until
+from tests.support.whole_router import running
 
 DEAD = "tcp://127.0.0.1:9"
 
@@ -50,7 +51,7 @@ async def heard(prepare: Callable[[ZmqPublisher], Any], **changes: Any) -> Findi
 def test_event_sockets_that_nobody_has_bound() -> None:
     async def main() -> None:
         async with saying(server()) as url:
-            found = await look(Engine(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
+            found = await look(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
             found.expect("events.reach", Severity.ERROR, "nothing accepts connections")
             found.expect("events.replay", Severity.ERROR, "nothing accepts connections")
 
@@ -61,7 +62,7 @@ def test_http_ports_given_as_event_sockets() -> None:
     async def main() -> None:
         async with saying(server()) as url:
             port = url.replace("http://", "tcp://")
-            found = await look(Engine(url, events=port, replay=port), seconds=0.5, timeout_s=0.5)
+            found = await look(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=0.5)
             found.expect("events.reach", Severity.ERROR, "no ZMQ publisher")
             found.expect("events.replay", Severity.ERROR, "no replay socket")
 
@@ -72,7 +73,7 @@ def test_events_and_replay_exchanged() -> None:
     async def main() -> None:
         async with saying(server()) as url:
             with publishing() as publisher:
-                engine = Engine(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
+                engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
                 found = await look(engine, seconds=0.5, timeout_s=0.5)
                 found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
                 found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
@@ -83,7 +84,9 @@ def test_events_and_replay_exchanged() -> None:
 def test_an_address_that_is_none() -> None:
     async def main() -> None:
         async with saying(server()) as url:
-            found = await look(Engine(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5)
+            found = await look(
+                EngineAddress(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5
+            )
             found.expect("events.reach", Severity.ERROR, "not an address")
             assert found.worst("events.replay") is Severity.ERROR
 
@@ -120,8 +123,7 @@ def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity, words
 
 async def reply(router: zmq.Socket[bytes], answers: int) -> None:
     """Answer one replay request with so many batches, and no end."""
-    while not router.poll(0):
-        await asyncio.sleep(0.01)
+    await until(lambda: router.poll(0), "asked")
     peer = router.recv_multipart()[0]
     for seq in range(answers):
         payload = encode_batch(1.0, [AllBlocksCleared()])

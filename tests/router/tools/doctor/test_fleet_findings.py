@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.tools.doctor import registry
 from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
 from router.tools.doctor.registry import run_checks
 from tests.router.tools.doctor.looking import Answers, at, look, publishing, saying, server, stored
-from tests.support.whole_router import configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import configure, routing, running
 
 ENGINE = "http://127.0.0.1:9"
 UP: dict[str, Any] = {
@@ -35,7 +36,7 @@ def test_one_engine_under_two_names() -> None:
             await look(engine.base_url, probe=True)
             other = engine.base_url.replace("127.0.0.1", "localhost")
             addresses = {"events": engine.events_endpoint, "replay": engine.replay_endpoint}
-            found = await look(engine.base_url, Engine(other, **addresses))
+            found = await look(engine.base_url, EngineAddress(other, **addresses))
             found.expect("fleet.duplicates", Severity.ERROR, "the same", "two names")
 
     run(main())

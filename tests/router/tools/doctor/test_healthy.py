@@ -12,7 +12,8 @@ from router.tools.doctor.checks import names
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import look
 from tests.support.front import fronting
-from tests.support.whole_router import LOCAL, configure, routing, run, running
+from tests.support.waiting import run
+from tests.support.whole_router import LOCAL, configure, routing, running
 
 MAMBA = ModelConfig(tokenizer=LOCAL.tokenizer, mamba_cache_mode="align")
 

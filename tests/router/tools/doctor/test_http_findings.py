@@ -13,10 +13,11 @@ import pytest
 
 from publisher.events import AllBlocksCleared
 from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import MODELS, Answers, Findings, at, look, publishing, saying, server
-from tests.support.whole_router import run, running
+from tests.support.waiting import run
+from tests.support.whole_router import running
 
 DOWN = "http://127.0.0.1:9"
 BROKEN = (500, b"no", {})
@@ -95,9 +96,9 @@ def test_configured_endpoints_against_those_the_engine_names() -> None:
                 found = await look(at(engine.base_url, other))
                 found.expect("http.event_sources", Severity.WARNING, "events= says port")
             events = engine.events_endpoint
-            found = await look(Engine(engine.base_url, events=events))
+            found = await look(EngineAddress(engine.base_url, events=events))
             found.expect("http.event_sources", Severity.WARNING, "replay socket that is not used")
-            found = await look(Engine(engine.base_url, events=events, replay=engine.replay_endpoint))
+            found = await look(EngineAddress(engine.base_url, events=events, replay=engine.replay_endpoint))
             found.expect("http.event_sources", Severity.OK, "as given")
 
     run(main())

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from router.replication.schema.keys import SCHEMA, schema_key
 from tests.support.paths import ROOT
-from tests.support.process_fleet import fleet, run
-from tests.support.processes import RedisServer
+from tests.support.process_fleet import fleet
+from tests.support.redis_servers import Server, any_program
+from tests.support.waiting import run
 
 TRACES = ROOT / "tests" / "data" / "traces"
 
@@ -23,8 +25,9 @@ def kvatlas(*args: str, index: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
 
 
+@pytest.mark.process
 def test_recorded_truth_is_exact_through_the_index() -> None:
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         done = kvatlas("verify", str(TRACES), "--json", "--index", server.url, index="")
         assert done.returncode == 0, done.stderr
         total = msgspec.json.decode(done.stdout.splitlines()[-1])["total"]
@@ -36,14 +39,15 @@ def test_recorded_truth_is_exact_through_the_index() -> None:
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"header": {"groups": []}}\nnonsense\n')
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         done = kvatlas("verify", str(broken), "--index", server.url, index="")
         assert done.returncode == 2
         assert "broken.jsonl:2" in done.stderr
 
 
+@pytest.mark.process
 def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
-    async def main(server: RedisServer) -> None:
+    async def main(server: Server) -> None:
         async with fleet(server.url, engines=2) as made:
             stats = kvatlas("index", "stats", "--json", index=server.url)
             (scope,) = msgspec.json.decode(stats.stdout)
@@ -64,12 +68,13 @@ def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
             assert "wrong" in kvatlas("index", "verify", index=server.url).stdout
             assert "generation" in kvatlas("index", "stats", index=server.url).stdout
 
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         run(main(server))
 
 
+@pytest.mark.process
 def test_an_empty_namespace_and_a_server_that_is_away_are_said() -> None:
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         empty = kvatlas("index", "stats", "--namespace", "other", index=server.url)
         assert (empty.returncode, "namespace 'other'" in empty.stderr) == (1, True)
     away = kvatlas("index", "stats", index=server.url)
@@ -77,8 +82,9 @@ def test_an_empty_namespace_and_a_server_that_is_away_are_said() -> None:
     assert away.stderr.startswith("kvatlas index: ")
 
 
+@pytest.mark.process
 def test_a_namespace_of_another_version_is_refused_at_start() -> None:
-    with RedisServer() as server:
+    with Server(any_program()) as server:
         server.command("SET", schema_key("kva").decode(), str(SCHEMA + 1))
         refused = kvatlas("serve", "--engine", "http://127.0.0.1:1", "--port", "0", index=server.url)
         assert refused.returncode == 2

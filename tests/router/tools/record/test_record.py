@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from router.tools.replay.command import facts_of
 from router.tools.replay.player import Player
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens
 from tests.support.paths import ROOT, TRACES
+from tests.support.waiting import until
 
 DEADLINE_S = 30.0
 ANY = "tcp://127.0.0.1:*"
@@ -42,12 +42,6 @@ class Kept:
         self.seqs += [frame.seq for frame in frames]
         self.payloads += [frame.payload for frame in frames]
         return len(frames)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Stage:
@@ -130,9 +124,7 @@ def test_what_nobody_has_any_more_is_counted(replay: bool) -> None:
         stage = Stage(replay=replay)
         async with stage:
             await stage.subscribed() if replay else await until(lambda: stage.stats.connected)
-            while not stage.kept.seqs:
-                stage.publish(1)
-                await asyncio.sleep(0.01)
+            await until(lambda: stage.kept.seqs, meanwhile=lambda: stage.publish(1))
             stage.publish(7, 8)
             await until(lambda: stage.stats.last_seq == 8)
         assert stage.kept.seqs[-2:] == [7, 8]
@@ -368,6 +360,7 @@ def test_an_engine_that_is_not_reached_is_status_1(
     assert "--hash-scheme" in out
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
     async def scenario() -> None:

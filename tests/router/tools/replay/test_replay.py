@@ -28,10 +28,11 @@ from router.tools.replay.player import Player
 from router.tools.replay.publish import PublishEndpoint, paced, publish_frame, publishers, topics_of
 from router.tools.verify.traces import read_trace
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, ENGINE, removed, stored, tokens, write
+from tests.support.examples import examples
 from tests.support.paths import TRACES
+from tests.support.waiting import until
 
 PROMPT = tokens(6 * BLOCK)
-DEADLINE_S = 30.0
 PLANES = (Plane("GPU", 0), Plane("GPU", 1), Plane("CPU", 0))
 OPERATIONS = st.one_of(
     st.tuples(st.just("store"), st.sampled_from(PLANES), st.lists(st.integers(1, 6), max_size=4)),
@@ -54,7 +55,7 @@ def perform(index: MemoryIndex, operation: tuple[str, Any, Any]) -> None:
         getattr(index, name)("e", where, [BlockHash(n) for n in what])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(OPERATIONS, max_size=30))
 def test_the_journal_agrees_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
     ledger, plain = Ledger(), MemoryIndex()
@@ -190,14 +191,11 @@ def test_published_again_it_is_recorded_byte_by_byte(path: Path) -> None:
                 publish_frame(publisher, frame)
             recorder = SourceRecorder(source, kept, context=context)
             task = asyncio.create_task(recorder.run())
-            async with asyncio.timeout(DEADLINE_S):
-                while not recorder.stats.connected or len(kept.frames) < len(early):
-                    await asyncio.sleep(0.01)
-                for frame in frames[len(early) :]:
-                    publish_frame(publisher, frame)
-                    await asyncio.sleep(0)
-                while len(kept.frames) < len(frames):
-                    await asyncio.sleep(0.01)
+            await until(lambda: recorder.stats.connected and len(kept.frames) >= len(early), "history")
+            for frame in frames[len(early) :]:
+                publish_frame(publisher, frame)
+                await asyncio.sleep(0)
+            await until(lambda: len(kept.frames) >= len(frames), "all frames")
             recorder.finish()
             await task
             assert recorder.stats.history_frames >= len(early)
@@ -223,9 +221,7 @@ def test_a_restart_in_the_capture_is_a_restart_on_the_wire() -> None:
             source = RecordSource(ENGINE, publisher.endpoint, publisher.replay_endpoint)
             recorder = SourceRecorder(source, kept, context=context)
             task = asyncio.create_task(recorder.run())
-            async with asyncio.timeout(DEADLINE_S):
-                while len(kept.frames) < 2:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(kept.frames) >= 2, "what the restarted engine published")
             recorder.finish()
             await task
         context.term()

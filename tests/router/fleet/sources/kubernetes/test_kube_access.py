@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.kubernetes.access import Access, AccessError, find_access, read_kubeconfig
-from router.fleet.sources.kubernetes.client import BadAnswerError, LineSplitter
+from router.fleet.sources.kubernetes.access import AccessError, find_access, read_kubeconfig
+from router.fleet.sources.kubernetes.transport import BadAnswerError, LineSplitter, make_client
 from tests.router.fleet.sources.kubernetes.test_kube_source import certificates, seeing
 from tests.support.kube_api import PODS, kube_api
 from tests.support.kube_objects import pod
@@ -27,13 +28,11 @@ def test_inside_a_cluster(tmp_path: Path) -> None:
     for name, text in (("token", "t0ken\n"), ("namespace", "serving\n")):
         (tmp_path / name).write_text(text)
     settings = KubernetesSettings(selector="a=b", credentials_dir=str(tmp_path))
-    access = find_access(settings, IN_CLUSTER)
-    assert access.base_url == "https://10.96.0.1:6443"
-    assert access.namespace == "serving"
-    assert access.headers() == {"authorization": "Bearer t0ken"}
-    (tmp_path / "token").write_text("other")
-    assert access.headers() == {"authorization": "Bearer other"}
-    assert find_access(settings, {"KUBERNETES_SERVICE_HOST": "fd00::1"}).base_url == "https://[fd00::1]:443"
+    config = find_access(settings, IN_CLUSTER)
+    assert config.cluster.server == "https://10.96.0.1:6443"
+    assert config.namespace == "serving"
+    six = find_access(settings, {"KUBERNETES_SERVICE_HOST": "fd00::1"})
+    assert six.cluster.server == "https://[fd00::1]:443"
 
 
 def test_outside_a_cluster_it_says_what_to_give() -> None:
@@ -46,28 +45,44 @@ def test_a_token_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     for url, fine in (("http://10.0.0.1:8001", False), ("http://127.0.0.1:8001", True)):
         settings = KubernetesSettings(selector="a=b", api=url, credentials_dir=str(tmp_path))
         if fine:
-            assert find_access(settings, {}).headers()
+            find_access(settings, {})
         else:
             with pytest.raises(AccessError, match="not sent without TLS"):
                 find_access(settings, {})
 
 
-@pytest.mark.parametrize("content", [None, "two\nlines", b"\xff\xfe"])
-def test_a_token_of_no_use_is_named(tmp_path: Path, content: str | bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"two\nlines", b"\xff\xfe"])
+def test_a_token_of_no_use_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content)
+    settings = KubernetesSettings(selector="a=b", credentials_dir=str(tmp_path))
     with pytest.raises(AccessError, match=str(path)):
-        Access("https://a", token_file=path).headers()
+        find_access(settings, IN_CLUSTER)
+
+
+def test_a_token_that_is_none_later_is_not_told_to_the_log(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "token").write_text("old")
+        async with kube_api() as kube, seeing(kube, tmp_path) as seen:
+            await seen.sees({})
+            kube.tokens = {"new"}
+            (tmp_path / "token").write_text("secret\nlines")
+            await kube.cut()
+            await seen.until(lambda: "unauthorized" in seen.source.stats.errors, "refused")
+            await seen.until(lambda: "one line of text" in seen.source.stats.last_error, "said why")
+            assert "secret" not in seen.source.stats.last_error
+            (tmp_path / "token").write_text("new")
+            await seen.until(lambda: kube.seen_tokens[-1] == "new", "logged in again")
+
+    asyncio.run(main())
 
 
 def test_a_ca_of_no_use_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ca.crt"
-    for content in (None, "no certificate"):
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(AccessError, match=str(path)):
-            Access("https://a", ca_file=path).tls()
+    path.write_text("no certificate")
+    settings = KubernetesSettings(selector="a=b", credentials_dir=str(tmp_path))
+    with pytest.raises(AccessError, match=str(path)):
+        make_client(find_access(settings, IN_CLUSTER))
 
 
 def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
@@ -86,37 +101,95 @@ def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
     return path
 
 
+async def tokens_sent(tmp_path: Path, user: dict[str, Any]) -> list[str]:
+    async with kube_api() as kube:
+        path = kubeconfig(tmp_path / "config", user, server=kube.url)
+        async with seeing(kube, tmp_path, api=None, kubeconfig=str(path), namespaces=()) as seen:
+            await seen.sees({})
+            return kube.seen_tokens
+
+
 def test_a_kubeconfig_with_a_token(tmp_path: Path) -> None:
-    access = read_kubeconfig(kubeconfig(tmp_path / "config", {"token": "t"}))
-    assert (access.base_url, access.namespace) == ("https://k:6443", "serving")
-    assert access.headers() == {"authorization": "Bearer t"}
+    config = read_kubeconfig(kubeconfig(tmp_path / "config", {"token": "t"}))
+    assert (config.cluster.server, config.namespace) == ("https://k:6443/", "serving")
     (tmp_path / "tok").write_text("beside")
-    access = read_kubeconfig(kubeconfig(tmp_path / "config", {"tokenFile": "tok"}))
-    assert access.headers() == {"authorization": "Bearer beside"}
+    for user, token in (({"token": "t"}, "t"), ({"tokenFile": "tok"}, "beside")):
+        assert set(asyncio.run(tokens_sent(tmp_path, user))) == {token}
 
 
 def test_a_kubeconfig_in_yaml(tmp_path: Path) -> None:
-    pytest.importorskip("yaml", reason="kubeconfigs in YAML need PyYAML")
     path = tmp_path / "config"
     path.write_text(
         "current-context: here\ncontexts:\n- name: here\n  context: {cluster: c, user: u}\n"
         "clusters:\n- name: c\n  cluster: {server: 'https://k'}\nusers:\n- name: u\n  user: {token: t}\n"
     )
-    assert read_kubeconfig(path).headers() == {"authorization": "Bearer t"}
+    config = read_kubeconfig(path)
+    assert config.user is not None
+    assert config.user.token == "t"
+
+
+def plug_in(tmp_path: Path, script: str, version: str = "v1") -> dict[str, Any]:
+    path = tmp_path / "login.py"
+    path.write_text(script)
+    login = {"apiVersion": f"client.authentication.k8s.io/{version}", "command": sys.executable}
+    return {"exec": {**login, "args": [str(path)], "env": [{"name": "WHO", "value": "router"}]}}
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta1"])
+def test_a_login_plug_in_is_run_again_when_its_token_is_refused(tmp_path: Path, version: str) -> None:
+    token = tmp_path / "answer.json"
+    user = plug_in(
+        tmp_path, f"import os; assert os.environ['WHO']; print(open({str(token)!r}).read())", version
+    )
+    token.write_text('{"status": {"token": "first"}}')
+
+    async def main() -> None:
+        async with kube_api() as kube:
+            kube.tokens = {"first"}
+            path = kubeconfig(tmp_path / "config", user, server=kube.url)
+            async with seeing(kube, tmp_path, api=None, kubeconfig=str(path), namespaces=()) as seen:
+                await seen.sees({})
+                kube.tokens = {"second"}
+                token.write_text('{"status": {"token": "second"}}')
+                await kube.cut()
+                await seen.until(lambda: kube.seen_tokens[-1] == "second", "logged in again")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("print('{}')", "gave no token"),
+        ("print('no JSON')", "gave no token"),
+        ("import sys; sys.exit('not logged in')", "not logged in"),
+    ],
+)
+def test_a_login_plug_in_that_fails_says_why(tmp_path: Path, script: str, told: str) -> None:
+    async def main() -> None:
+        async with kube_api() as kube:
+            path = kubeconfig(tmp_path / "config", plug_in(tmp_path, script), server=kube.url)
+            async with seeing(kube, tmp_path, api=None, kubeconfig=str(path)) as seen:
+                await seen.until(lambda: "access" in seen.source.stats.errors, "refused")
+                assert told in seen.source.stats.last_error
+                assert kube.seen_tokens == []
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
     ("user", "told"),
     [
-        ({"exec": {"command": "aws"}}, "logs in by a plug-in"),
-        ({"auth-provider": {"name": "gcp"}}, "kubectl proxy"),
-        ({"client-certificate": "nowhere.pem", "client-key": "x"}, "nowhere.pem"),
-        ({"client-certificate-data": "%", "client-key-data": "%"}, "not a kubeconfig that can be used"),
+        ({"auth-provider": {"name": "gcp"}}, "auth-provider not supported"),
+        ({"client-certificate": "nowhere.pem", "client-key": "x"}, "client's certificate"),
+        ({"client-certificate": "nowhere.pem"}, "client's certificate"),
+        ({"client-certificate-data": "%", "client-key-data": "%"}, "client's certificate"),
+        ({"tokenFile": "nowhere"}, "token .*nowhere"),
     ],
 )
 def test_kubeconfigs_that_cannot_be_used(tmp_path: Path, user: dict[str, Any], told: str) -> None:
     with pytest.raises(AccessError, match=told):
-        read_kubeconfig(kubeconfig(tmp_path / "config", user))
+        make_client(read_kubeconfig(kubeconfig(tmp_path / "config", user)))
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"current-context": "x", "contexts": []}', "a: [b"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod
 from router.fleet.sources.kubernetes.picture import Picture, picture
@@ -30,7 +30,7 @@ def seen(
     )
 
 
-def engines(*args: Any, **more: Any) -> list[Engine]:
+def engines(*args: Any, **more: Any) -> list[EngineAddress]:
     return [one.engine for one in seen(*args, **more).sightings]
 
 
@@ -54,20 +54,20 @@ def with_notes(**notes: str) -> Json:
     ],
 )
 def test_the_http_port(ports: dict[str, int], url: str) -> None:
-    assert engines([pod("a", "10.0.0.1", ports=ports)]) == [Engine(url)]
+    assert engines([pod("a", "10.0.0.1", ports=ports)]) == [EngineAddress(url)]
 
 
 def test_named_ports_tell_where_events_are() -> None:
     ports = {"http": 8000, "kv-events": 5557, "kv-replay": 5558}
     assert engines([pod("a", "10.0.0.1", ports=ports)]) == [
-        Engine("http://10.0.0.1:8000", None, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
+        EngineAddress("http://10.0.0.1:8000", None, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
     ]
     renamed = KubernetesSettings(
         selector="a=b", port_name="api", events_port_name="zmq", replay_port_name="again"
     )
     ports = {"api": 1, "zmq": 2, "again": 3}
     assert engines([pod("a", "10.0.0.1", ports=ports)], settings=renamed) == [
-        Engine("http://10.0.0.1:1", None, "tcp://10.0.0.1:2", "tcp://10.0.0.1:3")
+        EngineAddress("http://10.0.0.1:1", None, "tcp://10.0.0.1:2", "tcp://10.0.0.1:3")
     ]
 
 
@@ -75,20 +75,24 @@ def test_annotations_win_over_ports() -> None:
     one = with_notes(port="81", events_port="82", replay_port="83", snapshot_port="84", topic="kv")
     one["spec"]["containers"][0]["ports"].append({"name": "kv-events", "containerPort": 5557})
     ip = "tcp://10.0.0.1"
-    assert engines([one]) == [Engine("http://10.0.0.1:81", None, f"{ip}:82", f"{ip}:83", "kv", f"{ip}:84")]
+    assert engines([one]) == [
+        EngineAddress("http://10.0.0.1:81", None, f"{ip}:82", f"{ip}:83", "kv", f"{ip}:84")
+    ]
 
 
 def test_a_replay_port_without_events_has_nothing_to_complete() -> None:
-    assert engines([with_notes(replay_port="83")]) == [Engine("http://10.0.0.1:8000")]
+    assert engines([with_notes(replay_port="83")]) == [EngineAddress("http://10.0.0.1:8000")]
 
 
 def test_every_data_parallel_rank_is_an_engine_with_ports_of_its_own() -> None:
     one = with_notes(data_parallel_size="3", events_port="5557", replay_port="6557")
     assert engines([one]) == [
-        Engine("http://10.0.0.1:8000", rank, f"tcp://10.0.0.1:{5557 + rank}", f"tcp://10.0.0.1:{6557 + rank}")
+        EngineAddress(
+            "http://10.0.0.1:8000", rank, f"tcp://10.0.0.1:{5557 + rank}", f"tcp://10.0.0.1:{6557 + rank}"
+        )
         for rank in range(3)
     ]
-    assert engines([with_notes(data_parallel_size="1")]) == [Engine("http://10.0.0.1:8000")]
+    assert engines([with_notes(data_parallel_size="1")]) == [EngineAddress("http://10.0.0.1:8000")]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_why_a_pod_gets_no_new_requests() -> None:
 
 def test_ipv6() -> None:
     one = pod("a", "fd00::7", ports={"http": 8000, "kv-events": 5557})
-    assert engines([one]) == [Engine("http://[fd00::7]:8000", None, "tcp://[fd00::7]:5557")]
+    assert engines([one]) == [EngineAddress("http://[fd00::7]:8000", None, "tcp://[fd00::7]:5557")]
 
 
 def test_an_address_given_out_again_belongs_to_who_is_not_leaving() -> None:
@@ -176,7 +180,7 @@ def test_a_pod_with_two_addresses_is_one_engine() -> None:
     a = pod("a", "10.0.0.1")
     four = endpoint_slice("s4", [endpoint("10.0.0.1", of=a)])
     six = endpoint_slice("a6", [endpoint("fd00::1", of=a)], address_type="IPv6")
-    assert engines([], [six, four], settings=SLICES) == [Engine("http://10.0.0.1:8000")]
+    assert engines([], [six, four], settings=SLICES) == [EngineAddress("http://10.0.0.1:8000")]
     assert engines([], [endpoint_slice("f", [endpoint("a.example")], address_type="FQDN")], SLICES) == []
 
 
@@ -184,8 +188,8 @@ def test_pods_and_slices_complete_each_other() -> None:
     a = pod("a", "10.0.0.1", ports={}, annotations={"kvatlas.io/events-port": "5557"})
     one = endpoint_slice("s", [endpoint("10.0.0.1", of=a), endpoint("10.9.9.9")], ports={"http": 8123})
     assert engines([a], [one], BOTH) == [
-        Engine("http://10.0.0.1:8123", None, "tcp://10.0.0.1:5557"),
-        Engine("http://10.9.9.9:8123"),
+        EngineAddress("http://10.0.0.1:8123", None, "tcp://10.0.0.1:5557"),
+        EngineAddress("http://10.9.9.9:8123"),
     ]
     assert held([a], [], settings=BOTH) == {"http://10.0.0.1:8000": "in no EndpointSlice"}
     assert engines([], [endpoint_slice("s", [endpoint("10.0.0.1", of=a)])], BOTH) == []  # no such pod (yet)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,8 +18,8 @@ from router.fleet.sources.kubernetes.source import KubernetesSource
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
 from tests.support.pki import make_authority, make_certificate
+from tests.support.waiting import run, until
 
-WAIT_S = 20.0
 Told = dict[str, str]
 
 
@@ -41,10 +40,7 @@ class Seeing:
         return self.told[-1] if self.told else None
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, f"never happened: {what}; {self.now} {self.source.stats}"
-            await asyncio.sleep(0.005)
+        await until(condition, lambda: f"{what}; {self.now} {self.source.stats}")
 
     async def sees(self, wanted: Told) -> None:
         await self.until(lambda: self.now == wanted, f"{wanted}")
@@ -69,14 +65,6 @@ async def seeing(kube: FakeKube, tmp_path: Path, **changes: Any) -> AsyncIterato
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
-
-
-def run(main: Any) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await main
-
-    asyncio.run(limited())
 
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
@@ -197,7 +185,7 @@ def test_the_api_server_restarts(tmp_path: Path) -> None:
 def test_a_connection_that_died_unnoticed_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.sources.kubernetes.client._SILENCE_S", 0.1)
+    monkeypatch.setattr("router.fleet.sources.kubernetes.reflector._SILENCE_S", 0.1)
 
     async def main() -> None:
         async with kube_api() as kube:
@@ -305,6 +293,59 @@ def test_an_object_that_is_not_understood_costs_only_itself(tmp_path: Path) -> N
             await seen.sees({B: ""})
             assert seen.source.stats.refused == 1
             assert kube.lists == 1
+
+    run(main())
+
+
+def test_text_with_other_ends_of_lines_does_not_break_a_watch(tmp_path: Path) -> None:
+    """Python takes U+0085 and two more for the end of a line; the API server sends them as they are."""
+
+    async def main() -> None:
+        async with kube_api() as kube, seeing(kube, tmp_path) as seen:
+            await seen.sees({})
+            kube.ascii = False
+            await kube.put(PODS, pod("a", "10.0.0.1", annotations={"note": "one\x85two\u2028three\u2029"}))
+            await seen.sees({A: ""})
+            assert seen.source.stats.errors == {}
+
+    run(main())
+
+
+def test_any_selector_is_passed_on_as_it_is_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kube_api() as kube:
+            selector = "app in (vllm,sglang),tier!=test,!legacy"
+            async with seeing(kube, tmp_path, selector=selector):
+                await until(lambda: kube.watches > 0, "a watch")
+            assert kube.selectors == {selector}
+
+    run(main())
+
+
+def test_watches_that_end_at_once_are_spaced_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kube_api() as kube:
+            kube.brief = 3
+            async with seeing(kube, tmp_path) as seen:
+                await seen.until(lambda: kube.watches == 4, "four watches")
+                await kube.put(PODS, pod("a", "10.0.0.1"))
+                await seen.sees({A: ""})
+                assert kube.begun_s[3] - kube.begun_s[0] >= 1.0  # three pauses of at least half a second
+                assert kube.lists == 1
+
+    run(main())
+
+
+def test_a_page_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.sources.kubernetes.transport._PAGE_BYTES_MAX", 4000)
+
+    async def main() -> None:
+        async with kube_api() as kube:
+            for number in range(10):
+                await kube.put(PODS, pod(f"p{number}", f"10.0.1.{number}"))
+            async with seeing(kube, tmp_path) as seen:
+                await seen.until(lambda: "bad_answer" in seen.source.stats.errors, "refused")
+                assert "a page is over 4000 bytes" in seen.source.stats.last_error
 
     run(main())
 
