@@ -63,6 +63,25 @@ def test_algorithms_and_layouts_that_differ() -> None:
     run(main())
 
 
+DRAFTS: Answers = {"metrics": (200, b'vllm:spec_decode_num_drafts_total{engine="0"} 7.0', {})}
+
+
+@pytest.mark.parametrize("ahead", [[[16]], None])
+def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | None) -> None:
+    async def main() -> None:
+        async with saying(server(**DRAFTS)) as first, saying(server(**DRAFTS)) as second:
+            with publishing() as plain, publishing() as other:
+                plain.publish([stored()])
+                other.publish([stored(tokens=32, lookahead_token_ids=ahead)])
+                found = await look(at(first, plain), at(second, other))
+                if ahead is None:
+                    assert found.of("fleet.lookahead") == []
+                else:
+                    found.expect("fleet.lookahead", Severity.WARNING, "KV connector", first, second)
+
+    run(main())
+
+
 def test_releases_that_differ() -> None:
     async def main() -> None:
         async with saying(server()) as new, saying(server(version={"version": "0.30.1"})) as old:
