@@ -111,7 +111,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         messages += [message for message in earlier if message["role"] != "system"]
         given = self.input
         for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-            messages.append(_item(item))
+            _add_item(messages, item)
         tools = [
             _tool(tool, tool.get("parameters")) for tool in self.tools or [] if tool["type"] == "function"
         ]
@@ -120,22 +120,33 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             messages=messages,
             tools=tools or None,
             max_tokens=self.max_output_tokens,
+            add_special_tokens=True,
             stream=self.stream,
             cache_salt=self.cache_salt,
         )
 
 
-def _item(item: Json) -> Json:
+def _add_item(messages: list[Json], item: Json) -> None:
+    """Add an input item; a function call belongs to the assistant's message before it."""
     kind, content = item.get("type", "message"), item.get("content")
+    if kind == "function_call":
+        function = {"name": item["name"], "arguments": json.loads(item["arguments"])}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant"})
+        call = {"id": item["call_id"], "function": function, "type": "function"}
+        messages[-1].setdefault("tool_calls", []).append(call)
+        return
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        said = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
+        messages.append({"role": "tool", **said})
+        return
     if kind != "message" or "role" not in item:
         raise invalid(f"input of type {kind!r} is not simulated", param="input")
     if isinstance(content, list) and item["role"] == "assistant":
         content = content[0]["text"]
     elif isinstance(content, list):
         content = [{"type": "text", "text": part["text"]} for part in content]
-    return {"role": item["role"], "content": content}
+    messages.append({"role": item["role"], "content": content})
 
 
 class MessagesAnswer(msgspec.Struct, frozen=True):

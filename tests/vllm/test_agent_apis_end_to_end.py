@@ -84,7 +84,8 @@ def test_every_predicted_hit_is_what_the_engine_reports(fleet: Fleet) -> None:
 
     told = [outcome for outcome in outcomes if outcome.cached_tokens is not None]
     wrong = [o for o in told if o.predicted != o.cached_tokens]
-    assert not wrong, f"{len(wrong)} of {len(told)} wrong: {wrong[:5]}"
+    receipts = [r for r in fleet.router.receipts() if r["predicted_tokens"] != r["actual_tokens"]]
+    assert not wrong, f"{len(wrong)} of {len(told)} wrong: {wrong[:5]}, {receipts[-5:]}"
     hits = [outcome for outcome in told if outcome.predicted]
     served = Counter(outcome.engine_id for outcome in outcomes)
     print(f"{len(outcomes)} asked, {len(told)} told, {len(hits)} hits, served {served}")
