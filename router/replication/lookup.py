@@ -26,7 +26,7 @@ from router.placement.engine import NO_LOOK, Look
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.gossip.load import LoadGossip
 from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
 from router.replication.schema.scope_cache import SharedEngine
 

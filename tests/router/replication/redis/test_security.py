@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from router.replication.redis.client import connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
@@ -180,6 +180,7 @@ def test_tls(certificate: Path) -> None:
         server.close()
 
 
+@pytest.mark.process
 def test_sentinel(tmp_path: Path) -> None:
     binary = any_program()
     master = Server(binary)
