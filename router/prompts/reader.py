@@ -1,7 +1,8 @@
 """From a request to what it is placed by: exact tokens and block hashes, or text affinity.
 
 The order is fixed: computed here, where a tokenizer is configured and the prompt is of a kind that can be
-reproduced exactly; else by an engine's own endpoint, within a time budget; else by affinity of the text.
+reproduced exactly; else by a render server, else by an engine's own endpoint, within a time budget; else by
+affinity of the text.
 Nothing is ever guessed: each step either is exact or gives way, and is counted with the reason.
 
 Bodies above ``prompt_bytes_max`` are not decoded at all: their first bytes stand for their text.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +30,7 @@ from router.prompts.engine_side import EngineSide, Post
 from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
+from router.prompts.renderers import Renderers
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion
 from router.prompts.sizes import compact
 from router.prompts.stats import PromptStats
@@ -87,6 +90,9 @@ class PromptReader:
         self._engine_url = engine_url
         self._is_adapter = is_adapter
         self._engine_side = EngineSide(post, settings, self.stats, clock)
+        self.renderers = Renderers(
+            settings.renderers, EngineSide(post, settings, self.stats, clock, who="renderer")
+        )
         self._workers = Workers(
             self.stats, threads=settings.worker_threads, queue_len_max=settings.worker_queue_len_max
         )
@@ -140,7 +146,7 @@ class PromptReader:
             local = self._local.get(self._target(model).name)
         except NotLocalError:
             return None
-        return None if local is None else local.tokenizer.name
+        return None if local is None else local.by(chat=True)
 
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
@@ -205,7 +211,7 @@ class PromptReader:
             entry,
             self.stats,
             source="local",
-            by=local.tokenizer.name,
+            by=local.by(chat=isinstance(parsed, ChatBody)),
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
         )
@@ -215,7 +221,8 @@ class PromptReader:
     ) -> Prompt | TextAffinity:
         prompt = None if reason in _HOPELESS - {"endpoint"} else await self._ask_engine(request, path, parsed)
         if prompt is not None:
-            self.stats.engine += 1
+            self.stats.renderer += prompt.source == "renderer"
+            self.stats.engine += prompt.source == "engine"
             return prompt
         keys = affinity_keys(_pieces(request, parsed), _affinity_scope(request, parsed))
         self.stats.affinity[reason] += 1
@@ -227,12 +234,17 @@ class PromptReader:
             extras = _extras(target, parsed)
         except NotLocalError:
             return None
-        base_url = self._engine_url(request.model)
-        if base_url is None:
-            return None
-        found = await self._engine_side.tokens(
-            base_url, path, request.body, parsed, authorization=_authorization(request)
-        )
+        authorization = _authorization(request)
+        source: Literal["renderer", "engine"] = "renderer"
+        rendered = await self.renderers.tokens(path, request.body, parsed, authorization=authorization)
+        found, by = rendered or (None, "")
+        if found is None:
+            source, by = "engine", self._engine_url(request.model) or ""
+            if not by:
+                return None
+            found = await self._engine_side.tokens(
+                by, path, request.body, parsed, authorization=authorization
+            )
         # With an adapter the engine may put its name into item identifiers: depends on its flags.
         if found is None or (found.multimodal and target.lora_name is not None):
             return None
@@ -242,8 +254,8 @@ class PromptReader:
         return Prompt(
             entry,
             self.stats,
-            source="engine",
-            by=base_url,
+            source=source,
+            by=by,
             num_prompts=found.num_prompts,
             skips_cache=parsed is not None and parsed.skips_cache(),
         )

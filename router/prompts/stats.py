@@ -1,6 +1,6 @@
 """Counters of the prompt reader, plain numbers that the metrics exporter reads.
 
-Always true: every request read is counted once, in ``local``, ``engine`` or ``affinity[reason]``;
+Always true: every request read is counted once, in ``local``, ``renderer``, ``engine``, ``affinity[reason]``;
 a refused one (an ``ApiError``) in ``refused``.
 """
 
@@ -39,6 +39,8 @@ class PromptStats(msgspec.Struct):
     """Prompts tokenized by the router itself."""
     engine: int = 0
     """Prompts tokenized by asking an engine."""
+    renderer: int = 0
+    """Prompts tokenized by asking a render server."""
     refused: int = 0
     """Requests refused while their prompt was read: no engine would take them either."""
     not_local: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
@@ -91,6 +93,12 @@ class PromptStats(msgspec.Struct):
     worker_full: int = 0
     """Prompts that went to affinity because the worker queue was full."""
 
+    renderer_calls: int = 0
+    """Calls to render servers for the tokens of a prompt."""
+    renderer_failures: int = 0
+    """Such calls without an answer that can be used."""
+    renderer_skipped: int = 0
+    """Calls to render servers not made: the server is failing, or too many calls at once."""
     engine_calls: int = 0
     """Calls to engines for the tokens of a prompt."""
     engine_failures: int = 0

@@ -20,13 +20,14 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.registry import renderer_from_config
 
 
-def make_renderer(directory: str, options: dict[str, Any]) -> OnlineRenderer:
-    model = ModelConfig(model=directory, dtype="float32")
+def make_renderer(
+    directory: str, options: dict[str, Any], model_options: dict[str, Any] | None = None
+) -> OnlineRenderer:
+    model = ModelConfig(model=directory, dtype="float32", **(model_options or {}))
     renderer = renderer_from_config(VllmConfig(model_config=model))
-    settings = {"chat_template": None, "chat_template_content_format": "auto", **options}
-    return OnlineRenderer(
-        model, renderer, request_logger=None, enable_auto_tools=True, tool_parser="hermes", **settings
-    )
+    settings = {"chat_template": None, "chat_template_content_format": "auto", "tool_parser": "hermes"}
+    settings |= options
+    return OnlineRenderer(model, renderer, request_logger=None, enable_auto_tools=True, **settings)
 
 
 async def token_ids(renderer: OnlineRenderer, path: str, body: dict[str, Any]) -> list[list[int]] | None:
@@ -46,7 +47,7 @@ async def token_ids(renderer: OnlineRenderer, path: str, body: dict[str, Any]) -
 async def answer(jobs: list[dict[str, Any]]) -> list[list[list[list[int]] | None]]:
     answers = []
     for job in jobs:
-        renderer = make_renderer(job["directory"], job["options"])
+        renderer = make_renderer(job["directory"], job["options"], job.get("model"))
         answers.append([await token_ids(renderer, path, body) for path, body in job["requests"]])
     return answers
 
