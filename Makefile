@@ -1,9 +1,10 @@
 # Everything a developer runs. Each target makes the virtual environment it needs and does nothing twice.
 #   PYTHON=python3.12   the interpreter to make .venv with (3.11 or later; default: the first that fits)
 #   ARGS="..."          passed on to the program behind the target
+#   WORKERS=4           how many processes run tests side by side (default 2; 0: none but pytest itself)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-random test-connectors charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all test-vllm test-random test-connectors charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -11,6 +12,8 @@ BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
+# Two workers on two cores; a file stays on one, so that its servers are started once.
+PARALLEL = -n $(or $(WORKERS),2) --dist loadfile
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 # Only what was said to make counts: a shell may have variables of these names.
@@ -23,8 +26,11 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 	@$(BIN)/kvatlas demo $(call demo_option,SECONDS,seconds) $(call demo_option,ENGINES,engines) \
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
-test: $(DEV) ## All tests but those that need a real vLLM
-	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+test: $(DEV) ## The fast tests: no long ones, a fifth of the random examples, one of each kind that starts processes
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not vllm and not process and not long" $(ARGS)
+
+test-all: $(DEV) ## All tests but those that need a real vLLM
+	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \

@@ -12,14 +12,29 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import __version__
+from router.api.answers import (
+    DocumentedApi,
+    EngineBrief,
+    EngineView,
+    Health,
+    ModelList,
+    Ready,
+    ReceiptView,
+    Version,
+    described,
+    refer,
+    view_receipt,
+)
 from router.api.metrics import Sources, render_metrics
 from router.api.readiness import Readiness
-from router.fleet.status import Fleet
+from router.fleet.sources.base import SourceStats
+from router.fleet.status import Fleet, ModelCard
+from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import decode_leniently, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -73,19 +88,21 @@ def create_ops(
     body_bytes_max: int,
 ) -> FastAPI:
     """The application with everything, for the ops port."""
-    app = _create(sources, readiness)
+    app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
     _add_metrics(app, sources)
     _add_insight(app, planner, sources, body_bytes_max)
     return app
 
 
-def _create(sources: Sources, readiness: Callable[[], Readiness]) -> FastAPI:
-    app = FastAPI(
+def _create(
+    sources: Sources, readiness: Callable[[], Readiness], *, openapi_url: str | None = None
+) -> FastAPI:
+    app = DocumentedApi(
         title="kvatlas",
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
+        openapi_url=openapi_url,
         redirect_slashes=False,
     )
     add_errors(app)
@@ -127,28 +144,37 @@ def error_answer(error: ApiError) -> Response:
     return Response(error.body(), error.status, headers, media_type="application/json")
 
 
-def _get(app: FastAPI, path: str) -> Callable[[Any], Any]:
-    """A route for GET, and for HEAD as probes send it."""
-    return app.api_route(path, methods=["GET", "HEAD"])
+def _get(app: FastAPI, path: str, schema: dict[str, Any] | None = None) -> Callable[[Any], Any]:
+    """A route for GET, and for HEAD as probes send it; ``schema`` is of its JSON answer."""
+
+    def add(work: Any) -> Any:
+        app.head(path, include_in_schema=False)(work)
+        responses = None if schema is None else described(schema)
+        return app.get(path, response_class=Response, responses=responses)(work)
+
+    return add
 
 
 def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readiness]) -> None:
-    @_get(app, "/health")
-    async def health() -> dict[str, str]:
+    @_get(app, "/health", refer(Health))
+    async def health() -> Response:
         """The process lives."""
-        return {"status": "ok"}
+        return json_answer(Health())
 
-    @_get(app, "/ready")
-    async def ready() -> JSONResponse:
-        """200 once at least one engine answers and its feed has caught up (or had its time)."""
+    @_get(app, "/ready", refer(Ready))
+    async def ready() -> Response:
+        """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
         state = readiness()
-        engines = {status.engine_id: _brief(status) for status in sources.fleet}
-        content = {"ready": state.ready, "reason": state.reason, "engines": engines}
-        return JSONResponse(content, 200 if state.ready else 503)
+        engines = {
+            status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
+            for status in sources.fleet
+        }
+        return json_answer(Ready(state.ready, state.reason, engines), 200 if state.ready else 503)
 
-    @_get(app, "/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
+    @_get(app, "/version", refer(Version))
+    async def version() -> Response:
+        """Which kvatlas this is."""
+        return json_answer(Version(__version__))
 
 
 def _add_metrics(app: FastAPI, sources: Sources) -> None:
@@ -159,42 +185,36 @@ def _add_metrics(app: FastAPI, sources: Sources) -> None:
 
 
 def _add_models(app: FastAPI, fleet: Fleet[Engine]) -> None:
-    @_get(app, "/v1/models")
+    @_get(app, "/v1/models", refer(ModelList))
     async def models() -> Response:
         """Models of all engines that are up."""
-        cards = [msgspec.to_builtins(card) for card in fleet.model_cards()]
-        return json_answer({"object": "list", "data": cards})
+        return json_answer(ModelList(list(fleet.model_cards())))
 
-    @_get(app, "/v1/models/{model:path}")
+    @_get(app, "/v1/models/{model:path}", refer(ModelCard))
     async def model(model: str) -> Response:
         """One model's card."""
         card = next((card for card in fleet.model_cards() if card.id == model), None)
         if card is None:
             raise model_not_found(model)
-        return json_answer(msgspec.to_builtins(card))
+        return json_answer(card)
 
 
 def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
-    @_get(app, "/kvatlas/engines")
+    @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
     async def engines() -> Response:
         """Every engine as the router sees it."""
         return json_answer([_full(sources, status) for status in sources.fleet])
 
-    @_get(app, "/kvatlas/sources")
+    @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:
         """Where engines come from, and how well that works."""
         known = {} if sources.origins is None else sources.origins.stats
-        return json_answer({name: msgspec.to_builtins(stats) for name, stats in known.items()})
+        return json_answer(dict(known))
 
-    @_get(app, "/kvatlas/receipts")
+    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
     async def receipts() -> Response:
         """The latest receipts, oldest first."""
-        return json_answer(
-            [
-                {**msgspec.to_builtins(r), "hit_by_medium": r.by_medium, "outcome": r.outcome}
-                for r in sources.accounts.receipts.latest
-            ]
-        )
+        return json_answer([view_receipt(receipt) for receipt in sources.accounts.receipts.latest])
 
     @_get(app, "/kvatlas/access_log")
     async def access_log() -> Response:
@@ -204,18 +224,33 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
             raise access_log_off()
         return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
 
-    @app.post("/kvatlas/explain")
+    @app.post(
+        "/kvatlas/explain",
+        response_class=Response,
+        responses=described({"type": "object"}),
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
+    )
     async def explain_request(request: Request) -> Response:
-        """What would happen to this completion request, and why; nothing is forwarded."""
+        """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
+        default that of a chat (messages), a completion (prompt) or a response (input)."""
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
-        raw = _fields(body)
-        if "messages" not in raw and "prompt" not in raw:
-            raise bad_request("missing_prompt", "Send a chat (messages) or completion (prompt) request body.")
-        path = "/v1/chat/completions" if "messages" in raw else "/v1/completions"
+        path = request.query_params.get("path") or _likely_path(body)
+        if path not in PROMPT_APIS:
+            raise bad_request(
+                "missing_prompt",
+                "Send the body of a chat (messages), completion (prompt) or response (input), "
+                f"or name its path: ?path= one of {', '.join(PROMPT_APIS)}.",
+            )
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        return json_answer(explain(await planner.explain(inbound)))
+        return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+
+
+def _likely_path(body: bytes) -> str:
+    fields = _fields(body)
+    by_field = {"messages": CHAT, "prompt": COMPLETION, "input": RESPONSES}
+    return next((path for field, path in by_field.items() if field in fields), "")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
@@ -243,40 +278,29 @@ def json_answer(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _brief(status: Engine) -> dict[str, Any]:
-    return {
-        "up": status.up,
-        "problem": status.problem,
-        "held": status.held,
-        "feed": status.feed_state,
-    }
-
-
-def _full(sources: Sources, status: Engine) -> dict[str, Any]:
-    feed, now = status.feed, sources.accounts.now()
+def _full(sources: Sources, status: Engine) -> EngineView:
+    now = sources.accounts.now()
     engine = None if status.residency is None else status.residency.writer
-    return {
-        "engine": status.engine_id,
-        "up": status.up,
-        "problem": status.problem,
-        "held": status.held,
-        "models": [card.id for card in status.models],
-        "available": status.breaker.allows(now),
-        "publishes_events": status.publishes_events,
-        "kv_usage": status.kv_usage,
-        "kv_cached": None if engine is None else engine.cached_share(status.pool_blocks),
-        "feed": None if feed is None else msgspec.to_builtins(feed),
-        "feed_state": status.feed_state,
-        "followed_by": None if sources.shared is None else sources.shared.follower(status.engine_id),
-        "mode": "shadow" if status.shadow is not None else None if engine is None else engine.mode,
-        "scheme": None if engine is None or engine.scheme is None else msgspec.to_builtins(engine.scheme),
-        "assumed_scheme": None
-        if engine is None or engine.assumed is None
-        else msgspec.to_builtins(engine.assumed),
-        "layout": None if engine is None or engine.layout is None else msgspec.to_builtins(engine.layout),
-        "shared_stores": [] if engine is None else sorted(engine.stores),
-        "rejected_events": {} if engine is None else dict(engine.rejected),
-        "load": msgspec.to_builtins(status.load.at(now)),
-        "receipts": status.receipts.outcomes,
-        "drifting": status.receipts.drifting,
-    }
+    return EngineView(
+        engine=status.engine_id,
+        up=status.up,
+        problem=status.problem,
+        held=status.held,
+        models=[card.id for card in status.models],
+        available=status.breaker.allows(now),
+        publishes_events=status.publishes_events,
+        kv_usage=status.kv_usage,
+        kv_cached=None if engine is None else engine.cached_share(status.pool_blocks),
+        feed=status.feed,
+        feed_state=status.feed_state,
+        followed_by=None if sources.shared is None else sources.shared.follower(status.engine_id),
+        mode="shadow" if status.shadow is not None else None if engine is None else engine.mode,
+        scheme=None if engine is None else engine.scheme,
+        assumed_scheme=None if engine is None else engine.assumed,
+        layout=None if engine is None else engine.layout,
+        shared_stores=[] if engine is None else sorted(engine.stores),
+        rejected_events={} if engine is None else dict(engine.rejected),
+        load=status.load.at(now),
+        receipts=status.receipts.outcomes,
+        drifting=status.receipts.drifting,
+    )

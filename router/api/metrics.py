@@ -56,6 +56,8 @@ _GAUGES = frozenset(
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
+_LABELS = {"prompts_reads": ["api", "how"]}
+"""Labels of numbers that are counted by more than one word."""
 _UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
 _NOT_NUMBERS = frozenset({"state", "reason"})
 
@@ -372,12 +374,13 @@ def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
 
 
 def _numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
-    """One family per number of a stats struct; a dict becomes a ``reason`` label."""
+    """One family per number of a stats struct; a dict becomes a ``reason`` label, or those of ``_LABELS``."""
     for name in stats.__struct_fields__:
         value = getattr(stats, name)
-        family = _family(part, type(stats), name, ["reason"] if isinstance(value, dict) else [])
-        for label, number in value.items() if isinstance(value, dict) else [(None, value)]:
-            family.add_metric([] if label is None else [str(label)], float(number))
+        labels = _LABELS.get(f"{part}_{name}", ["reason"]) if isinstance(value, dict) else []
+        family = _family(part, type(stats), name, labels)
+        for key, number in value.items() if isinstance(value, dict) else [((), value)]:
+            family.add_metric(list(key) if isinstance(key, tuple) else [str(key)], float(number))
         yield family
 
 

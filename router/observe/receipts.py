@@ -53,6 +53,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     trunk_tokens: int = 0
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
+    api: str = ""
+    """The API that was asked: chat, completions, messages, responses, ..."""
+    read: str = ""
+    """Who tokenized the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
     index_problem: str = ""

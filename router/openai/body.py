@@ -23,7 +23,7 @@ from router.openai.outline import OutlineError, top_level
 _REASON_LENGTH_MAX = 200
 _LENIENT_BYTES_MAX = 1 << 20
 """Above this size a body is only read by the fast parser: the slow one would hold the event loop."""
-_GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs"})
+_GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs", "sampling_params"})
 _HINTS: Final = (b"kv_transfer_params", b"vllm_xargs", b"\\u")
 _HINT_BYTES_MAX: Final = 32
 _WINDOW_BYTES: Final = 1 << 20
@@ -38,6 +38,8 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     stream: bool = False
     guarded: bool = False
     """It has a field that ``router.proxy.screen`` looks into; of a large body: it may have."""
+    previous_response: str | None = None
+    """The response that it goes on from (Responses API)."""
 
 
 _ABSENT = msgspec.Raw(b"null")
@@ -50,6 +52,8 @@ class _Peek(msgspec.Struct, gc=False):
     stream: msgspec.Raw = _ABSENT
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    previous_response_id: msgspec.Raw = _ABSENT
 
 
 _PEEK = msgspec.json.Decoder(_Peek)
@@ -61,11 +65,16 @@ async def peek_any_size(body: bytes) -> Peek:
     if len(body) <= _INLINE_BYTES_MAX:
         return peek(body)
     try:
-        found = await asyncio.to_thread(top_level, body, ("model", "stream"))
+        found = await asyncio.to_thread(top_level, body, ("model", "stream", "previous_response_id"))
     except OutlineError as error:
         raise invalid_json(error) from None
     guarded = await asyncio.to_thread(_may_be_guarded, body)
-    return _read(found.get("model", b""), found.get("stream", b""), guarded=guarded)
+    return _read(
+        found.get("model", b""),
+        found.get("stream", b""),
+        found.get("previous_response_id", b""),
+        guarded=guarded,
+    )
 
 
 def _may_be_guarded(body: bytes) -> bool:
@@ -83,20 +92,29 @@ def peek(body: bytes) -> Peek:
         seen = _PEEK.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         found = decode_leniently(body, error)
-        model = found.get("model")
-        # Half a surrogate pair is a string in Python and text nowhere else.
-        name = model.encode(errors="replace").decode() if isinstance(model, str) else None
-        return Peek(name, found.get("stream") is True, not _GUARDED.isdisjoint(found))
-    guarded = seen.kv_transfer_params is not msgspec.UNSET or seen.vllm_xargs is not msgspec.UNSET
-    return _read(bytes(seen.model), bytes(seen.stream), guarded=guarded)
+        return Peek(
+            _plain_text(found.get("model")),
+            found.get("stream") is True,
+            not _GUARDED.isdisjoint(found),
+            _plain_text(found.get("previous_response_id")),
+        )
+    unset = msgspec.UNSET
+    guarded = not (seen.kv_transfer_params is seen.vllm_xargs is seen.sampling_params is unset)
+    return _read(bytes(seen.model), bytes(seen.stream), bytes(seen.previous_response_id), guarded=guarded)
 
 
-def _read(model: bytes, stream: bytes, *, guarded: bool) -> Peek:
+def _plain_text(value: Any) -> str | None:
+    """Half a surrogate pair is a string in Python and text nowhere else."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else None
+
+
+def _read(model: bytes, stream: bytes, previous: bytes, *, guarded: bool) -> Peek:
     try:
         name = _TEXT.decode(model) if model.startswith(b'"') else None
+        earlier = _TEXT.decode(previous) if previous.startswith(b'"') else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid_json(error) from None
-    return Peek(name, stream == b"true", guarded)
+    return Peek(name, stream == b"true", guarded, earlier)
 
 
 def decode_leniently(body: bytes, first_error: Exception) -> dict[str, Any]:

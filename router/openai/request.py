@@ -20,6 +20,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     stream: bool = False
     request_id: bytes = b""
     """The client's ``x-request-id``, or the one made for it."""
+    earlier_response: str | None = None
+    """Id of the response that it goes on from, asks for or cancels: one engine has it."""
 
 
 class Usage(msgspec.Struct, gc=False):

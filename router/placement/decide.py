@@ -20,6 +20,7 @@ from publisher.block_hash import HashScheme
 from router.fleet.status import Fleet
 from router.index.model import EngineHit
 from router.index.models import Scopes
+from router.openai.apis import PROMPT_APIS
 from router.openai.errors import model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
@@ -32,7 +33,6 @@ from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
-from router.proxy.paths import COMPLETION_PATHS
 
 
 class Planner:
@@ -80,10 +80,10 @@ class Planner:
     async def _decide(
         self, request: InboundRequest, exclude: frozenset[str], *, rehearsal: bool = False
     ) -> Decision:
-        engines = self._askable(request.model, exclude)
+        engines = self._holders(request, self._askable(request.model, exclude), exclude)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
-        if request.method == "POST" and request.path in COMPLETION_PATHS:
+        if request.method == "POST" and request.path in PROMPT_APIS:
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
@@ -135,6 +135,19 @@ class Planner:
                 "All engines are rate-limiting (Retry-After).", retry_after_s=math.ceil(min(waits_s))
             )
         return willing
+
+    def _holders(
+        self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
+    ) -> list[Engine]:
+        """Those of the engines that can go on from an earlier response: the one that made it, where that is
+        known. Any other one would say that there is none."""
+        holder = self._accounts.responses.holder(request.earlier_response)
+        found = None if holder is None else self._fleet.get(holder)
+        if found is None:
+            return engines
+        if not found.up or found.engine_id in exclude:
+            raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
+        return [found]
 
     def _asked(
         self,

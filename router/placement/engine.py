@@ -32,6 +32,7 @@ from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import NO_OTHERS, LoadAccount, LoadStats, OthersLoad
 from router.placement.rates import FleetRates
+from router.placement.responses import ResponseHolders
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.proxy.breaker import Breaker
 
@@ -98,6 +99,7 @@ class Accounts:
         self.load_stats = LoadStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
+        self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
         self.access = AccessLog(access) if access.path else None
@@ -106,6 +108,7 @@ class Accounts:
         """The engine left the fleet."""
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
+        self.responses.forget(engine_id)
 
 
 class PromptView(msgspec.Struct, gc=False):

@@ -14,11 +14,11 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 
 
-def explain(decision: Decision) -> dict[str, Any]:
-    """The decision as JSON-ready values; token counts, seconds."""
+def explain(decision: Decision, api: str) -> dict[str, Any]:
+    """The decision on a request of this API as JSON-ready values; token counts, seconds."""
     taken = decision.candidate.hit
     return {
-        "prompt": _prompt(decision),
+        "prompt": {"api": api, **_prompt(decision)},
         "choice": {
             "engine": decision.choice.engine_id,
             "reason": decision.choice.reason,

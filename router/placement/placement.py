@@ -16,6 +16,7 @@ from publisher.groups import Family
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
+from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.placement.candidate import Candidate, Choice, Hit
 from router.placement.engine import Accounts, Engine
@@ -23,7 +24,7 @@ from router.placement.inflight import InflightPrompt, keeps
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
-from router.proxy.paths import CACHE_RESETS, COMPLETION_PATHS
+from router.proxy.paths import CACHE_RESETS
 
 _REQUEST_ID_BYTES_MAX = 256
 """Clients choose it, and receipts are kept."""
@@ -111,6 +112,11 @@ class Placement(Attempt):
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
 
+    def made_response(self, response_id: str | None) -> None:
+        """See ``Attempt``."""
+        if response_id is not None and not self.engine.closed:
+            self._accounts.responses.record(response_id, self.engine_id)
+
     def _begun(self, now: float) -> None:
         self._answered = True
         engine = self.engine
@@ -158,7 +164,7 @@ class Placement(Attempt):
                 engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
             if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
                 engine.residency.writer.doubt()
-        if accounts.access is not None and self.request.path in COMPLETION_PATHS:
+        if accounts.access is not None and self.request.path in PROMPT_APIS:
             self._log_access(accounts.access, usage, now)
 
     def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
@@ -204,6 +210,8 @@ class Placement(Attempt):
             trunk_tokens=hit.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
+            api=PROMPT_APIS.get(self.request.path, ""),
+            read=read.source if isinstance(read, Prompt) else "",
             reason=decision.choice.reason,
             index_problem=decision.index_problem,
             ttft_s=self._ttft_s,

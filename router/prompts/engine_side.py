@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from publisher.block_hash import MultimodalItem
+from router.openai.apis import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.config import PromptSettings
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.stats import PromptStats
@@ -29,7 +30,7 @@ Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]
 """``post(url, json_body, headers, timeout_s) -> (status, body)``; may raise ``OSError`` or ``TimeoutError``.
 It adds no credentials: what an engine computes for a client, it computes in the client's name."""
 
-RENDER_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 _RESTS_MAX: Final = 1024
 """Endpoints remembered as resting; when full, all are asked again."""
@@ -202,6 +203,14 @@ def _rendered(answer: bytes) -> EngineTokens:
 
 def _tokenized(answer: bytes) -> EngineTokens:
     return EngineTokens(ids_of(_TOKENIZED.decode(answer).tokens))
+
+
+def placed_items(features: Any) -> tuple[MultimodalItem, ...]:
+    """The items of a request that names them as render endpoints do. Raises ``NotLocalError``."""
+    try:
+        return _items(msgspec.convert(features, _Features | None))
+    except (msgspec.ValidationError, ValueError, KeyError):
+        raise NotLocalError("multimodal") from None
 
 
 def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:

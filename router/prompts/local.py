@@ -14,13 +14,16 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Final, cast
 
 import msgspec
 
 from publisher.block_hash import PromptExtras
 from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
+from router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from router.prompts.chat.context import ChatContext, ContextCache, chat_context, context_key, parse_tools
+from router.prompts.chat.conversions import TemplateTraits
 from router.prompts.chat.messages import Message, parse_message, without_developer_role
 from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -126,6 +129,20 @@ class LocalModel:
             return self.tokenizer.name
         return f"{self.family.name}, {self.tokenizer.name}"
 
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What engines find out about the template when they start."""
+        sources = [None if one is None else one.source for one in self.templates.values()]
+        return TemplateTraits(any(map(wants_system_first, sources)), disabled_effort(self._short_chat))
+
+    def _short_chat(self, effort: str) -> str | None:
+        body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
+        try:
+            text = self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
+        except NotLocalError:
+            return None
+        return text if isinstance(text, str) else None
+
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
         """The prompt of a chat. Raises ``NotLocalError``, ``ApiError`` 400."""
         if self._renderer != "hf" and self.family is None:
@@ -133,8 +150,10 @@ class LocalModel:
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
         template, context = self._context_of(body)
-        special = _flag(body.add_special_tokens)
-        limits = _ENCODER.encode((body.truncate_prompt_tokens, body.truncation_side, special))
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        limits = _ENCODER.encode(
+            (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
+        )
         stamp = b"" if self.family is None else self.family.stamp()
         scope = compact(b"\0".join((scope, context.key, limits, self.tokenizer.name.encode(), stamp)))
         raws = [bytes(raw) for raw in body.messages]
@@ -148,7 +167,7 @@ class LocalModel:
             raws[:shared] = parent.raws[:shared]  # the same objects: memory for new messages only
 
         def render() -> _Rendered:
-            return self._render(raws, parent, shared, template, context)
+            return self._render(raws, parent, shared, template, context, orders_calls=body.orders_tool_calls)
 
         long = size > _INLINE_BODY_BYTES or len(raws) - shared > _INLINE_MESSAGES
         rendered = await self._workers.run(render) if long else render()
@@ -233,13 +252,16 @@ class LocalModel:
         shared: int,
         template: ChatTemplate | Family,
         context: ChatContext,
+        *,
+        orders_calls: bool = True,
     ) -> _Rendered:
         """Decode the new messages and render all."""
         conversation = parent.conversation[:shared] if parent is not None else []
         weights = parent.weights[:shared] if parent is not None else []
         shapes = set(parent.shapes) if parent is not None else {context.shape}
         for index in range(shared, len(raws)):
-            message = self._parsed(decode_message(msgspec.Raw(raws[index]), index), template)
+            raw = decode_message(msgspec.Raw(raws[index]), index)
+            message = self._parsed(raw, template, orders_calls=orders_calls)
             conversation.append(message)
             weights.append(kept_bytes(message))
             shapes.add(message_shape(message))
@@ -252,10 +274,11 @@ class LocalModel:
             raise NotLocalError("template_rejected") from None
         return _Rendered(conversation, weights, frozen, text)
 
-    def _parsed(self, message: Message, template: ChatTemplate | Family) -> Message:
+    def _parsed(self, message: Message, template: ChatTemplate | Family, *, orders_calls: bool) -> Message:
         if not isinstance(template, ChatTemplate):
             return template.parse(message)
-        return parse_message(message, template.content_format if self._format == "auto" else self._format)
+        form = template.content_format if self._format == "auto" else self._format
+        return parse_message(message, form, orders_calls=orders_calls)
 
     @staticmethod
     def _render_all(

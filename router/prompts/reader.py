@@ -21,19 +21,23 @@ import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
+from router.openai.apis import PROMPT_APIS
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
-from router.prompts.affinity import TextAffinity, affinity_keys, chat_pieces, completion_pieces, raw_piece
+from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
+from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
 from router.prompts.cache import PrefixCache, cached_ids
+from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.prompts.engine_side import EngineSide, Post
+from router.prompts.engine_side import EngineSide, EngineTokens, Post, placed_items
 from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
 from router.prompts.renderers import Renderers
-from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_chat, decode_completion
+from router.prompts.request import BatchBody, ChatBody, CompletionBody, GenerateBody, NotLocalError
 from router.prompts.sizes import compact
 from router.prompts.stats import PromptStats
+from router.prompts.tokens.truncation import ids_of
 from router.prompts.workers import Workers
 
 __all__ = [
@@ -48,12 +52,10 @@ __all__ = [
 
 ANY_MODEL = "*"
 """Key of ``models`` for every base model not named."""
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-_HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "endpoint"})
+_HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "earlier_response"})
 """Reasons that asking an engine cannot help, or would only burden it."""
 _ENCODER = msgspec.json.Encoder()
 
-Parsed = ChatBody | CompletionBody | None
 EngineUrl = Callable[[str | None], str | None]
 
 
@@ -97,6 +99,7 @@ class PromptReader:
             self.stats, threads=settings.worker_threads, queue_len_max=settings.worker_queue_len_max
         )
         self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
+        self._conversions = Conversions()
         self._models = dict(models)
         self._local = {
             name: self._load(config) for name, config in models.items() if config.tokenizer_dir is not None
@@ -151,12 +154,19 @@ class PromptReader:
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
         path = request.path.rstrip("/")
+        found = await self._read(request, path)
+        how = "affinity" if isinstance(found, TextAffinity) else found.source
+        self.stats.count_read(PROMPT_APIS.get(path, ""), how)
+        return found
+
+    async def _read(self, request: InboundRequest, path: str) -> Prompt | TextAffinity:
         if len(request.body) > self._settings.prompt_bytes_max:
             return self._read_beginning(request, path)
+        parsed: Parsed | None = None
         try:
-            parsed = self._parse(path, request.body)
             try:
-                prompt = await self._read_local(request, path, parsed)
+                parsed = decode_body(path, request.body)
+                prompt = await self._read_local(request, parsed)
             except NotLocalError as miss:
                 self.stats.not_local[miss.reason] += 1
                 return await self._read_elsewhere(request, path, parsed, miss.reason)
@@ -179,34 +189,34 @@ class PromptReader:
         reason = "too_large"
         self.stats.not_local[reason] += 1
         self.stats.affinity[reason] += 1
-        piece = raw_piece(request.body, b'"messages"' if path == CHAT else b'"prompt"')
+        piece = raw_piece(request.body, prompt_field(path))
         return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
 
-    def _parse(self, path: str, body: bytes) -> Parsed:
-        try:
-            if path == CHAT:
-                return decode_chat(body)
-            if path == COMPLETION:
-                return decode_completion(body)
-        except NotLocalError:  # JSON that only some parsers accept
-            return None
-        return None
-
-    async def _read_local(self, request: InboundRequest, path: str, parsed: Parsed) -> Prompt:
-        if parsed is None:
-            raise NotLocalError("unusual_json" if path in {CHAT, COMPLETION} else "endpoint")
+    async def _read_local(self, request: InboundRequest, parsed: Parsed) -> Prompt:
         target = self._target(request.model)
         extras = _extras(target, parsed)
+        if isinstance(parsed, GenerateBody):
+            return self._prompt_of(
+                _given_tokens(parsed), target, extras, parsed, source="local", by="the request"
+            )
         local = self._local.get(target.name)
         if local is None:
             raise NotLocalError("no_tokenizer")
         scope = _scope(target, extras)
         count = 1
-        if isinstance(parsed, ChatBody):
-            entry = await local.chat(parsed, extras, scope, len(request.body))
-        else:
+        if local.family is not None and not isinstance(parsed, ChatBody | CompletionBody):
+            raise NotLocalError("renderer")  # the engine has code of its own for these APIs, not reproduced
+        if isinstance(parsed, CompletionBody):
             entry, count = await local.completion(parsed, extras, scope)
-            self.stats.multi_prompt += count > 1
+        elif isinstance(parsed, BatchBody):
+            count = len(parsed.messages)
+            entry = await local.chat(parsed.first(), extras, scope, len(request.body))
+        else:
+            chat = parsed
+            if not isinstance(chat, ChatBody):
+                chat = chat.as_chat(self._conversions, lambda: local.traits)
+            entry = await local.chat(chat, extras, scope, len(request.body))
+        self.stats.multi_prompt += count > 1
         return Prompt(
             entry,
             self.stats,
@@ -217,9 +227,9 @@ class PromptReader:
         )
 
     async def _read_elsewhere(
-        self, request: InboundRequest, path: str, parsed: Parsed, reason: str
+        self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str
     ) -> Prompt | TextAffinity:
-        prompt = None if reason in _HOPELESS - {"endpoint"} else await self._ask_engine(request, path, parsed)
+        prompt = None if reason in _HOPELESS else await self._ask_engine(request, path, parsed)
         if prompt is not None:
             self.stats.renderer += prompt.source == "renderer"
             self.stats.engine += prompt.source == "engine"
@@ -228,26 +238,42 @@ class PromptReader:
         self.stats.affinity[reason] += 1
         return TextAffinity(keys, reason)
 
-    async def _ask_engine(self, request: InboundRequest, path: str, parsed: Parsed) -> Prompt | None:
+    async def _ask_engine(self, request: InboundRequest, path: str, parsed: Parsed | None) -> Prompt | None:
         try:
             target = self._target(request.model)
             extras = _extras(target, parsed)
         except NotLocalError:
             return None
         authorization = _authorization(request)
+        known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
         source: Literal["renderer", "engine"] = "renderer"
-        rendered = await self.renderers.tokens(path, request.body, parsed, authorization=authorization)
+        rendered = await self.renderers.tokens(path, request.body, known, authorization=authorization)
         found, by = rendered or (None, "")
         if found is None:
             source, by = "engine", self._engine_url(request.model) or ""
             if not by:
                 return None
-            found = await self._engine_side.tokens(
-                by, path, request.body, parsed, authorization=authorization
-            )
-        # With an adapter the engine may put its name into item identifiers: depends on its flags.
-        if found is None or (found.multimodal and target.lora_name is not None):
+            found = await self._engine_side.tokens(by, path, request.body, known, authorization=authorization)
+        if found is None:
             return None
+        try:
+            return self._prompt_of(found, target, extras, parsed, source=source, by=by)
+        except NotLocalError:
+            return None
+
+    def _prompt_of(
+        self,
+        found: EngineTokens,
+        target: _Target,
+        extras: PromptExtras,
+        parsed: Parsed | None,
+        *,
+        source: Literal["local", "renderer", "engine"],
+        by: str,
+    ) -> Prompt:
+        # With an adapter the engine may put its name into item identifiers: depends on its flags.
+        if found.multimodal and target.lora_name is not None:
+            raise NotLocalError("multimodal")
         extras = msgspec.structs.replace(extras, multimodal=found.multimodal)
         entry = cached_ids(self._cache, self.stats, found.ids, extras, _scope(target, extras))
         self.stats.multi_prompt += found.num_prompts > 1
@@ -277,7 +303,7 @@ class PromptReader:
         raise NotLocalError("lora_path_unknown" if self._models else "model_unknown")
 
 
-def _extras(target: _Target, parsed: Parsed) -> PromptExtras:
+def _extras(target: _Target, parsed: Parsed | None) -> PromptExtras:
     salt = parsed.cache_salt if parsed is not None else None
     if salt is not None and not (isinstance(salt, str) and salt):
         raise NotLocalError("field")
@@ -289,7 +315,7 @@ def _scope(target: _Target, extras: PromptExtras) -> bytes:
     return compact(_ENCODER.encode([target.name, extras]))
 
 
-def _affinity_scope(request: InboundRequest, parsed: Parsed) -> bytes:
+def _affinity_scope(request: InboundRequest, parsed: Parsed | None) -> bytes:
     salt = parsed.cache_salt if parsed is not None and isinstance(parsed.cache_salt, str) else None
     return _ENCODER.encode([request.model, salt])
 
@@ -298,9 +324,12 @@ def _authorization(request: InboundRequest) -> bytes | None:
     return next((value for name, value in request.headers if name == b"authorization"), None)
 
 
-def _pieces(request: InboundRequest, parsed: Parsed) -> Iterator[bytes]:
-    if isinstance(parsed, ChatBody):
-        return chat_pieces(parsed)
-    if isinstance(parsed, CompletionBody):
-        return completion_pieces(parsed)
-    return iter((request.body,))
+def _pieces(request: InboundRequest, parsed: Parsed | None) -> Iterator[bytes]:
+    return iter((request.body,)) if parsed is None else pieces_of(parsed)
+
+
+def _given_tokens(body: GenerateBody) -> EngineTokens:
+    """The prompt of a request that brings its tokens, and the places of its multimodal items."""
+    if body.content_parts:
+        raise NotLocalError("multimodal")
+    return EngineTokens(ids_of(body.token_ids), placed_items(body.features))

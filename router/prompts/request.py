@@ -7,14 +7,16 @@ must have (``messages``, ``prompt``) are refused here with the field's name and 
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from router.openai.body import decode_leniently, invalid_json
 from router.openai.errors import ApiError, bad_request
 
-_NULL = msgspec.Raw(b"null")
+NULL = msgspec.Raw(b"null")
 
 
 class NotLocalError(Exception):
@@ -25,11 +27,10 @@ class NotLocalError(Exception):
         self.reason = reason
 
 
-class ChatBody(msgspec.Struct, gc=False):
-    """What of ``POST /v1/chat/completions`` reaches the prompt (vLLM 0.32 protocol)."""
+class ChatFields(msgspec.Struct, gc=False, kw_only=True):
+    """What of ``POST /v1/chat/completions`` reaches the prompt, besides messages (vLLM 0.32 protocol)."""
 
-    messages: list[msgspec.Raw]
-    tools: msgspec.Raw = _NULL
+    tools: msgspec.Raw = NULL
     tool_choice: Any = None
     documents: Any = None
     chat_template: Any = None
@@ -53,10 +54,54 @@ class ChatBody(msgspec.Struct, gc=False):
         return self.prompt_logprobs is not None or self.echo is True
 
 
+class ChatBody(ChatFields, gc=False, kw_only=True):
+    """A chat. ``orders_tool_calls``: the engine's validation puts their fields in order."""
+
+    orders_tool_calls: ClassVar[bool] = True
+    messages: list[msgspec.Raw]
+
+
+class BatchBody(ChatFields, gc=False, kw_only=True):
+    """What of ``POST /v1/chat/completions/batch`` reaches the prompts: several chats, never with tools."""
+
+    messages: list[list[msgspec.Raw]]
+
+    def first(self) -> ChatBody:
+        """The first chat. Raises ``NotLocalError`` where there is none."""
+        if not self.messages:
+            raise NotLocalError("empty")
+        fields = {name: getattr(self, name) for name in ChatFields.__struct_fields__ if name != "tools"}
+        return ChatBody(messages=self.messages[0], **fields)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The messages of the first chat as they are."""
+        yield from map(bytes, self.messages[0] if self.messages else ())
+
+
+class GenerateBody(msgspec.Struct, gc=False):
+    """What of ``POST /inference/v1/generate`` reaches the prompt: its tokens."""
+
+    token_ids: list[int]
+    features: Any = None
+    content_parts: Any = None
+    sampling_params: Any = None
+    cache_salt: Any = None
+    kv_transfer_params: Any = None
+
+    def skips_cache(self) -> bool:
+        """Prompt log-probabilities are computed: the engine reads no cache then."""
+        params = self.sampling_params
+        return isinstance(params, dict) and params.get("prompt_logprobs") is not None
+
+    def pieces(self) -> Iterator[bytes]:
+        """The tokens as JSON."""
+        yield msgspec.json.encode(self.token_ids)
+
+
 class CompletionBody(msgspec.Struct, gc=False):
     """What of ``POST /v1/completions`` reaches the prompt (vLLM 0.32 protocol)."""
 
-    prompt: msgspec.Raw = _NULL
+    prompt: msgspec.Raw = NULL
     suffix: Any = None
     prompt_embeds: Any = None
     add_special_tokens: Any = True
@@ -78,6 +123,8 @@ class CompletionBody(msgspec.Struct, gc=False):
 TextOrTokens = str | list[int] | list[list[int]] | list[str] | None
 
 _CHAT = msgspec.json.Decoder(ChatBody)
+_BATCH = msgspec.json.Decoder(BatchBody)
+_GENERATE = msgspec.json.Decoder(GenerateBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _ANY = msgspec.json.Decoder()
 _INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
@@ -91,7 +138,7 @@ def decode_chat(body: bytes) -> ChatBody:
         raise _wrong_messages() from None
     except _INVALID as error:
         try:
-            return _CHAT.decode(_reencoded(body, error))
+            return _CHAT.decode(_reencoded(body, error, ChatBody))
         except msgspec.ValidationError:
             raise _wrong_messages() from None
 
@@ -103,7 +150,30 @@ def decode_completion(body: bytes) -> CompletionBody:
     except msgspec.ValidationError as error:
         raise invalid_json(error) from None
     except _INVALID as error:
-        return _COMPLETION.decode(_reencoded(body, error))
+        return _COMPLETION.decode(_reencoded(body, error, CompletionBody))
+
+
+Struct = TypeVar("Struct")
+
+
+def decode_fields(body: bytes, decoder: msgspec.json.Decoder[Struct]) -> Struct:
+    """The fields of a body that the engine checks. Raises ``NotLocalError``: it refuses another shape."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise NotLocalError("message_shape") from None
+    except _INVALID:
+        raise NotLocalError("unusual_json") from None
+
+
+def decode_batch(body: bytes) -> BatchBody:
+    """See ``decode_fields``."""
+    return decode_fields(body, _BATCH)
+
+
+def decode_generate(body: bytes) -> GenerateBody:
+    """See ``decode_fields``."""
+    return decode_fields(body, _GENERATE)
 
 
 def decode_message(raw: msgspec.Raw, index: int) -> dict[str, Any]:
@@ -164,10 +234,12 @@ def decode_any(raw: msgspec.Raw) -> Any:
         raise invalid_json(error) from None
 
 
-def _reencoded(body: bytes, error: Exception) -> bytes:
-    """A body only Python's JSON parser accepts, in a form the fast one reads too."""
+def _reencoded(body: bytes, error: Exception, fields: type[msgspec.Struct]) -> bytes:
+    """The prompt's part of a body only Python's JSON parser accepts, in a form the fast one reads too."""
+    found = decode_leniently(body, error)
+    wanted = {name: found[name] for name in fields.__struct_fields__ if name in found}
     try:
-        return msgspec.json.encode(decode_leniently(body, error))
+        return json.dumps(wanted, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise NotLocalError("unusual_json") from None
 

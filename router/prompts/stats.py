@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from router.openai.apis import PROMPT_APIS
+
+WAYS = ("local", "engine", "affinity")
 REASONS = (
     "model_unknown",  # no configuration names this model
     "lora_path_unknown",  # hashes cover the adapter's path, which nobody told us
@@ -28,6 +31,7 @@ REASONS = (
     "too_large",  # over prompt_bytes_max
     "busy",  # the worker queue is full
     "empty",  # a prompt without tokens
+    "earlier_response",  # it goes on from a response that one engine holds
 )
 """Why a prompt is not computed locally, and (where the engine did not help) routed by affinity."""
 
@@ -47,6 +51,10 @@ class PromptStats(msgspec.Struct):
     """Prompts that the router could not tokenize itself, by reason."""
     affinity: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Requests placed by their text because their tokens are not known, by reason."""
+    reads: dict[tuple[str, str], int] = msgspec.field(
+        default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
+    )
+    """Requests by API, and by how their prompt was read: ``local``, ``engine``, or ``affinity`` (by text)."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 
@@ -105,3 +113,8 @@ class PromptStats(msgspec.Struct):
     """Such calls without an answer that can be used."""
     engine_skipped: int = 0
     """Engine calls not made: endpoint known to be absent or failing, or too many calls at once."""
+
+    def count_read(self, api: str, how: str) -> None:
+        """A request's prompt was read."""
+        if api:
+            self.reads[api, how] += 1

@@ -15,6 +15,7 @@ from typing import cast
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestBook, RequestRecord
+from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -28,9 +29,10 @@ from router.openai.errors import (
 )
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
+from router.openai.shapes import error_body
 from router.proxy.forward import Forwarder, Outbound, Placer
 from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import COMPLETION_PATHS, POST_PATHS, Verdict, judge
+from router.proxy.paths import POST_PATHS, Verdict, judge
 from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
@@ -134,6 +136,8 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
         )
+        if path.startswith(RESPONSES):
+            request.earlier_response = look.previous_response if path == RESPONSES else _response_id(path)
         record.model = look.model or ""
         return Outbound(request, head, target, record)
 
@@ -174,7 +178,7 @@ class ProxyApp:
 
     @staticmethod
     async def _peek(path: str, method: str, body: bytes) -> Peek:
-        completion = method == "POST" and path in COMPLETION_PATHS
+        completion = method == "POST" and path in PROMPT_APIS
         if completion and not body:
             raise bad_request("invalid_json", "The request body is empty; a JSON object is expected.")
         if not completion and not may_be_object(body):
@@ -199,7 +203,7 @@ class ProxyApp:
                 code=error.code,
                 path=record.path,
             )
-        body = error.body()
+        body = error_body(error, record.path)
         record.status, record.bytes_out = error.status, len(body)
         headers = [
             (b"content-type", b"application/json"),
@@ -210,3 +214,8 @@ class ProxyApp:
             headers.append((b"x-request-id", request_id))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _response_id(path: str) -> str | None:
+    """The response that ``/v1/responses/{id}`` or a path below it names."""
+    return path[len(RESPONSES) + 1 :].partition("/")[0] or None

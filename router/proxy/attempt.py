@@ -95,6 +95,9 @@ class Attempt:
         self._breaker.record(False, self.now())
         return self._end(None, reason)
 
+    def made_response(self, response_id: str | None) -> None:
+        """The engine answers with this response, which later requests may name; None: with none."""
+
     def finished(self, usage: Usage | None) -> None:
         """The answer ended (also when the client went away: ``usage`` is None then)."""
         self._end(usage, "")

@@ -20,6 +20,7 @@ from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
 from router.observe.requests import RequestRecord
+from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.errors import (
     ApiError,
     engine_timeout,
@@ -29,12 +30,13 @@ from router.openai.errors import (
     stream_broken,
 )
 from router.openai.request import InboundRequest, Usage
+from router.openai.shapes import error_event
 from router.proxy.attempt import Attempt
 from router.proxy.headers import AnswerHead, RequestHead, read_answer_headers, request_head
-from router.proxy.paths import COMPLETION_PATHS
 from router.proxy.settings import ProxySettings
-from router.proxy.sse import SseRelay, read_usage
+from router.proxy.sse import SseRelay
 from router.proxy.stats import ProxyStats
+from router.proxy.usage import read_response_id, read_usage
 
 _log = structlog.get_logger()
 _BROKEN = 500
@@ -113,7 +115,7 @@ class Forwarder:
             if attempt:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
-            out.record.placed(placement.engine_id, completion=out.request.path in COMPLETION_PATHS)
+            out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
@@ -255,7 +257,7 @@ class Forwarder:
         if data or connection.finished:
             placement.first_byte(connection.status if data else 0)
         await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
-        wants_usage = success and not head.encoded and placement.request.path in COMPLETION_PATHS
+        wants_usage = success and not head.encoded and placement.request.path in PROMPT_APIS
         seen: list[bytes] = []
         seen_bytes = 0
         while True:
@@ -273,6 +275,8 @@ class Forwarder:
             except UpstreamError as error:
                 self._broke_off(placement, record, error)
                 return
+        if wants_usage and placement.request.path == RESPONSES:
+            placement.made_response(read_response_id(b"".join(seen)))
         record.usage = self._usage_of(seen) if wants_usage else None
         placement.finished(record.usage)
 
@@ -292,7 +296,7 @@ class Forwarder:
         data: bytes,
         send: Send,
     ) -> None:
-        relay = SseRelay()
+        relay = SseRelay(seeks_id=placement.request.path == RESPONSES)
         record.status = connection.status
         success = 200 <= connection.status < 300
         begun = False
@@ -305,6 +309,7 @@ class Forwarder:
             if not begun and relay.begun:
                 begun = True
                 placement.first_byte(connection.status)  # an error's events are no tokens
+                placement.made_response(relay.response_id)
             if success and begun:
                 record.piece()
             record.bytes_out += len(out)
@@ -344,8 +349,9 @@ class Forwarder:
     ) -> None:
         self._broke_off(placement, record, error)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
-        event = stream_broken(f"The engine {said} before its answer was complete.").body()
-        await send({"type": "http.response.body", "body": relay.broken(event), "more_body": False})
+        error_told = stream_broken(f"The engine {said} before its answer was complete.")
+        event = error_event(error_told, placement.request.path, relay.passed_on)
+        await send({"type": "http.response.body", "body": relay.broken(*event), "more_body": False})
 
 
 def _why(outcome: Refusal | UpstreamError) -> str:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import posixpath
 from enum import Enum
 
+from router.openai.apis import PROMPT_APIS
+
 _PASSED = frozenset({"/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify"})
 _PASSED_PREFIXES = ("/v1/", "/v2/")
-COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 POST_PATHS = (
-    COMPLETION_PATHS
+    PROMPT_APIS.keys()
     | _PASSED
     | frozenset(
         {
             "/v1/audio/transcriptions",
             "/v1/audio/translations",
             "/v1/embeddings",
-            "/v1/messages",
+            "/v1/messages/count_tokens",
             "/v1/rerank",
-            "/v1/responses",
             "/v1/score",
             "/v2/rerank",
         }
@@ -46,7 +46,7 @@ CACHE_RESETS = frozenset({"/reset_prefix_cache", "/flush_cache", "/sleep"})
 def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset()) -> Verdict:
     """``path`` as ASGI gives it: percent-decoded, without query. ``passed`` goes before ``refused``, by its
     exact spelling only."""
-    if path in COMPLETION_PATHS or path in passed:
+    if path in PROMPT_APIS or path in passed:
         return Verdict.FORWARD
     folded = _fold(path)
     if folded in refused:

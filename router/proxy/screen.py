@@ -1,9 +1,10 @@
 """Removes fields from client bodies that must not reach engines.
 
 ``kv_transfer_params`` tells an engine to fetch KV blocks from another one; a made-up one ends vLLM's engine
-process. vLLM reads it at the top of the body and within ``vllm_xargs``; it is taken out of both unless
-clients are trusted. ``kv_cache_report_mode`` within ``vllm_xargs`` makes an engine report blocks again that
-it holds already, which spoils every index that counts copies; the operator may have it taken out or refused.
+process. vLLM reads it at the top of the body, within ``vllm_xargs``, and within ``extra_args`` of
+``sampling_params`` (``/inference/v1/generate``); it is taken out of all unless clients are trusted.
+``kv_cache_report_mode`` within them makes an engine report blocks again that it holds already, which spoils
+every index that counts copies; the operator may have it taken out or refused.
 Members are cut out of the text with their comma, as often as they occur and however their keys are escaped;
 every other byte stays. A body that cannot be cut with certainty but may hold one of them is refused.
 """
@@ -22,8 +23,11 @@ from router.openai.members import BodyMember, MalformedError, Scan
 ReportMode = Literal["pass", "strip", "refuse"]
 
 _TRANSFER, _XARGS, _REPORT_MODE = b"kv_transfer_params", b"vllm_xargs", b"kv_cache_report_mode"
+_SAMPLING, _EXTRA = b"sampling_params", b"extra_args"
 _HINTS = (b"kv_transfer_params", b"report_mode", b"\\u")
 """Without one of these no key in a text can be one of ours, however it is written."""
+_LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
+"""A member, and what it lies within."""
 _TRANSCODED_BYTES_MAX = 1 << 20
 
 
@@ -96,10 +100,10 @@ class _Cutter:
     def run(self) -> Generator[None, None, None]:
         start = self._scan.start()
         if start is not None:
-            yield from self._object(start, top=True)
+            yield from self._object(start, within=b"")
 
-    def _object(self, at: int, *, top: bool) -> Generator[None, None, None]:
-        """Adds the cuts of this object, in order."""
+    def _object(self, at: int, *, within: bytes) -> Generator[None, None, None]:
+        """Adds the cuts of this object, in order; ``within`` is the member it is, empty: the body."""
         kept_end = -1  # of the last member that stays
         cut_from = -1  # of the members that go since then
         last_end = at + 1
@@ -107,14 +111,14 @@ class _Cutter:
             if member is None:
                 yield
                 continue
-            if self._goes(member, top=top):
+            if self._goes(member, top=not within):
                 cut_from = member.start if cut_from < 0 else cut_from
             else:
                 if cut_from >= 0:
                     self.cuts.append((cut_from, member.start))
                 cut_from, kept_end = -1, member.end
-                if top and member.name == _XARGS:
-                    yield from self._xargs(member)
+                if (within, member.name) in _LOOKED_INTO:
+                    yield from self._within(member)
             last_end = member.end
         if cut_from >= 0:
             self.cuts.append((kept_end if kept_end >= 0 else cut_from, last_end))
@@ -130,10 +134,10 @@ class _Cutter:
             return True
         return False
 
-    def _xargs(self, member: BodyMember) -> Generator[None, None, None]:
+    def _within(self, member: BodyMember) -> Generator[None, None, None]:
         first = self._scan.text[member.value : member.value + 1]
         if first == b"{":
-            yield from self._object(member.value, top=False)
+            yield from self._object(member.value, within=member.name)
         elif first == b'"' and self._rules.report_mode == "refuse":  # form fields carry it as a JSON text
             try:
                 text = json.loads(self._scan.text[member.value : member.end])

@@ -3,7 +3,7 @@
 ``SseRelay`` gives every piece of an event stream back at once and unchanged, except that the beginning of a
 line whose end has not arrived yet waits for it. So a client has only ever been given whole lines, and if the
 engine dies in the middle of one, an error event can still be added that the client understands. Chunks are
-not parsed; only lines that contain ``"usage"`` are.
+not parsed; only lines that contain ``"usage"`` are, and the first one of a Responses stream, for its id.
 """
 
 from __future__ import annotations
@@ -11,48 +11,28 @@ from __future__ import annotations
 import msgspec
 
 from router.openai.request import Usage
+from router.proxy.usage import read_response_id, read_usage
 
 _LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
-_MARK_BYTES = 32  # enough of what was passed on to recognise its end
-
-
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Answer(msgspec.Struct, gc=False):
-    usage: _Usage | None = None
-
-
-_DECODER = msgspec.json.Decoder(_Answer)
-
-
-def read_usage(body: bytes) -> Usage | None:
-    """The usage in a JSON answer or in one event's data; None where there is none (or null).
-
-    Raises ``msgspec.MsgspecError`` where it is not of OpenAI's shape.
-    """
-    usage = _DECODER.decode(body).usage
-    if usage is None:
-        return None
-    details = usage.prompt_tokens_details
-    return Usage(
-        usage.prompt_tokens, usage.completion_tokens or 0, details.cached_tokens if details else None
-    )
+_MARK_BYTES = 256  # enough of what was passed on to recognise its end
+_END_MARKS = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
 
 
 class SseRelay:
     """One event stream on its way through. Feed it pieces, pass on what it gives back."""
 
-    __slots__ = ("_last", "_tail", "begun", "unread_usages", "usage")
+    __slots__ = ("_last", "_seeks_id", "_tail", "begun", "response_id", "unread_usages", "usage")
 
-    def __init__(self) -> None:
+    def __init__(self, *, seeks_id: bool = False) -> None:
+        """``seeks_id``: it is a Responses stream, whose first event names the response."""
+        self._seeks_id = seeks_id
+        self.response_id: str | None = None
         self.begun = False
         """A data line has been seen: the first token."""
         self.usage: Usage | None = None
@@ -73,6 +53,8 @@ class SseRelay:
                 return data
         if not self.begun and b"data:" in data:
             self.begun = True
+        if self._seeks_id:
+            self._read_id(data)
         if b'"usage"' in data:
             self._read_usage(data)
         self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
@@ -81,7 +63,12 @@ class SseRelay:
     @property
     def done(self) -> bool:
         """The stream's own end mark has been passed on: nothing is missing."""
-        return b"data: [DONE]" in self._last
+        return any(mark in self._last for mark in _END_MARKS)
+
+    @property
+    def passed_on(self) -> bytes:
+        """The end of what was passed on."""
+        return self._last
 
     def end(self) -> bytes:
         """The stream ended as it should: what is left of it."""
@@ -90,7 +77,7 @@ class SseRelay:
             self._read_usage(tail)
         return tail
 
-    def broken(self, error: bytes) -> bytes:
+    def broken(self, error: bytes, name: bytes = b"") -> bytes:
         """The stream broke off: an event with ``error`` (a JSON object), after closing an open one."""
         last = self._last
         if last.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
@@ -99,7 +86,8 @@ class SseRelay:
             closing = b"\n"
         else:  # also after CR, which may be a line end or half of one
             closing = b"\n\n"
-        return b"%bdata: %b\n\n" % (closing, error)
+        head = b"event: %b\n" % name if name else b""
+        return b"%b%bdata: %b\n\n" % (closing, head, error)
 
     def _read_usage(self, data: bytes) -> None:
         for line in data.splitlines():
@@ -111,4 +99,13 @@ class SseRelay:
                 self.unread_usages += 1
                 continue
             if usage is not None:
+                if usage.cached_tokens is None and self.usage is not None:
+                    usage.cached_tokens = self.usage.cached_tokens  # told at the beginning only
                 self.usage = usage
+
+    def _read_id(self, data: bytes) -> None:
+        for line in data.splitlines():
+            if line.startswith(b"data:"):
+                self._seeks_id = False
+                self.response_id = read_response_id(line[5:])
+                return

@@ -10,7 +10,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from router.api import app
+from router.api.answers import EngineView
 from router.feeds.base import FeedState
 from router.feeds.recovery.repair import RepairKind
 from router.feeds.trust import DOUBTS
@@ -61,7 +61,12 @@ def test_every_part_of_a_cost_and_a_load_is_explained() -> None:
     assert [name for name in names if name != "engine_id" and name not in text] == []
 
 
-@pytest.mark.parametrize("shown", [app._full, explain._engine, explain._prompt])
+def test_every_field_of_an_engine_is_explained() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert [field for field in EngineView.__struct_fields__ if f"{field}`" not in text] == []
+
+
+@pytest.mark.parametrize("shown", [explain._engine, explain._prompt])
 def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) -> None:
     tree = ast.parse(inspect.getsource(shown))
     keys = [

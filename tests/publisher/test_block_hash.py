@@ -24,6 +24,7 @@ from publisher.block_hash import (
     num_hash_blocks,
 )
 from tests.support.event_writer import tokens
+from tests.support.examples import examples
 
 DUMPS = {
     "pickle": lambda value: pickle.dumps(value, protocol=5),
@@ -100,7 +101,7 @@ def test_a_hash_exists_once_its_look_ahead_does(num_tokens: int, lookahead: int,
     assert num_hash_blocks(num_tokens, HashScheme(lookahead=lookahead)) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.integers(0, 200),
     st.lists(st.integers(0, 200), max_size=4),

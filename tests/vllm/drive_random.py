@@ -36,6 +36,7 @@ from publisher.block_hash import MultimodalItem, PromptExtras
 from publisher.events import BlockHash, BlockStored, decode_batch
 from publisher.groups import GroupSpec
 from router.index.base import Plane, Rows
+from router.index.learn import hash_scheme
 from router.index.learn.layout import ModelFacts, make_layout
 from router.index.model import FleetResidency
 from router.index.rules.hits import evaluate
@@ -44,7 +45,7 @@ from router.index.store.memory import MemoryIndex
 from router.tools.verify.run import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import Ask
 from tests.vllm.drive_scheduler import DifferenceError, Pair
-from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
+from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, SEEDS_MAX, Mix, Prompts, random_mix
 from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 V033 = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2]) >= (0, 33)
@@ -304,6 +305,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = [f"{options.seed}_{k:04}" for k in range(options.first, options.first + options.mixes)]
+    hash_scheme.SEEDS_MAX = SEEDS_MAX
     total = {"mixes": 0, "differ": 0, "probes": 0, "hit_tokens": 0, "live_exact": 0}
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder)

@@ -14,8 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.registry import renderer_from_config
 
@@ -30,25 +40,75 @@ def make_renderer(
     return OnlineRenderer(model, renderer, request_logger=None, enable_auto_tools=True, **settings)
 
 
-async def token_ids(renderer: OnlineRenderer, path: str, body: dict[str, Any]) -> list[list[int]] | None:
-    try:
+class Oracle:
+    """One model directory, asked as a render server is; only disabled thinking is what the serving path makes
+    of it, since the render endpoints do not look what the template does with it."""
+
+    def __init__(
+        self, directory: str, options: dict[str, Any], model_options: dict[str, Any] | None = None
+    ) -> None:
+        self.renderer = make_renderer(directory, options, model_options)
+        models = OpenAIModelRegistry(self.renderer.model_config, [BaseModelPath("m", directory)])
+        self._render = ServingRender(models, self.renderer)
+        self._serving = AnthropicServingMessages.__new__(AnthropicServingMessages)
+        self._serving.online_renderer = self.renderer
+        self._serving.model_config = self.renderer.model_config
+        self._serving._disabled_thinking_effort = None
+
+    async def token_ids(self, path: str, body: dict[str, Any]) -> list[list[int]] | None:
+        """The tokens of every prompt, None where the request is refused."""
+        try:
+            found = await self._ask(path, body)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the server would answer with an error
+            print(f"refused: {str(error)[:200]!r}", file=sys.stderr)
+            return None
+        if isinstance(found, GenerateRequest):
+            return [list(found.token_ids)]
+        return [list(one["prompt_token_ids"]) for one in found] if isinstance(found, list) else None
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/v1/chat/completions":
-            found = await renderer.render_chat(ChatCompletionRequest.model_validate(body))
-            inputs = found[1] if isinstance(found, tuple) else None
-        else:
-            found = await renderer.render_completion(CompletionRequest.model_validate(body))
-            inputs = found if isinstance(found, list) else None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the server would answer with an error
-        print(f"refused: {str(error)[:200]!r}", file=sys.stderr)
-        return None
-    return None if inputs is None else [list(one["prompt_token_ids"]) for one in inputs]
+            found = await self.renderer.render_chat(ChatCompletionRequest.model_validate(body))
+            return found[1] if isinstance(found, tuple) else None
+        if path == "/v1/chat/completions/batch":
+            return await self._batch(BatchChatCompletionRequest.model_validate(body))
+        if path == "/v1/responses":
+            return await self._render.render_responses_request(ResponsesRequest.model_validate(body))
+        if path == "/v1/messages":
+            return await self._messages(AnthropicMessagesRequest.model_validate(body))
+        return await self.renderer.render_completion(CompletionRequest.model_validate(body))
+
+    async def _messages(self, request: AnthropicMessagesRequest) -> Any:
+        if request.thinking is None or request.thinking.type != "disabled":
+            return await self._render.render_messages_request(request)
+        chat = AnthropicServingMessages.to_chat_completion_request(
+            request,
+            merge_inline_system=self._render._merge_inline_system,
+            disabled_thinking_effort=await self._serving._get_disabled_thinking_effort(),
+        )
+        return await self._render.render_chat_request(chat)
+
+    async def _batch(self, request: BatchChatCompletionRequest) -> Any:
+        inputs = []
+        for messages in request.messages:
+            _, made = await self.renderer.preprocess_chat(
+                request.to_chat_completion_request(messages),
+                messages,
+                default_template=self.renderer.chat_template,
+                default_template_content_format=self.renderer.chat_template_content_format,
+                default_template_kwargs=self.renderer.default_chat_template_kwargs,
+                tool_dicts=None,
+                parser=self.renderer.parser,
+            )
+            inputs += made
+        return inputs
 
 
 async def answer(jobs: list[dict[str, Any]]) -> list[list[list[list[int]] | None]]:
     answers = []
     for job in jobs:
-        renderer = make_renderer(job["directory"], job["options"], job.get("model"))
-        answers.append([await token_ids(renderer, path, body) for path, body in job["requests"]])
+        oracle = Oracle(job["directory"], job["options"], job.get("model"))
+        answers.append([await oracle.token_ids(path, body) for path, body in job["requests"]])
     return answers
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
 from router.prompts.reader import Prompt
 from tests.support.paths import ROOT
-from tests.support.prompts import cases
+from tests.support.prompts import agent_cases, cases
 from tests.support.prompts.readers import (
     byte_level_tokenizer,
     local_reader,
@@ -25,7 +26,6 @@ from tests.support.prompts.readers import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -68,6 +68,17 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_every_local_prompt_is_vllms(vllm_python: str, tmp_path: Path) -> None:
     requests = [(CHAT, body) for body in (*cases.TURNS, *cases.TOOL_CHATS, *cases.random_chats(60))]
     requests += [(COMPLETION, {"model": "m", **body}) for body in cases.COMPLETIONS]
+    _check(requests, vllm_python, tmp_path, local_share=0.97)
+
+
+def test_every_local_prompt_of_agents_is_vllms(vllm_python: str, tmp_path: Path) -> None:
+    requests = [(MESSAGES, body) for body in (*agent_cases.MESSAGES, *agent_cases.random_messages(120))]
+    requests += [(RESPONSES, body) for body in (*agent_cases.RESPONSES, *agent_cases.random_responses(120))]
+    requests += [(BATCH, body) for body in agent_cases.BATCHES]
+    _check(requests, vllm_python, tmp_path, local_share=0.9)
+
+
+def _check(requests: list[Any], vllm_python: str, tmp_path: Path, *, local_share: float) -> None:
     jobs = [_job(tmp_path / name, requests, **spec) for name, spec in MODELS.items()]
     answers = _ask_vllm(vllm_python, jobs, tmp_path)
 
@@ -84,7 +95,7 @@ def test_every_local_prompt_is_vllms(vllm_python: str, tmp_path: Path) -> None:
         reader.close()
         assert reader.stats.template_mismatches == 0, name
     assert not wrong, wrong[:5]
-    assert local > 0.97 * (len(MODELS) * len(requests) - refused), (local, refused)
+    assert local > local_share * (len(MODELS) * len(requests) - refused), (local, refused)
 
 
 def _read(reader: Any, body: Any, path: str) -> Prompt | None:

@@ -51,6 +51,11 @@ _WEAK_SEARCHES_MAX = 2
 _OFFERS_MAX = 64
 """Pairings of prompts and told blocks that are tried before no more are."""
 
+_PROMPTS_PER_EVENT = 4
+"""Prompts are searched for told blocks only so often: about 1 ms for a long one."""
+
+_ALGORITHM_TRIES_MAX = 64
+
 _ASSUME_AFTER = 8
 _DOUBTS_MAX = 3
 
@@ -89,6 +94,8 @@ class SchemeDetector:
         self._weak_seen = 0
         self._weak_searches = 0
         self._offers = 0
+        self._prompts_seen = 0
+        self._algorithm_tries = 0
         self._events_seen = 0
         self._algorithm: HashScheme | None = None
         self._doubts = 0
@@ -142,7 +149,8 @@ class SchemeDetector:
         scheme = self._pending.continued_by(event)
         if scheme is not None:
             self._found(scheme)
-        elif self._algorithm is None:
+        elif self._algorithm is None and self._algorithm_tries < _ALGORITHM_TRIES_MAX:
+            self._algorithm_tries += 1
             sizes = _hash_block_sizes(event.block_size, event.block_size) if event.block_size else []
             self._algorithm = proven_algorithm(
                 event, self._of_seed("", sizes, num_lookahead(event), keyed=True), lora_paths
@@ -152,6 +160,9 @@ class SchemeDetector:
         """Look at a prompt that is to be placed: blocks the engine told of may stand in it."""
         if self.state is not Detection.WAITING or self._offers >= _OFFERS_MAX:
             return
+        if self._prompts_seen >= _PROMPTS_PER_EVENT * (self._events_seen + _PATIENCE):
+            return
+        self._prompts_seen += 1
         for root in self._told.evidence(prompt, extras):
             self._offers += 1
             if self._try_known(root):

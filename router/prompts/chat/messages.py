@@ -12,7 +12,7 @@ reject may come out in any form: nobody computes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from router.prompts.request import NotLocalError
@@ -34,8 +34,11 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header"
 """A line some clients put first in system texts and that changes with every request: vLLM drops it."""
 
 
-def parse_message(message: Message, content_format: str) -> Message:
-    """One validated message as the template sees it; ``content_format`` is "string" or "openai"."""
+def parse_message(message: Message, content_format: str, *, orders_calls: bool = True) -> Message:
+    """One validated message as the template sees it; ``content_format`` is "string" or "openai".
+
+    ``orders_calls``: fields of tool calls come in the order of the engine's schema, else as they are.
+    """
     role = message["role"]
     wrap = content_format == "openai"
     parts = list(_parts(role, message.get("content")))
@@ -45,7 +48,7 @@ def parse_message(message: Message, content_format: str) -> Message:
     else:
         result["content"] = "\n".join(text for text in map(_text, parts) if text)  # empty ones leave no line
     if role == "assistant":
-        _assistant_fields(message, result)
+        _assistant_fields(message, result, _tool_call if orders_calls else _plain_call)
     elif role == "tool":
         _tool_fields(message, result)
     for key in ("name", "task"):
@@ -88,7 +91,12 @@ def _check_part(part: Any) -> None:
         raise NotLocalError("message_shape")
 
 
-_TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
+_TEXT_FIELDS: Final = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "tool_reference": "name",
+}
 """Part type -> the field that holds its text."""
 
 
@@ -118,10 +126,10 @@ def _without_billing_header(part: Any) -> Any:
     return rest if isinstance(part, str) else {**part, "text": rest}
 
 
-def _assistant_fields(message: Message, result: Message) -> None:
+def _assistant_fields(message: Message, result: Message, tool_call: Callable[[Any], Message]) -> None:
     tool_calls = message.get("tool_calls")
     if tool_calls:
-        result["tool_calls"] = [_tool_call(call) for call in tool_calls]
+        result["tool_calls"] = [tool_call(call) for call in tool_calls]
     # The older name is moved to the newer one before anything else looks at it.
     reasoning = message.get("reasoning")
     if reasoning is None:
@@ -149,6 +157,12 @@ def _tool_call(call: Any) -> Message:
     result = {"id": call["id"], "function": ordered, "type": "function"}
     result.update(_rest(call, result))
     return result
+
+
+def _plain_call(call: Message) -> Message:
+    """A tool call that was made here, arguments parsed."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function["arguments"])}}
 
 
 def _rest(source: Message, known: Iterable[str]) -> Message:

@@ -42,6 +42,7 @@ class Mistral:
     variables: frozenset[str] = frozenset()
     takes_defaults = False
     is_fast = False
+    adds_nothing = False
     barrier = None
 
     def __init__(self, folder: Path) -> None:

@@ -128,6 +128,11 @@ class PromptTokenizer:
         """Ids of a whole text, at once; for small texts and tests."""
         return self.encode_cut(text)[1].ids
 
+    @property
+    def adds_nothing(self) -> bool:
+        """Texts have no special tokens around them."""
+        return self.prefix is not None and self.suffix is not None and not self.prefix and not self.suffix
+
     def with_special_tokens(self, ids: Ids) -> Ids:
         """As ``add_special_tokens=True`` has it. Raises ``NotLocalError`` where that is no plain frame."""
         if self.prefix is None or self.suffix is None:

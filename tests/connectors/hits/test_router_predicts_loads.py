@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 WHY = "needs torch and vLLM; make test-connectors runs it"
 pytest.importorskip("torch", reason=WHY)
 pytest.importorskip("vllm.v1.core.kv_cache_coordinator", reason=WHY)
@@ -65,7 +67,7 @@ def predicted(mix: Mix, num_tokens: int, gpu: Held, tier: Held) -> tuple[int, di
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_the_router_predicts_what_the_resolver_loads(mix: Mix, data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, 80))

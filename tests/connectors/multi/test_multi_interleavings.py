@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.examples import examples
+
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from hypothesis import given, settings
@@ -159,7 +161,7 @@ class World:
         self.events[event] += 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 1 << 32), children=st.integers(1, 4))
 def test_everything_is_answered_once_and_reaches_its_own(seed: int, children: int) -> None:
     world = World(random.Random(seed), children)

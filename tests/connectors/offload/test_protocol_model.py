@@ -13,6 +13,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.support.examples import examples
+
 pytest.importorskip("numpy", reason="needs numpy")
 
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine
@@ -91,7 +93,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestProtocol.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)
 
 
 def test_the_model_loads_preempts_and_fails() -> None:

@@ -101,6 +101,7 @@ def test_of_two_that_sweep_one_leaves_it_to_the_other(tmp_path: Path) -> None:
     assert other.sweep() == 0
 
 
+@pytest.mark.process
 def test_several_processes_write_and_sweep_one_directory(tmp_path: Path) -> None:
     code = """
 import sys

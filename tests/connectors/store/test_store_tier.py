@@ -14,6 +14,7 @@ from connectors.store.namespace import Namespace
 from connectors.tier.store import StoreTier
 from connectors.tier.store_settings import StoreTierSettings
 from tests.connectors.store.store_kit import MemoryStore
+from tests.support.examples import examples
 
 WAIT_S = 30.0
 ONE_RANK = Namespace({"model": "m"}, ((0, 0, 0),), "engine-1")
@@ -403,4 +404,6 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestTierMachine.settings = hypothesis_settings(
+    max_examples=examples(40), stateful_step_count=30, deadline=None
+)

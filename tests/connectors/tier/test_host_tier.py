@@ -14,6 +14,7 @@ from connectors.messages.keys import block_key
 from connectors.tier.eviction.policies import POLICY_NAMES, make_policy
 from connectors.tier.eviction.recency import LruPolicy
 from connectors.tier.host import HostTier
+from tests.support.examples import examples
 
 SHAPES = (GroupShape(0, GroupKind.FULL, 4), GroupShape(1, GroupKind.WINDOW, 4, 8))
 PROMPTS = 4
@@ -116,7 +117,7 @@ class TierMachine(RuleBasedStateMachine):
         assert not [slot for slot, times in Counter(in_use).items() if times > 1]
 
 
-TierMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestHostTier = TierMachine.TestCase
 
 

@@ -16,6 +16,7 @@ from connectors.tier.eviction.prefix_tree import Node
 from connectors.tier.eviction.recency import ArcPolicy, LruPolicy
 from connectors.tier.host import HostTier
 from tests.connectors.tier import eviction_simulation
+from tests.support.examples import examples
 
 FULL, WINDOW, STATE = 0, 1, 2
 SHAPES = (
@@ -248,7 +249,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(slots=st.integers(1, 14), granularity=st.sampled_from([1, 2]), moves=steps)
 def test_the_tree_knows_what_can_be_reached(slots: int, granularity: int, moves: list[tuple]) -> None:  # type: ignore[type-arg]
     policy = BoundaryPolicy(SHAPES, 4, 4 * granularity, nodes_max=64)
@@ -287,6 +288,7 @@ def unreachable(node: Node, full_blocks: int) -> bool:
     return any(sum(g == FULL for g in above.keys.values()) < full_blocks for above in node.up())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [2000, 4000])
 def test_keeping_boundaries_saves_more_tokens_than_recency(slots: int) -> None:
     saved = {

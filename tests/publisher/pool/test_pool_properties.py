@@ -13,6 +13,7 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.groups import GroupSpec
 from tests.publisher.pool.pools import CopyCounter, chunked, full, mamba, window
+from tests.support.examples import examples
 
 MIXES: list[tuple[int, tuple[GroupSpec, ...]]] = [
     (16, (full(0),)),
@@ -121,6 +122,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPoolMachine = pytest.mark.timeout(120)(PoolMachine.TestCase)

@@ -291,6 +291,7 @@ def test_explain_shows_every_engine_class_by_class() -> None:
             await rig.caught_up(*engines)
             _, told = await rig.ask("POST", "/kvatlas/explain", CHAT)
             assert told["prompt"] == {
+                "api": "chat",
                 "tokens": raw.parse().usage.prompt_tokens,
                 "read": "local",
                 "by": rig.router.reader.tokenized_by(MODEL),

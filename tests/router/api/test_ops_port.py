@@ -32,6 +32,7 @@ PATHS = [
     ("GET", "/kvatlas/receipts"),
     ("GET", "/kvatlas/access_log"),
     ("POST", "/kvatlas/explain"),
+    ("GET", "/kvatlas/openapi.json"),
 ]
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 

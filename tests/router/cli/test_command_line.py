@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.support.paths import ROOT
 KVATLAS = [sys.executable, "-m", "router"]
 
 
-def kvatlas(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*KVATLAS, *arguments],
         cwd=ROOT,
@@ -31,7 +32,7 @@ def kvatlas(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 
 def test_help_lists_the_commands() -> None:
-    told = kvatlas("--help")
+    told = started("--help")
     assert told.returncode == 0
     for command in ("serve", "verify", "engine", "demo"):
         assert command in told.stdout
@@ -71,14 +72,18 @@ def test_help_loads_nothing_heavy() -> None:
         (["engine", "--set", "nonsense=1"], "expected KEY=VALUE with a KEY of"),
     ],
 )
-def test_bad_arguments_end_with_status_2_and_a_reason(arguments: list[str], told: str) -> None:
+def test_bad_arguments_end_with_status_2_and_a_reason(
+    arguments: list[str], told: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     ended = kvatlas(*arguments)
     assert ended.returncode == 2, ended
     assert told in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr
 
 
-def test_print_config_shows_where_values_come_from(tmp_path: Path) -> None:
+def test_print_config_shows_where_values_come_from(
+    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     file = tmp_path / "k.toml"
     file.write_text("[policy]\nbeta = 0.25\n", encoding="utf-8")
     told = kvatlas(
@@ -95,7 +100,7 @@ def test_print_config_shows_where_values_come_from(tmp_path: Path) -> None:
     assert "server.port = 8000  # default" in lines
 
 
-def test_check_config_checks_and_stops() -> None:
+def test_check_config_checks_and_stops(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     told = kvatlas("serve", "--check-config", "--engine", "http://h", "--tokenizer", str(DEMO_TOKENIZER_DIR))
     assert (told.returncode, told.stdout) == (0, "configuration ok\n")
 
@@ -130,6 +135,7 @@ def test_serve_says_where_and_ends_cleanly(number: int) -> None:
         assert "Traceback" not in rest
 
 
+@pytest.mark.process
 def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> None:
     router = subprocess.Popen(
         [*KVATLAS, "serve", "--port", "0", "--engine", "http://127.0.0.1:9"],
@@ -146,6 +152,7 @@ def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> Non
         assert router.wait(30) in {0, 120}  # 120: Python's own word for a standard stream it could not flush
 
 
+@pytest.mark.process
 def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
     first = subprocess.Popen(
         [
@@ -168,7 +175,7 @@ def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
         while said.get("event") != "listening":
             said = json.loads(log.readline())
         port = said["url"].rpartition(":")[2]
-        second = kvatlas("serve", "--port", port, "--ops-port", "0", "--engine", "http://127.0.0.1:9")
+        second = started("serve", "--port", port, "--ops-port", "0", "--engine", "http://127.0.0.1:9")
         assert second.returncode == 1
         assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
         assert "Traceback" not in second.stderr

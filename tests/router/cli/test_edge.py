@@ -198,6 +198,7 @@ def into(opened: Callable[[], int], *words: str) -> subprocess.CompletedProcess[
         os.close(out)
 
 
+@pytest.mark.process
 def test_an_output_that_is_gone_or_full() -> None:
     """As real processes: what is left in Python's buffer is written at its very end."""
 

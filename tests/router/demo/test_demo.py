@@ -73,6 +73,7 @@ def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.process
 def test_without_a_terminal_the_table_is_printed_once() -> None:
     with demo("--seconds", "1", "--engines", "2") as process:
         out, err = process.communicate(timeout=100)
@@ -83,6 +84,7 @@ def test_without_a_terminal_the_table_is_printed_once() -> None:
     assert out.count("ready") == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_keep_stays_up_until_a_signal_and_leaves_nothing(number: int) -> None:
     with demo("--seconds", "1", "--engines", "2", "--keep") as process:
@@ -109,6 +111,7 @@ def test_keep_stays_up_until_a_signal_and_leaves_nothing(number: int) -> None:
         assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_before_its_time(number: int) -> None:
     with demo("--seconds", "600", "--engines", "1", "--json") as process:
@@ -132,6 +135,7 @@ def serves(pid: int) -> bool:
     return any(row[3] == "0A" and f"socket:[{row[9]}]" in inodes for row in rows)
 
 
+@pytest.mark.process
 def test_engines_end_when_the_demo_is_killed() -> None:
     with demo("--seconds", "600", "--engines", "1", "--json") as process:
         wait_until(lambda: serves(process.pid), "the router listens")

@@ -75,6 +75,7 @@ JUNK: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", JUNK)
 def test_decoding_takes_bounded_memory(kind: str) -> None:
     payload = JUNK[kind]()

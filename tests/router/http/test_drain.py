@@ -100,6 +100,7 @@ def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
     run(main())
 
 
+@pytest.mark.process
 def test_answers_begun_while_draining_close_their_connection() -> None:
     async def main() -> None:
         async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
@@ -121,6 +122,7 @@ def test_answers_begun_while_draining_close_their_connection() -> None:
     run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["time", "second SIGINT"])
 def test_drain_does_not_last_for_ever(how: str) -> None:
     async def main() -> None:
@@ -153,6 +155,7 @@ def test_idle_router_ends_at_once() -> None:
     run(main())
 
 
+@pytest.mark.process
 def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
     """Load balancers that have not noticed yet lose nothing, and clients with idle connections move on."""
 
@@ -185,6 +188,7 @@ def test_during_the_delay_requests_are_answered_and_connections_closed_with_them
     run(main())
 
 
+@pytest.mark.process
 def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
     async def main() -> None:
         async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:

@@ -28,6 +28,7 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import EngineHit, FleetResidency
 from router.index.models import Scopes
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, removed, tokens
+from tests.support.examples import examples
 
 SCHEME = HashScheme()
 DENSE = Writer(SCHEME)
@@ -601,7 +602,7 @@ odd_facts = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(odd_facts, st.lists(odd_events, max_size=4), st.integers(0, 300))
 def test_no_events_make_the_index_raise_or_lie(
     facts: ModelFacts, batches: list[list[Event]], num_tokens: int

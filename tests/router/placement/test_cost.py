@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
 from router.placement.cost import choose, cost, within_bound
 from tests.router.placement.candidates import changed, make_candidate
+from tests.support.examples import examples
 
 DEFAULTS = PolicySettings()
 RATE = 1 / 8000
@@ -267,7 +268,7 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
     return st.lists(one, min_size=1, max_size=num, unique_by=lambda c: c.engine_id)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     engines=candidates_of(8),
     prompt_tokens=st.integers(1, 20_000),
@@ -293,7 +294,7 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
     assert choose(engines[::-1], prompt_tokens, knobs, prompt_key=key).engine_id == choice.engine_id
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     requests=st.lists(
         st.tuples(

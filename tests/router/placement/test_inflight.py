@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockHash
 from router.placement.inflight import InflightPrefixes, InflightPrompt, InflightSettings, keeps
+from tests.support.examples import examples
 
 SCHEME = HashScheme(algo="sha256_cbor", hash_block_size=1)
 
@@ -126,7 +127,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(operations=operations, probes=st.lists(st.text("ab", max_size=8), max_size=5))
 def test_agrees_with_comparing_every_prompt(
     operations: list[tuple[str, str, str, set[int], int]], probes: list[str]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.placement.load import LoadAccount, LoadSettings, Ticket
 from router.placement.rates import FleetRates, RateSettings
+from tests.support.examples import examples
 
 RATE = 0.001
 
@@ -183,7 +184,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps=steps)
 def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, float]]) -> None:
     loads, now = {name: account() for name in "AB"}, 0.0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.openai.body import Peek, peek
 from router.openai.errors import ApiError, model_not_found
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
+from tests.support.examples import examples
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, reader, say
 
 COMPLETION = "/v1/completions"
@@ -156,7 +157,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.dictionaries(FIELDS, JSON, max_size=4),
     st.none() | MESSAGES,
@@ -174,7 +175,7 @@ def test_no_body_ever_raises_anything_else(
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=60))
 def test_no_bytes_ever_raise_anything_else(local: PromptReader, body: bytes) -> None:
     for path in ("/v1/chat/completions", COMPLETION, "/v1/other"):
@@ -226,7 +227,7 @@ def test_a_long_model_name_is_not_echoed() -> None:
     assert "'m'" in model_not_found("m").message
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.fixed_dictionaries(

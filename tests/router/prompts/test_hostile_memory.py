@@ -62,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_dir(tmp_path_factory.mktemp("m"), "chatml")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_memory_stays_within_the_bounds(folder: Path, kind: str) -> None:
     side = local_reader(folder, BOUNDS)

@@ -18,6 +18,7 @@ from router.openai.errors import ApiError
 from router.openai.outline import OutlineError, top_level
 from router.prompts.config import PromptSettings
 from router.prompts.reader import ModelPrompts, TextAffinity
+from tests.support.examples import examples
 from tests.support.prompts.readers import chat, read, reader, say
 
 NAMES = ("model", "stream")
@@ -29,7 +30,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.dictionaries(TEXT, JSON, max_size=6), st.integers(2, 40), st.booleans())
 def test_the_outline_finds_what_the_parser_finds(
     fields: dict[str, Any], window: int, ascii_only: bool

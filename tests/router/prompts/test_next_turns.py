@@ -16,6 +16,7 @@ from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.truncation import ids_of
+from tests.support.examples import examples
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
     chat,
@@ -234,7 +235,7 @@ def test_the_prefix_cache_is_bounded(folder: Path) -> None:
     reader.close()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=30), st.integers(3000, 20000))
 def test_the_index_always_proposes_the_longest_live_prefix(
     sequences: list[list[int]], bytes_max: int
@@ -261,7 +262,7 @@ def _common(left: list[bytes], right: list[bytes]) -> list[bytes]:
     return left[:count]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
 def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int]) -> None:
     expected = 0

@@ -16,6 +16,7 @@ from router.prompts.tokens import tokenizer as module
 from router.prompts.tokens.fast import FastEncoder
 from router.prompts.tokens.ids import Encoded
 from router.prompts.tokens.tokenizer import PromptTokenizer, find_barriers
+from tests.support.examples import examples
 from tests.support.prompts.readers import SPECIAL, byte_level_tokenizer, metaspace_tokenizer
 
 KINDS = {
@@ -43,7 +44,7 @@ def test_pieces_give_the_ids_of_the_whole_text(kind: str, fast: bool) -> None:
     whole, cut = Tokenizer.from_str(KINDS[kind]), make(KINDS[kind], fast=fast)
     assert cut.barrier is not None
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         expected = whole.encode(text, add_special_tokens=False).ids
@@ -59,7 +60,7 @@ def byte_level() -> PromptTokenizer:
     return make(KINDS["byte-level"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(TEXTS, st.integers(1, 9))
 def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None:
     tokenizer = byte_level()
@@ -159,7 +160,7 @@ def test_normalized_tokens_are_barriers_where_nothing_is_normalized() -> None:
         ["<u>", "<v>", "<w>", "<y>", "<y>z", ">v", "x<w", "<think>", ">", "v", "x", " ", "a"]
     )
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(st.lists(pieces, max_size=10).map("".join))
     def check(text: str) -> None:
         assert list(cut.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
@@ -178,7 +179,7 @@ def test_overlapping_added_tokens_still_give_exact_ids() -> None:
         ["<a>", "<b>", "<a><b>", "x", "z", "<|eot|>", "<ok>", "<ok><", " ", "<l>", "<|im_end|>", "<"]
     )
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(st.lists(pieces, max_size=10).map("".join))
     def check(text: str) -> None:
         assert list(cut.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from router.index.base import Index
 from router.replication.redis.settings import SharedSettings
 from tests.router.replication.backend import SharedIndex, make_settings
+from tests.support.examples import examples
 from tests.support.index_contract import IndexContract, IndexMachine
 from tests.support.redis_servers import Cluster, Server, any_program
 
@@ -69,7 +70,7 @@ def _server() -> Iterator[None]:
 
 
 _QUICK = settings(
-    max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(12), stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestNarrowMachine = NarrowMachine.TestCase
 TestNarrowMachine.settings = _QUICK

@@ -51,6 +51,7 @@ def test_two_replicas_share_the_feeds_and_are_exact() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("keep_data", [False, True], ids=["empty", "with-data"])
 def test_the_server_killed_and_restarted(keep_data: bool) -> None:
     async def main(server: Server) -> None:
@@ -71,6 +72,7 @@ def test_the_server_killed_and_restarted(keep_data: bool) -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_the_server_frozen_for_a_while() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url) as made:
@@ -83,6 +85,7 @@ def test_the_server_frozen_for_a_while() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_the_server_forgets_everything_while_it_runs() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url) as made:
@@ -93,6 +96,7 @@ def test_the_server_forgets_everything_while_it_runs() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_replica_killed_with_its_leases() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url) as made:
@@ -106,6 +110,7 @@ def test_a_replica_killed_with_its_leases() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_replica_stopped_in_order_gives_its_leases_at_once() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url) as made:
@@ -116,6 +121,7 @@ def test_a_replica_stopped_in_order_gives_its_leases_at_once() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
     """While it sleeps the other takes everything; on waking both believe that they hold leases."""
 
@@ -144,6 +150,7 @@ def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_full_server_costs_hits_and_no_request() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url) as made:
@@ -158,6 +165,7 @@ def test_a_full_server_costs_hits_and_no_request() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_server_turned_read_only_costs_no_request() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url) as made:
@@ -170,6 +178,7 @@ def test_a_server_turned_read_only_costs_no_request() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_a_cluster_node_down_and_up_again() -> None:
     async def main(cluster: Cluster) -> None:
         async with fleet(cluster.url, engines=2) as made:
@@ -186,6 +195,7 @@ def test_a_cluster_node_down_and_up_again() -> None:
         cluster.close()
 
 
+@pytest.mark.process
 def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
     """Packets vanish, connections stay: one replica is cut off while the other goes on."""
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from router.config.load import load
 from tests.support.paths import ROOT
@@ -28,6 +29,7 @@ def documented_acl() -> list[str]:
     return found[1].replace("\\\n", " ").replace(">PASSWORD", f">{SECRET}").split()
 
 
+@pytest.mark.process
 def test_a_fleet_works_with_the_documented_rights_only() -> None:
     async def main(server: Server) -> None:
         url, tools = (server.url.replace("redis://", f"redis://{who}@") for who in (USER, TOOL))
@@ -64,6 +66,7 @@ def test_a_password_among_the_flags_is_refused_with_the_remedy() -> None:
         assert SECRET not in refused.stderr + refused.stdout
 
 
+@pytest.mark.process
 def test_a_password_from_environment_or_file_is_taken_and_never_printed(tmp_path: Path) -> None:
     url = f"redis://kvatlas:{SECRET}@127.0.0.1:1/0"
     path = tmp_path / "url"

@@ -20,6 +20,7 @@ def check(c: Cluster) -> None:
     assert c.load.cut == []
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 def test_engines_and_routers_roll_under_load_without_a_lost_stream() -> None:
     async def main() -> None:
@@ -55,6 +56,7 @@ def test_engines_and_routers_roll_under_load_without_a_lost_stream() -> None:
     run(main(), 170)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 def test_leases_are_handed_over_when_routers_roll() -> None:
     """With a shared index the new routers follow every engine, and no lease has to run out for it."""

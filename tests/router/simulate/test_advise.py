@@ -161,6 +161,7 @@ def advised(report: dict[str, Any], topic: str) -> Any:
 SAMPLE = ("chat", "--requests", "400", "--engines", "2", "--load", "0.7")
 
 
+@pytest.mark.long
 def test_small_windows_want_retention_and_large_ones_are_left_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

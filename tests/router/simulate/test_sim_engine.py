@@ -11,6 +11,7 @@ from publisher.groups import GroupSpec
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, request
+from tests.support.examples import examples
 
 Drawn = list[tuple[float, int, int, int]]
 arrivals = st.lists(
@@ -25,7 +26,7 @@ def requests_of(drawn: Drawn) -> list[Request]:
     return sorted(made, key=lambda one: one.at_s)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(arrivals, st.sampled_from([12, 24, 40, 400]), st.sampled_from([FULL, HYBRID]))
 def test_every_request_ends_once_and_the_pool_is_whole(
     drawn: Drawn, num_blocks: int, groups: tuple[GroupSpec, ...]
@@ -45,7 +46,7 @@ def test_every_request_ends_once_and_the_pool_is_whole(
             assert 0 <= visit.hit < visit.input_tokens
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(arrivals, st.integers(1, 7))
 def test_it_does_not_matter_how_often_it_is_advanced(drawn: Drawn, pauses: int) -> None:
     plain, paused = Bench(num_blocks=24), Bench(num_blocks=24)

@@ -28,12 +28,15 @@ from router.tools.replay.player import Player
 from router.tools.verify.command import run_verify
 from router.tools.verify.traces import TraceError, read_trace
 from tests.support.captures import BLOCK, CAPTURES, removed, stored, tokens, write
+from tests.support.examples import examples
 from tests.support.paths import DATA, TRACES
 
 CORPUS = sorted(path for path in (DATA / "corpus").iterdir() if path.name != "README.md")
 BODIES = [path for path in CORPUS if path.name.startswith("body")]
 CAPTURED = [path for path in CORPUS if path not in BODIES]
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 LINE = {"source": "e", "recv_ts": 1.0, "topic": "", "seq": 0, "payload_b64": "kwGQAA=="}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": TEXT * 20}]}
 
 
-def kvatlas(*arguments: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "router", *arguments],
         cwd=ROOT,
@@ -41,7 +42,7 @@ def kvatlas(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_replay_from_the_command_line() -> None:
+def test_replay_from_the_command_line(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     told = kvatlas("replay", str(CAPTURES[0]), "--samples", "2")
     assert told.returncode == 0, told.stderr
     assert "residency over time" in told.stdout
@@ -54,7 +55,7 @@ def test_explain_from_the_command_line(tmp_path: Path) -> None:
     entry = truth(CAPTURES[0])[20]
     body = tmp_path / "body.json"
     body.write_text(json.dumps(entry))
-    told = kvatlas("explain", str(CAPTURES[0]), "--request", str(body), "--at", str(entry["after_seq"]))
+    told = started("explain", str(CAPTURES[0]), "--request", str(body), "--at", str(entry["after_seq"]))
     assert told.returncode == 0, told.stderr
     assert f"a prompt of {len(entry['token_ids'])} tokens" in told.stdout
     assert "choice, all engines idle" in told.stdout
@@ -79,13 +80,16 @@ def test_explain_from_the_command_line(tmp_path: Path) -> None:
         (["explain", "--router", "h:1", "--request", "/nowhere.json"], "expected http://HOST:PORT"),
     ],
 )
-def test_bad_arguments_end_with_status_2_and_a_reason(arguments: list[str], told: str) -> None:
+def test_bad_arguments_end_with_status_2_and_a_reason(
+    arguments: list[str], told: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     ended = kvatlas(*arguments)
     assert ended.returncode == 2, ended
     assert told in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.process
 def test_publish_serves_what_is_told_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [(3, [stored(tokens(BLOCK))]), (4, [])])
     command = [sys.executable, "-m", "router", "replay", str(path), "--json", "--speed", "0"]

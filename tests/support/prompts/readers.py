@@ -59,6 +59,17 @@ def byte_level_tokenizer(vocab_size: int = 600) -> str:
 
 
 @cache
+def plain_tokenizer() -> str:
+    """One token per byte, without training: its ids are the same everywhere and can be written down."""
+    vocabulary = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return str(tokenizer.to_str())
+
+
+@cache
 def metaspace_tokenizer(prepend: str = "first") -> str:
     """A BPE tokenizer of SentencePiece's kind: a space before the text, byte fallback, bos added."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
+from router.openai.apis import CHAT, COMPLETION
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.prompt import Prompt
-from router.prompts.reader import CHAT, COMPLETION, PromptReader
+from router.prompts.reader import PromptReader
 from router.tools.doctor.evidence import PromptParity
 from router.tools.doctor.gather.http import Http, HttpAnswer
 

@@ -18,9 +18,10 @@ import msgspec
 from router.fleet.identity import EngineAddress
 from router.index.learn.hash_scheme import Detection
 from router.index.model import EngineHit, FleetResidency
+from router.openai.apis import COMPLETION
 from router.openai.errors import ApiError
 from router.prompts.prompt import Prompt
-from router.prompts.reader import COMPLETION, PromptReader
+from router.prompts.reader import PromptReader
 from router.tools.doctor.evidence import ProbeEvidence, ProbeRequest
 from router.tools.doctor.gather.http import Http, HttpAnswer
 from router.tools.doctor.gather.listener import EventListener

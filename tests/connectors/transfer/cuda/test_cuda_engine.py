@@ -22,6 +22,7 @@ from connectors.transfer.host import HostTransferEngine
 from connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver, FakeEvent
+from tests.support.examples import examples
 
 WAIT_S = 30.0
 DMA_ONLY = Calibration()
@@ -120,7 +121,7 @@ def benches() -> Iterator[Any]:
         assert bench.device.violations == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: int, kernel: bool) -> None:
     """The canary: work on the computing stream that has not run yet when the job is submitted."""

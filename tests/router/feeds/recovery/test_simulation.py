@@ -10,10 +10,11 @@ from collections import Counter
 
 import pytest
 
+from tests.support.examples import examples
 from tests.support.feed_world import run
 
 BLOCK = 50
-SEEDS = int(os.environ.get("KVATLAS_RECOVERY_SEEDS", "300"))
+SEEDS = int(os.environ.get("KVATLAS_RECOVERY_SEEDS") or examples(300))
 ONE = os.environ.get("KVATLAS_RECOVERY_SEED")
 
 

@@ -28,6 +28,7 @@ from tests.router.index.rules.layouts import (
     residencies,
     window,
 )
+from tests.support.examples import examples
 
 Units = dict[int, set[int]]
 
@@ -90,7 +91,7 @@ cases = st.tuples(models(), st.integers(1, 420)).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases)
 def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -98,7 +99,7 @@ def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> N
     assert evaluate_one(layout, num_tokens, units).hit[0] == slow_hit(layout, num_tokens, units)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases)
 def test_equals_what_the_engine_finds(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -135,7 +136,7 @@ def test_where_the_order_matters_hits_equal_what_the_engine_finds(groups: tuple[
         assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(cases)
 def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -149,7 +150,7 @@ def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units
     assert not any(layout.classes[0].family is not Family.CHUNKED and tokens for tokens in hits.hit[1:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(cases, st.data())
 def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], data: st.DataObject) -> None:
     layout, num_tokens, units = case
@@ -161,7 +162,7 @@ def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], d
     assert after.trunk[0] >= before.trunk[0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(cases, st.integers(1, 200))
 def test_a_longer_prompt_with_the_same_start_never_hits_less(
     case: tuple[CacheLayout, int, Units], more: int

@@ -32,6 +32,7 @@ from tests.router.index.rules.layouts import (
     residencies,
     window,
 )
+from tests.support.examples import examples
 
 Units = dict[int, set[int]]
 HOST, STORE = "CPU@host", "STORAGE@store"
@@ -215,7 +216,7 @@ cases = st.tuples(models(), st.integers(1, 420)).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases)
 def test_equals_what_an_engine_loads(case: tuple[CacheLayout, int, Units, Units]) -> None:
     layout, num_tokens, gpu, tier = case
@@ -223,7 +224,7 @@ def test_equals_what_an_engine_loads(case: tuple[CacheLayout, int, Units, Units]
     assert (hit, hit + by_medium.get("CPU", 0)) == plain_reading(layout, num_tokens, gpu, tier)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(cases)
 def test_what_lies_outside_never_changes_the_gpu_hit(case: tuple[CacheLayout, int, Units, Units]) -> None:
     layout, num_tokens, gpu, tier = case
@@ -375,7 +376,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps)
 def test_own_places_hold_what_was_stored_more_often_than_removed(
     history: list[tuple[bool, str, str | None, list[int]]],

@@ -11,6 +11,7 @@ from hypothesis import settings
 from router.index.base import Index, Plane
 from router.index.store import memory
 from router.index.store.memory import MemoryIndex
+from tests.support.examples import examples
 from tests.support.index_contract import CPU, FULL, WINDOW, IndexContract, IndexMachine, anybody, blocks, held
 
 
@@ -43,9 +44,9 @@ class CrampedMachine(IndexMachine):
 
 
 TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestMemoryMachine.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 TestCrampedMachine = CrampedMachine.TestCase
-TestCrampedMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCrampedMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 @pytest.fixture

@@ -180,6 +180,7 @@ def test_tls(certificate: Path) -> None:
         server.close()
 
 
+@pytest.mark.process
 def test_sentinel(tmp_path: Path) -> None:
     binary = any_program()
     master = Server(binary)

@@ -56,6 +56,7 @@ def test_prefix_caching_that_is_off() -> None:
     run(heard(one(), metrics=on)).expect("cache.prefix_caching", Severity.OK)
 
 
+@pytest.mark.long
 def test_a_hash_function_nobody_knows() -> None:
     """The whole search for a seed is gone through: hashes that no scheme makes."""
     strange = one(hashes=[1])

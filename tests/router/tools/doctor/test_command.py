@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,16 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--engine", DOWN, "--nonsense"], "--nonsense"),
     ],
 )
-def test_bad_arguments_end_with_status_2(arguments: list[str], told: str) -> None:
-    ended = doctor(*arguments)
+def test_bad_arguments_end_with_status_2(
+    arguments: list[str], told: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    ended = kvatlas("doctor", *arguments)
     assert ended.returncode == 2, ended
     assert told in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.process
 def test_a_tokenizer_that_cannot_be_used_ends_with_status_2(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     ended = doctor("--engine", DOWN, "--tokenizer", str(tmp_path))
@@ -60,6 +64,7 @@ def test_a_tokenizer_that_cannot_be_used_ends_with_status_2(tmp_path: Path) -> N
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.process
 def test_an_engine_that_is_down_ends_with_status_1_and_a_remedy() -> None:
     ended = doctor("--engine", DOWN)
     assert ended.returncode == 1, ended

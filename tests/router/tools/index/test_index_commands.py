@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from router.replication.schema.keys import SCHEMA, schema_key
 from tests.support.paths import ROOT
@@ -24,6 +25,7 @@ def kvatlas(*args: str, index: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
 
 
+@pytest.mark.process
 def test_recorded_truth_is_exact_through_the_index() -> None:
     with Server(any_program()) as server:
         done = kvatlas("verify", str(TRACES), "--json", "--index", server.url, index="")
@@ -43,6 +45,7 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert "broken.jsonl:2" in done.stderr
 
 
+@pytest.mark.process
 def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url, engines=2) as made:
@@ -69,6 +72,7 @@ def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
         run(main(server))
 
 
+@pytest.mark.process
 def test_an_empty_namespace_and_a_server_that_is_away_are_said() -> None:
     with Server(any_program()) as server:
         empty = kvatlas("index", "stats", "--namespace", "other", index=server.url)
@@ -78,6 +82,7 @@ def test_an_empty_namespace_and_a_server_that_is_away_are_said() -> None:
     assert away.stderr.startswith("kvatlas index: ")
 
 
+@pytest.mark.process
 def test_a_namespace_of_another_version_is_refused_at_start() -> None:
     with Server(any_program()) as server:
         server.command("SET", schema_key("kva").decode(), str(SCHEMA + 1))

@@ -360,6 +360,7 @@ def test_an_engine_that_is_not_reached_is_status_1(
     assert "--hash-scheme" in out
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
     async def scenario() -> None:

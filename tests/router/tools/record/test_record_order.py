@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.tools.capture.file import CaptureLine
 from router.tools.record.order import CaptureOrder, RecordStats, ReplayRequest
+from tests.support.examples import examples
 
 
 def frame(seq: int, run: int = 0) -> CaptureLine:
@@ -98,7 +99,7 @@ def play(stream: Stream, steps: list[tuple[str, object]]) -> None:
     stream.settle()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STEPS, st.booleans(), st.sampled_from([0, 3, 20, 10_000]))
 def test_seqs_rise_and_the_lost_are_counted(
     steps: list[tuple[str, object]], has_replay: bool, ring: int
@@ -114,7 +115,7 @@ def test_seqs_rise_and_the_lost_are_counted(
         assert seqs == list(range(stream.sent))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(STEPS, STEPS, st.sampled_from([0, 5, 10_000]))
 def test_a_restart_begins_anew(
     before: list[tuple[str, object]], after: list[tuple[str, object]], ring: int

@@ -28,6 +28,7 @@ from router.tools.replay.player import Player
 from router.tools.replay.publish import PublishEndpoint, paced, publish_frame, publishers, topics_of
 from router.tools.verify.traces import read_trace
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, ENGINE, removed, stored, tokens, write
+from tests.support.examples import examples
 from tests.support.paths import TRACES
 from tests.support.waiting import until
 
@@ -54,7 +55,7 @@ def perform(index: MemoryIndex, operation: tuple[str, Any, Any]) -> None:
         getattr(index, name)("e", where, [BlockHash(n) for n in what])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(OPERATIONS, max_size=30))
 def test_the_journal_agrees_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
     ledger, plain = Ledger(), MemoryIndex()

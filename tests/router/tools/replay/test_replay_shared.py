@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from router.replication.settings import IndexSettings
 from router.tools.capture.file import read_capture
 from router.tools.replay.command import ReplayOptions, facts_of, run_replay
 from router.tools.replay.shared import opened
-from tests.router.tools.test_commands import kvatlas
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, write
 from tests.support.redis_servers import Server, any_program
 
@@ -30,7 +30,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
-def test_a_reader_sees_the_committed_captures_as_memory_does(path: Path, server: Server) -> None:
+def test_a_reader_sees_the_committed_captures_as_memory_does(
+    path: Path, server: Server, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     told = kvatlas("replay", str(path), "--index", server.url, "--json")
     assert told.returncode == 0, told.stderr
     replayed = json.loads(told.stdout)
@@ -92,7 +94,9 @@ def test_a_run_leaves_other_namespaces_alone(tmp_path: Path, server: Server) -> 
     assert all(server.command("PTTL", key) > 0 for key in made)
 
 
-def test_the_url_may_lie_in_a_file(tmp_path: Path, server: Server) -> None:
+def test_the_url_may_lie_in_a_file(
+    tmp_path: Path, server: Server, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     where = tmp_path / "url"
     where.write_text(server.url)
     told = kvatlas("replay", str(CAPTURES[0]), "--index-file", str(where))
@@ -108,7 +112,9 @@ def test_the_url_may_lie_in_a_file(tmp_path: Path, server: Server) -> None:
         (("--index", "redis://127.0.0.1:1/0", "--diff-seq", "3"), "--index and --diff"),
     ],
 )
-def test_what_cannot_be_done_ends_with_status_2(more: tuple[str, ...], why: str) -> None:
+def test_what_cannot_be_done_ends_with_status_2(
+    more: tuple[str, ...], why: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     told = kvatlas("replay", str(CAPTURES[0]), *more)
     assert told.returncode == 2
     assert why in told.stderr

@@ -23,6 +23,7 @@ from router.tools.top.command import pictures
 from router.tools.top.snapshot import EngineRow, RouterSnapshot, make_picture
 from router.tools.top.table import render
 from tests.router.tools.doctor.looking import saying
+from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
@@ -165,7 +166,7 @@ FIELDS = st.sampled_from(
 ENTRIES = st.lists(ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(engines=ENTRIES, receipts=ENTRIES, metrics=st.text(max_size=60))
 def test_whatever_a_router_answers_is_a_picture(
     engines: list[Any], receipts: list[Any], metrics: str
@@ -189,13 +190,16 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--interval", "nan"], "--interval: nan"),
     ],
 )
-def test_bad_arguments(arguments: list[str], told: str) -> None:
-    ended = top(*arguments)
+def test_bad_arguments(
+    arguments: list[str], told: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    ended = kvatlas("top", *arguments)
     assert ended.returncode == 2
     assert told in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.process
 def test_without_a_terminal_one_picture_and_a_status() -> None:
     ended = top("--router", GONE)
     assert ended.returncode == 1
@@ -269,6 +273,7 @@ def test_on_a_terminal_q_ends_it() -> None:
         terminal.close()
 
 
+@pytest.mark.process
 def test_on_a_terminal_ctrl_c_ends_it() -> None:
     terminal = Terminal("--router", GONE, "--interval", "0.1")
     try:

@@ -17,7 +17,9 @@ from tests.support.paths import TRACES
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 def test_every_probe_and_count_is_exact(path: Path) -> None:
     result = verify_trace(path)
-    assert (result.exact, result.states_exact) == (result.probes, result.states)
+    assert (result.over, result.under, result.exact) == (0, 0, result.probes)
+    assert result.states_exact == result.states
+    assert result.all_exact
     assert result.probes >= 20
 
 

@@ -1,0 +1,94 @@
+"""What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
+
+``prompt_tokens`` (OpenAI), ``input_tokens`` (Responses; Anthropic counts there what was not cached), or
+``tokens.input_tokens`` (Cohere); at the top, or in ``response``, ``message`` or ``delta`` of an event.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from router.openai.request import Usage
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Counts(msgspec.Struct, gc=False):
+    input_tokens: float = 0
+    output_tokens: float = 0
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    tokens: _Counts | None = None
+    cached_tokens: float | None = None
+
+
+class _Part(msgspec.Struct, gc=False):
+    """What may carry the usage within an event; ``id`` is a response's."""
+
+    id: Any = None
+    usage: _Usage | None = None
+
+
+class _Answer(_Part, gc=False):
+    response: _Part | None = None
+    message: Any = None
+    delta: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Answer)
+
+
+def read_usage(body: bytes) -> Usage | None:
+    """The usage in a JSON answer or in one event's data; None where there is none (or null).
+
+    Raises ``msgspec.MsgspecError`` where it is of no known shape.
+    """
+    answer = _DECODER.decode(body)
+    usage = answer.usage
+    if usage is None and answer.response is not None:
+        usage = answer.response.usage
+    for part in (answer.message, answer.delta):
+        if usage is None and isinstance(part, dict):
+            usage = msgspec.convert(part.get("usage"), _Usage | None)
+    return None if usage is None else _read(usage)
+
+
+def _read(usage: _Usage) -> Usage | None:
+    if usage.prompt_tokens is not None:
+        details = usage.prompt_tokens_details
+        cached = None if details is None else details.cached_tokens
+        return Usage(usage.prompt_tokens, usage.completion_tokens or 0, cached)
+    if usage.tokens is not None:
+        cached = None if usage.cached_tokens is None else int(usage.cached_tokens)
+        return Usage(int(usage.tokens.input_tokens), int(usage.tokens.output_tokens), cached)
+    if usage.input_tokens is None:
+        return None
+    if usage.input_tokens_details is not None:
+        cached, more = usage.input_tokens_details.cached_tokens, 0
+    else:
+        cached = usage.cache_read_input_tokens
+        more = (cached or 0) + (usage.cache_creation_input_tokens or 0)
+    return Usage(usage.input_tokens + more, usage.output_tokens or 0, cached)
+
+
+def read_response_id(body: bytes) -> str | None:
+    """The id of a Responses answer, whole or in its first event's data; None where there is none."""
+    try:
+        answer = _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    found = answer.id if answer.response is None else answer.response.id
+    return found if isinstance(found, str) else None
