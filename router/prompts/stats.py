@@ -10,7 +10,7 @@ import msgspec
 
 from router.openai.apis import PROMPT_APIS
 
-WAYS = ("local", "engine", "affinity")
+WAYS = ("local", "renderer", "engine", "affinity")
 REASONS = (
     "model_unknown",  # no configuration names this model
     "lora_path_unknown",  # hashes cover the adapter's path, which nobody told us
@@ -54,7 +54,7 @@ class PromptStats(msgspec.Struct):
     reads: dict[tuple[str, str], int] = msgspec.field(
         default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
     )
-    """Requests by API, and by how their prompt was read: ``local``, ``engine``, or ``affinity`` (by text)."""
+    """Requests by API, and by how their prompt was read: ``local``, ``renderer``, ``engine``, ``affinity``."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 

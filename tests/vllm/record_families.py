@@ -20,8 +20,12 @@ from tests.support.prompts.family_cases import FAMILIES, chats, completions, fam
 DATE = "2026-11-22"
 DATA = Path(__file__).parent.parent / "data" / "families"
 OPTIONS: dict[str, dict[str, Any]] = {
-    name: {"tokenizer_mode": "mistral"} if name.startswith("mistral") else {} for name in FAMILIES
+    "harmony": {},
+    "mistral_tekken": {"tokenizer_mode": "mistral"},
+    "mistral_v3": {"tokenizer_mode": "mistral"},
+    "deepseek_v32": {"tokenizer_mode": "deepseek_v32"},
 }
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TOOL_PARSERS = {
     "harmony": "openai",
     "mistral_tekken": "mistral",
@@ -37,12 +41,20 @@ def requests_of(family: str, seed: int, count: int) -> list[list[Any]]:
     return found
 
 
+def _for_vllm(folder: Path, family: str) -> Path:
+    """DeepSeek's attention wants a GPU; its renderer and tokenizer do not ask what model they serve."""
+    if family == "deepseek_v32":
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **LLAMA}))
+    return folder
+
+
 def ask_vllm(python: str, families: list[str], seed: int, count: int, folder: Path) -> dict[str, list[Any]]:
     """Per family: [path, body, ids or null] of every request."""
     requests = {family: requests_of(family, seed, count) for family in families}
     jobs = [
         {
-            "directory": str(family_dir(folder / family, family)),
+            "directory": str(_for_vllm(family_dir(folder / family, family), family)),
             "options": {"tool_parser": TOOL_PARSERS[family]},
             "model": OPTIONS[family],
             "requests": requests[family],
