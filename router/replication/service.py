@@ -1,8 +1,8 @@
 """This replica's part in a shared index: leases, mirrored feeds, look-ups and load reports.
 
-One per router. It owns the connections (one for writing, one for looking, so that no look waits behind a
-batch) and a ``MirroredIndex`` per model, which the feeds write to. Always true: a feed runs only while its
-engine's lease is held here; nothing in here ends the router, whatever the server does.
+One per router. It owns the connections (one client for writing, one for look-ups) and a ``MirroredIndex``
+per model, which the feeds write to. Always true: a feed runs only while its engine's lease is held here;
+nothing in here ends the router, whatever the server does.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from router.index.models import Scopes
 from router.placement.load import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
+from router.replication.gossip.stream import InflightStream
 from router.replication.leases.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
-from router.replication.redis.connection import IndexUnavailable, Reply, pack
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import EngineFacts, Registry
 from router.replication.settings import IndexSettings
@@ -44,7 +45,6 @@ _DESCRIBE_S = 0.02
 _WATCH_S = 0.5
 _LEAVE_S_MAX = 2.0
 _LOAD_KEPT_S = 60
-_FLIGHTS_KEPT = 1024
 _AFTER_FAULT_S = 0.5
 
 
@@ -68,7 +68,8 @@ class SharedIndex:
     ) -> None:
         self.settings = settings
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
-        self._writing, self._looking = connect(settings), connect(settings)
+        self._client, self._looking = connect(settings), connect(settings)
+        self._stream = InflightStream(self._client)
         self._clock = clock
         self._started = secrets.randbits(40)
         self._scopes: dict[str, _Scope] = {}
@@ -107,15 +108,15 @@ class SharedIndex:
         if found is None:
             keys = ScopeKeys(self.settings.namespace, model)
             roll = Membership(
-                self._writing.command,
+                self._client.command,
                 keys.replicas,
                 self.replica,
                 started=self._started,
                 lease_s=self.settings.lease_s,
                 clock=self._clock,
             )
-            mirror = MirroredIndex(self._writing, model, on_lost=self.keeper.lost)
-            desk = ModelLeases(Leases(self._writing, model, self.replica), roll)
+            mirror = MirroredIndex(self._client, model, on_lost=self.keeper.lost)
+            desk = ModelLeases(Leases(self._client, model, self.replica), roll)
             found = self._scopes[model] = _Scope(mirror, desk, keys)
             if self._tasks is not None:
                 self._tasks.create_task(_kept_up(mirror.run), name=f"mirror {model}")
@@ -192,12 +193,12 @@ class SharedIndex:
 
     async def run(self) -> None:
         """Keep everything going until cancelled."""
-        await self._writing.start()
+        await self._client.start()
         await self._looking.start()
         async with asyncio.TaskGroup() as self._tasks:
             for model, scope in self._scopes.items():
                 self._tasks.create_task(_kept_up(scope.mirror.run), name=f"mirror {model}")
-            for work in (self.keeper.run, self._describe, self._watch, self._tell_load):
+            for work in (self.keeper.run, self._describe, self._watch, self._tell_load, self._stream.run):
                 self._tasks.create_task(_kept_up(work), name=f"shared index: {work.__name__}")
 
     async def retire(self) -> None:
@@ -214,10 +215,10 @@ class SharedIndex:
         try:
             async with asyncio.timeout(_LEAVE_S_MAX):
                 for scope in self._scopes.values():
-                    await self._writing.command("HDEL", scope.keys.load, self.replica)
+                    await self._client.command("HDEL", scope.keys.load, self.replica)
         except (IndexUnavailable, TimeoutError) as error:
             _log.warning("in-flight load not withdrawn", problem=str(error))
-        await self._writing.close()
+        await self._client.close()
         await self._looking.close()
 
     async def _describe(self) -> None:
@@ -252,16 +253,9 @@ class SharedIndex:
     def _tell_flight(self, engine_id: str, entry: bytes) -> bool:
         """Put one entry on its way to the other replicas, if there are any; nobody waits for the answer."""
         model = self.sight.model_of(engine_id)
-        if model is None or not self.keeper.others_alive:
+        if model is None or not self.keeper.others_alive or self._client.last_error:
             return False
-        key = self.scope(model).keys.flights
-        add = pack("XADD", key, "MAXLEN", "~", _FLIGHTS_KEPT, "*", "f", entry)
-        try:
-            answer = self._writing.link(key).send(add + pack("EXPIRE", key, _LOAD_KEPT_S), 2)
-        except IndexUnavailable:
-            return False
-        answer.add_done_callback(_ignore)
-        return True
+        return self._stream.put(self.scope(model).keys.flights, entry)
 
     async def _tell_load(self) -> None:
         while True:
@@ -277,8 +271,8 @@ class SharedIndex:
         if field is None:
             return
         for scope in self._scopes.values():
-            await self._writing.command("HSET", scope.keys.load, self.replica, field)
-            await self._writing.command("EXPIRE", scope.keys.load, _LOAD_KEPT_S)
+            await self._client.command("HSET", scope.keys.load, self.replica, field)
+            await self._client.command("EXPIRE", scope.keys.load, _LOAD_KEPT_S)
         self.exchange.wrote(field, now)
 
 
@@ -290,12 +284,6 @@ async def _kept_up(work: Callable[[], Awaitable[None]]) -> None:
         except Exception:  # noqa: BLE001  # see above
             _log.exception("task of the shared index failed, restarting it")
         await asyncio.sleep(_AFTER_FAULT_S)
-
-
-def _ignore(answer: asyncio.Future[list[Reply]]) -> None:
-    """Take note of a failure, so that the loop does not complain of it; the next look-up says the same."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 async def check_index(settings: IndexSettings, model: str = "") -> str:

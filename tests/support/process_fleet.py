@@ -15,7 +15,7 @@ import msgspec
 from publisher.engine import EngineSettings
 from router.demo.run import engine_process
 from router.replication.redis.client import connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.index.command import verify_scope
 from router.tools.index.scan import read_books

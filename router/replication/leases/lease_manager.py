@@ -20,7 +20,7 @@ from router.fleet.identity import EngineAddress
 from router.replication.leases.assignment import Member, divide
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
 
 _log = structlog.get_logger()

@@ -7,11 +7,10 @@ Always true: at any moment at most one token of an engine passes the fence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from router.replication.redis.client import Client
-from router.replication.redis.connection import Reply, pack
 from router.replication.schema import scripts
 from router.replication.schema.keys import ScopeKeys
 
@@ -78,23 +77,15 @@ class Leases:
 
 async def holders(client: Client, keys: ScopeKeys) -> dict[str, Lease]:
     """Every lease of a scope, ended ones too. Raises ``IndexUnavailable``."""
-    query = b"".join(leases_queries(keys))
-    replies = await client.link(keys.leases).ask(query, 2, client.settings.write_timeout_s)
-    flat, now = (client.checked(reply) for reply in replies)
-    return parse_leases(flat, now)
+    found = await client.command("HGETALL", keys.leases)
+    return parse_leases(found, await client.command("TIME", key=keys.leases))
 
 
-def leases_queries(keys: ScopeKeys) -> tuple[bytes, bytes]:
-    """Packed commands: all leases, and the server's clock."""
-    return pack("HGETALL", keys.leases), pack("TIME")
-
-
-def parse_leases(flat: Reply, now: Reply) -> dict[str, Lease]:
-    """The leases from the replies to ``leases_queries``."""
+def parse_leases(fields: Mapping[bytes, bytes], now: Sequence[bytes | int]) -> dict[str, Lease]:
+    """The leases from the fields of their hash, and the server's clock (``TIME``)."""
     now_ms = int(now[0]) * 1000 + int(now[1]) // 1000
-    it = iter(flat)
     leases: dict[str, Lease] = {}
-    for engine_id, text in zip(it, it, strict=True):
+    for engine_id, text in fields.items():
         token, expires_ms, holder = text.decode().split("|", 2)
         leases[engine_id.decode()] = Lease(holder, int(token), (int(expires_ms) - now_ms) / 1000)
     return leases

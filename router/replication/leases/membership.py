@@ -7,7 +7,7 @@ goes by itself when nobody signs any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -37,10 +37,10 @@ class Signature(msgspec.Struct, array_like=True):
 _DECODE = msgspec.msgpack.Decoder(Signature)
 
 
-def read_roll(flat: Sequence[bytes]) -> dict[str, Signature | None]:
-    """Replica -> signature from a flat HGETALL; None where it cannot be read."""
+def read_roll(fields: Mapping[bytes, bytes]) -> dict[str, Signature | None]:
+    """Replica -> signature from the fields of the hash; None where it cannot be read."""
     roll: dict[str, Signature | None] = {}
-    for field, value in zip(flat[::2], flat[1::2], strict=True):
+    for field, value in fields.items():
         try:
             roll[field.decode(errors="replace")] = _DECODE.decode(value)
         except msgspec.DecodeError:

@@ -1,8 +1,8 @@
-"""The servers behind a URL, and a live connection to each that is needed.
+"""The servers behind a URL: redis-py's client of each, and one pipelined connection for what is hot.
 
-``Client`` finds the masters (one server, Sentinel's master, or every master of a Cluster), keeps one ``Link``
-to each, reconnects with back-off in a task of its own, and routes commands by key. It never retries a
-command: callers know what is safe.
+``Client`` finds the masters (one server, Sentinel's master, or every master of a Cluster), reconnects with
+back-off in a task of its own, and routes commands by key. Always true: a command ends by its deadline; none
+is ever repeated, as callers know what is safe.
 ``identity`` names the servers by their run ids and the slots they serve. It differs after any restart or
 failover, which is how writers and readers notice that what they wrote or believed may be lost: a server that
 came back with its data may lack the last removals.
@@ -12,50 +12,83 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-import hiredis
 import structlog
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.exceptions import RedisError, ResponseError
 
-from router.replication.redis.connection import IndexUnavailable, Link, Reply, pack, within
-from router.replication.redis.handshake import Address, Range, ServerError, ServerLink, cluster_ranges, greet
+from router.replication.redis.connection import PipelinedConnection, Reply, pack
+from router.replication.redis.errors import IndexUnavailable, ServerError, unavailable
 from router.replication.redis.settings import SettingsError, SharedSettings, parse_url
-from router.replication.schema.keys import SLOTS, key_slot
-from router.replication.schema.scripts import Script
+from router.replication.redis.topology import Address, Topology, cluster_topology, sentinel_master, single
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
 _LOOK_AGAIN_S = 5.0
 """How often Sentinel, or a Cluster named as one, is asked for its masters though nothing failed."""
 _STALLED_S = 5.0
-"""A connection whose oldest question has waited so long is replaced."""
+"""A connection whose oldest request has waited so long is replaced."""
+_CONNECTIONS_MAX = 16
+"""For commands, per master; further commands wait for one of them until their deadline."""
+_CHANGED = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN"})
+"""Errors that say that the servers are others than this client knows."""
+
+T = TypeVar("T")
 
 
-class _Topology(NamedTuple):
-    cluster: bool
-    ranges: tuple[Range, ...]
-    """(first slot, last slot, master); one range for one server."""
+class Script:
+    """A Lua script: its source, and the name the server knows it by."""
+
+    __slots__ = ("sha", "source")
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class ScriptCall(NamedTuple):
+    """One call of a script; its keys are of one hash tag."""
+
+    script: Script
+    keys: Sequence[bytes]
+    args: Sequence[bytes | str | int]
+
+
+class _Master:
+    """One server: commands by redis-py's client; look-ups and block writes by the pipelined connection."""
+
+    def __init__(self, pool: BlockingConnectionPool, pipelined: PipelinedConnection) -> None:
+        self.commands = Redis.from_pool(pool)
+        self.pipelined = pipelined
+        self.loaded: set[str] = set()
+        """Scripts it has."""
+
+    def call(self, call: ScriptCall) -> tuple[bytes | str | int, ...]:
+        """The command for a script; its source only where the server may not have it yet."""
+        known = call.script.sha in self.loaded
+        self.loaded.add(call.script.sha)
+        verb, body = ("EVALSHA", call.script.sha) if known else ("EVAL", call.script.source)
+        return (verb, body, len(call.keys), *call.keys, *call.args)
 
 
 class Client:
-    """Connections of one user of the shared index; a writer and a reader have one each, so that a reader's
-    questions never wait behind a writer's batches."""
+    """One user's connections. A reader and a writer have one each: no look-up waits behind a batch."""
 
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
         self._target = parse_url(settings.url)
-        self._tls = self._target.tls_context()
-        self._topology = _Topology(False, ())
-        self._links: dict[Address, Link] = {}
+        self._arguments = self._target.connection_arguments(settings.connect_timeout_s)
+        self._topology = Topology(False, ())
+        self._masters: dict[Address, _Master] = {}
         self._identity: str | None = None
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._look_again_s = _LOOK_AGAIN_S if self._target.kind != "server" else None
         self.last_error = ""
-        self.reconnects = 0
 
     async def start(self, wait_s: float = 0.0) -> bool:
         """Begin to connect; True if everything is connected within ``wait_s``."""
@@ -73,16 +106,15 @@ class Client:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        for link in self._links.values():
-            link.abort()
-        self._links.clear()
+        for address in list(self._masters):
+            await self._drop(address)
         self._identity = None
         await asyncio.sleep(0)
 
     @property
     def cluster(self) -> bool:
         """Whether the servers form a Cluster. Known once connected."""
-        return self._topology.cluster
+        return self._topology.clustered
 
     @property
     def identity(self) -> str:
@@ -91,182 +123,205 @@ class Client:
             raise IndexUnavailable("connection", self.last_error)
         return self._identity
 
-    def masters(self) -> list[Link]:
-        """The links to every master; raises ``IndexUnavailable`` while any is missing."""
-        return [self._link(address) for address in dict.fromkeys(r[2] for r in self._topology.ranges)]
+    def masters(self) -> list[Redis]:
+        """redis-py's client of every master; raises ``IndexUnavailable`` while any is missing."""
+        return [self._connected(address).commands for address in self._topology.masters]
 
-    def link(self, key: bytes) -> Link:
-        """The link to a key's master. Raises ``IndexUnavailable`` while there is none."""
-        ranges = self._topology.ranges
-        if len(ranges) == 1:
-            return self._link(ranges[0][2])
-        slot = key_slot(key)
-        for first, last, address in ranges:
-            if first <= slot <= last:
-                return self._link(address)
-        raise IndexUnavailable("connection", self.last_error or "not connected yet")
-
-    def _link(self, address: Address) -> Link:
-        link = self._links.get(address)
-        if link is None or not link.open:
-            self._wake.set()
-            raise IndexUnavailable("connection", self.last_error or "not connected")
-        if link.waited_s > _STALLED_S:
-            link.abort()
-        return link
+    def pipelined(self, key: bytes) -> PipelinedConnection:
+        """The pipelined connection to a key's master. Raises ``IndexUnavailable`` while there is none."""
+        pipelined = self._master(key).pipelined
+        if pipelined.waited_s > _STALLED_S:
+            pipelined.abort()
+        return pipelined
 
     async def command(self, *args: bytes | str | int, key: bytes | None = None) -> Reply:
-        """One command, routed by ``key`` or else by its first argument. Raises ``IndexUnavailable``."""
+        """One command, routed by ``key`` or else by its first argument; the reply as redis-py parses it
+        (``HGETALL`` gives a dictionary). Raises ``IndexUnavailable``."""
         where = key if key is not None else args[1]
         if not isinstance(where, bytes):
             raise TypeError(f"{args[0]!r}: a command is routed by a key in bytes")
-        (reply,) = await self.link(where).ask(pack(*args), 1, self.settings.write_timeout_s)
-        return self.checked(reply)
-
-    def submit(
-        self, script: Script, keys: Sequence[bytes], *args: bytes | str | int
-    ) -> asyncio.Future[list[Reply]]:
-        """Put one script on its way to the master of its keys (all of one tag), in the order of calls.
-
-        Its reply may be the error ``NOSCRIPT``: the server lost its scripts; the next call sends the source.
-        """
-        link = self.link(keys[0])
-        known = script.sha in link.loaded
-        link.loaded.add(script.sha)
-        verb, body = ("EVALSHA", script.sha) if known else ("EVAL", script.source)
-        return link.send(pack(verb, body, len(keys), *keys, *args), 1)
-
-    async def outcome(self, script: Script, future: asyncio.Future[list[Reply]]) -> Reply:
-        """The reply to a submitted script. Raises ``IndexUnavailable``, ``NOSCRIPT`` included."""
-        (reply,) = await within(future, self.settings.write_timeout_s)
-        if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
-            for link in self._links.values():
-                link.loaded.discard(script.sha)
-        return self.checked(reply)
+        return await self._answer(self._master(where).commands.execute_command(*args))
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | str | int) -> Reply:
         """One script on the master of its keys, with its reply. Raises ``IndexUnavailable``."""
+        call = ScriptCall(script, keys, args)
+        master = self._master(keys[0])
         try:
-            return await self.outcome(script, self.submit(script, keys, *args))
+            return await self._answer(master.commands.execute_command(*master.call(call)))
         except ServerError as error:
             if error.reason != "NOSCRIPT":
                 raise
-        return await self.outcome(script, self.submit(script, keys, *args))
+        master.loaded.discard(script.sha)
+        return await self._answer(master.commands.execute_command(*master.call(call)))
+
+    async def batch(self, calls: Sequence[ScriptCall]) -> list[Reply]:
+        """Scripts in order, pipelined to all their masters at once; for each call its reply, or the
+        ``IndexUnavailable`` that says why there is none (``NOSCRIPT``: call again)."""
+        parts: dict[_Master, list[int]] = {}
+        replies: list[Reply] = [None] * len(calls)
+        for number, call in enumerate(calls):
+            try:
+                parts.setdefault(self._master(call.keys[0]), []).append(number)
+            except IndexUnavailable as error:
+                replies[number] = error
+        answers = await asyncio.gather(
+            *(self._pipeline(master, [calls[number] for number in part]) for master, part in parts.items())
+        )
+        for part, answer in zip(parts.values(), answers, strict=True):
+            for number, reply in zip(part, answer, strict=True):
+                replies[number] = reply
+        return replies
+
+    async def _pipeline(self, master: _Master, calls: Sequence[ScriptCall]) -> list[Reply]:
+        payload = b"".join(pack(*master.call(call)) for call in calls)
+        try:
+            replies = await master.pipelined.ask(payload, len(calls), self.settings.write_timeout_s)
+        except IndexUnavailable as error:
+            return [error] * len(calls)
+        for number, reply in enumerate(replies):
+            try:
+                self.checked(reply)
+            except ServerError as error:
+                replies[number] = error
+                if error.reason == "NOSCRIPT":
+                    master.loaded.discard(calls[number].script.sha)
+        return replies
 
     def checked(self, reply: Reply) -> Reply:
         """The reply, unless it is an error: then ``ServerError``, and a fresh look at the servers if it says
         that they have changed."""
-        if isinstance(reply, hiredis.ReplyError):
-            error = ServerError(reply)
-            if error.reason == "READONLY":  # a master no more: greet whoever answers there anew
-                for link in self._links.values():
-                    link.abort()
-            if error.reason in {"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN"}:
-                self.refresh()
-            raise error
+        if isinstance(reply, ResponseError):
+            raise self._unavailable(reply)
         return reply
+
+    async def _answer(self, work: Awaitable[T]) -> T:
+        """What the library answers before the deadline for writes. Raises ``IndexUnavailable``."""
+        try:
+            async with asyncio.timeout(self.settings.write_timeout_s):
+                return await work
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: RedisError | OSError) -> IndexUnavailable:
+        problem = unavailable(error)
+        if problem.reason == "READONLY":  # a master no more: see who answers there now
+            for master in self._masters.values():
+                master.pipelined.abort()
+        if problem.reason in _CHANGED:
+            self.refresh()
+        return problem
+
+    def _master(self, key: bytes) -> _Master:
+        address = self._topology.master_of(key)
+        if address is None:
+            raise IndexUnavailable("connection", self.last_error or "not connected yet")
+        return self._connected(address)
+
+    def _connected(self, address: Address) -> _Master:
+        master = self._masters.get(address)
+        if master is None or not master.pipelined.is_open:
+            self._wake.set()
+            raise IndexUnavailable("connection", self.last_error or "not connected")
+        return master
 
     def refresh(self) -> None:
         """Look at the topology again soon."""
         self._identity = None
         self._wake.set()
 
-    async def _maintain(self) -> None:
-        pause = _BACKOFF_S
-        while True:
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(self.settings.connect_timeout_s * 4):
-                    await self._connect_all()
-            except (OSError, TimeoutError, IndexUnavailable, SettingsError, ValueError) as error:
-                if not self.last_error:
-                    _LOG.warning("shared index not reachable", index=repr(self._target), error=str(error))
-                self.last_error = str(error) or type(error).__name__
-                self._ready.clear()
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _BACKOFF_S_MAX)
-                continue
-            if self.last_error:
-                _LOG.info("shared index reachable again", index=repr(self._target))
-            self.last_error, pause = "", _BACKOFF_S
-            self._ready.set()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._look_again_s)
+    # -- the task that keeps everything connected ------------------------------------------------------
 
-    async def _connect_all(self) -> None:
-        """Find the masters and connect to those that are not connected. The links that are stay."""
-        topology = await self._find_masters()
-        wanted = {address for _, _, address in topology.ranges}
-        for address in [a for a in self._links if a not in wanted]:
-            self._links.pop(address).abort()
+    async def _maintain(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            pause = _BACKOFF_S
+            while True:
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(self.settings.connect_timeout_s * 4):
+                        await self._connect_all(tasks)
+                except (RedisError, OSError, IndexUnavailable, SettingsError, ValueError) as error:
+                    await self._not_reachable(error, pause)
+                    pause = min(2 * pause, _BACKOFF_S_MAX)
+                    continue
+                if self.last_error:
+                    _LOG.info("shared index reachable again", index=repr(self._target))
+                self.last_error, pause = "", _BACKOFF_S
+                self._ready.set()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._look_again_s)
+
+    async def _not_reachable(self, error: Exception, pause_s: float) -> None:
+        known = isinstance(error, RedisError | OSError)
+        problem = unavailable(error) if isinstance(error, RedisError | OSError) else error
+        if not self.last_error:
+            _LOG.warning("shared index not reachable", index=repr(self._target), error=str(problem))
+        self.last_error = str(problem) if known else str(error) or type(error).__name__
+        self._ready.clear()
+        await asyncio.sleep(pause_s)
+
+    async def _connect_all(self, tasks: asyncio.TaskGroup) -> None:
+        """Find the masters and connect to those that are not connected. The connections that are stay."""
+        topology = await self._find_masters(tasks)
+        for address in [a for a in self._masters if a not in topology.masters]:
+            await self._drop(address)
         self._topology = topology
         failure: Exception | None = None
-        for address in sorted(wanted):
+        for address in sorted(topology.masters):
             try:
-                await self._connect(address)
-            except (OSError, TimeoutError, IndexUnavailable) as error:
+                await self._connect(address, tasks)
+            except (RedisError, OSError, IndexUnavailable) as error:
                 failure = error  # the others may still serve their part
         if failure is not None:
             raise failure
-        if not all(link.open for link in self._links.values()):
+        if not all(master.pipelined.is_open for master in self._masters.values()):
             raise IndexUnavailable("connection", "lost")
-        text = ",".join(f"{first}-{last}={self._links[a].run_id}" for first, last, a in topology.ranges)
-        self._identity = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        lives = (f"{p.first}-{p.last}={self._masters[p.master].pipelined.run_id}" for p in topology.ranges)
+        self._identity = hashlib.blake2b(",".join(lives).encode(), digest_size=8).hexdigest()
 
-    async def _find_masters(self) -> _Topology:
+    async def _find_masters(self, tasks: asyncio.TaskGroup) -> Topology:
+        if self._target.kind == "sentinel":
+            return single(await sentinel_master(self._target, self._arguments))
         failure: Exception = IndexUnavailable("connection", "no address")
-        sentinel = self._target.kind == "sentinel"
-        known = [] if sentinel else [a for a, link in self._links.items() if link.open]
+        known = [address for address, master in self._masters.items() if master.pipelined.is_open]
         for address in dict.fromkeys((*known, *self._target.addresses)):
             try:
-                if sentinel:
-                    return _Topology(False, ((0, SLOTS - 1, await self._ask_sentinel(address)),))
-                link = await self._connect(address)
-                if not link.cluster:
-                    return _Topology(False, ((0, SLOTS - 1, address),))
-                return _Topology(True, await cluster_ranges(link, address, self.settings.connect_timeout_s))
-            except (OSError, TimeoutError, IndexUnavailable) as error:
+                master = await self._connect(address, tasks)
+                if not master.pipelined.clustered:
+                    return single(address)
+                return await cluster_topology(master.commands, address)
+            except (RedisError, OSError, IndexUnavailable) as error:
                 failure = error
         raise failure
 
-    async def _ask_sentinel(self, address: Address) -> Address:
-        link = await self._open(address)
-        try:
-            query = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._target.service)
-            (reply,) = await link.ask(query, 1, self.settings.connect_timeout_s)
-        finally:
-            link.abort()
-        if not isinstance(reply, list):
-            raise IndexUnavailable("sentinel", f"knows no master named {self._target.service!r}")
-        return reply[0].decode(), int(reply[1])
-
-    async def _connect(self, address: Address) -> ServerLink:
-        link = self._links.get(address)
-        if isinstance(link, ServerLink) and link.open:
-            return link
-        link = await self._open(address)
-        try:
-            await greet(link, self._target, self.settings.connect_timeout_s)
-        except BaseException:
-            link.abort()
-            raise
-        self._identity = None  # whoever answers here may be another server than before
-        self._links[address] = link
-        self.reconnects += 1
-        return link
-
-    async def _open(self, address: Address) -> ServerLink:
-        loop = asyncio.get_running_loop()
-        name = address[0] if self._tls is not None else None
+    async def _connect(self, address: Address, tasks: asyncio.TaskGroup) -> _Master:
+        master = self._masters.get(address)
+        if master is not None and master.pipelined.is_open:
+            return master
+        await self._drop(address)
+        pool = BlockingConnectionPool(
+            max_connections=_CONNECTIONS_MAX,
+            timeout=self.settings.write_timeout_s,
+            host=address[0],
+            port=address[1],
+            **self._arguments,
+        )
+        pipelined = PipelinedConnection(pool.make_connection(), self._lost)
         async with asyncio.timeout(self.settings.connect_timeout_s):
-            _, link = await loop.create_connection(
-                lambda: ServerLink(self._lost), *address, ssl=self._tls, server_hostname=name
-            )
-        return link
+            await pipelined.open(tasks)
+        self._identity = None  # whoever answers here may be another server than before
+        master = self._masters[address] = _Master(pool, pipelined)
+        return master
+
+    async def _drop(self, address: Address) -> None:
+        master = self._masters.pop(address, None)
+        if master is not None:
+            master.pipelined.abort()
+            with suppress(RedisError, OSError):
+                await master.commands.aclose()
 
     def _lost(self) -> None:
         """A connection ended: of consequence if it is one of those in use."""
-        if not all(link.open for link in self._links.values()):
+        if not all(master.pipelined.is_open for master in self._masters.values()):
             self.refresh()
 
 

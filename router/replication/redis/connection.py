@@ -1,9 +1,10 @@
-"""One connection to a Redis or Valkey server: bytes out, replies in, in order.
+"""A pipelined connection for look-ups and block writes: many requests under way, each gets its own replies.
 
-Requests are packed by the caller and may hold several commands; the future of a request gets all its replies.
-A caller that stops waiting costs nothing: its replies are read and dropped in their turn, so a slow answer
-never gets into the next question's place and no connection is thrown away for it.
-Always true: what waits is bounded, and a lost connection fails everything that waits on it.
+TLS, login and parsing are those of redis-py's ``Connection``; this adds the queue of who waits. redis-py's
+client lends a connection to one request at a time and closes it when that times out: under load, one
+connection for each concurrent look-up and a handshake for each late reply (measured: decision 004).
+Always true: replies that come too late are read and dropped in their turn, so none ever answers another
+request; the number of waiting requests is bounded; a lost connection fails everything that waits on it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import hiredis
+from redis.asyncio.connection import Connection
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
+
+from router.replication.redis.errors import IndexUnavailable, unavailable
 
 _WAITING_MAX = 4096
-_BUFFERED_BYTES_MAX = 32 << 20
+_GRACE_S = 0.0005
 
 Reply = Any
-"""bytes, int, None, a list of replies, or ``hiredis.ReplyError``."""
-
-
-class IndexUnavailable(Exception):  # noqa: N818  # a state to be lived with
-    """The shared index cannot answer now. ``reason`` is one short word or two, for counters."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+"""bytes, int, None, a list of replies, or the ``ResponseError`` that the server answered with."""
 
 
 class _Waiter(NamedTuple):
@@ -37,43 +34,100 @@ class _Waiter(NamedTuple):
     since: float
 
 
-class Link(asyncio.Protocol):
-    """See the module; made by ``asyncio.create_connection``."""
+class PipelinedConnection:
+    """See the module. ``connection`` retries nothing and has no socket time-out."""
 
-    def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
-        self._parser = hiredis.Reader(notEnoughData=Ellipsis)
-        self._waiting: deque[_Waiter] = deque()
-        self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, connection: Connection, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._connection = connection
         self._on_lost = on_lost
+        self._waiting: deque[_Waiter] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._reading: asyncio.Task[None] | None = None
         self.run_id = ""
-        """Names this start of this server; told by the handshake."""
-        self.loaded: set[str] = set()
+        """Names this start of this server."""
+        self.clustered = False
+
+    async def open(self, tasks: asyncio.TaskGroup) -> None:
+        """Connect, log in and learn who answers; replies are read in a task of ``tasks``.
+
+        Raises ``IndexUnavailable``; also for a server that is a replica.
+        """
+        try:
+            await self._connection.connect()
+            await self._connection.send_command("INFO", "server", "replication")
+            text = (await self._connection.read_response()).decode()
+            facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+            self.run_id = facts["run_id"]
+            self.clustered = facts.get("redis_mode", facts.get("server_mode")) == "cluster"
+            if facts["role"] != "master" and not self.clustered:
+                raise IndexUnavailable("READONLY", "the server is a replica; name its master")
+        except BaseException as error:
+            await self._connection.disconnect(nowait=True)
+            if isinstance(error, RedisError | OSError):
+                raise unavailable(error) from error
+            raise
+        self._reading = tasks.create_task(self._read(), name="replies of the shared index")
+        await asyncio.sleep(0)  # a task that is cancelled before it began would not close the connection
 
     @property
-    def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+    def is_open(self) -> bool:
+        return self._reading is not None and self._connection.is_connected
 
     @property
     def waited_s(self) -> float:
         """How long the oldest unanswered request has waited."""
         return self._loop.time() - self._waiting[0].since if self._waiting else 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+    async def send(self, payload: bytes, count: int, timeout_s: float) -> asyncio.Future[list[Reply]]:
+        """Write packed commands; the future gets their ``count`` replies.
 
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed(data)
+        Raises ``IndexUnavailable`` if they cannot be written, within ``timeout_s`` at the latest.
+        """
+        if not self.is_open:
+            raise IndexUnavailable("connection", "not connected")
+        if len(self._waiting) >= _WAITING_MAX:
+            raise IndexUnavailable("busy", "too many requests wait for the server")
+        future: asyncio.Future[list[Reply]] = self._loop.create_future()
+        self._waiting.append(_Waiter(future, [], count, self._loop.time()))
         try:
-            while self._waiting:
-                reply = self._parser.gets()
-                if reply is Ellipsis:
-                    return
+            async with asyncio.timeout(timeout_s):
+                await self._connection.send_packed_command(payload, check_health=False)
+        except (RedisError, OSError) as error:  # the library has closed the connection
+            _fail(future)
+            raise unavailable(error) from error
+        return future
+
+    async def ask(self, payload: bytes, count: int, timeout_s: float) -> list[Reply]:
+        """``send`` and wait. Raises ``IndexUnavailable`` (``timeout`` when the time is up)."""
+        return await within(await self.send(payload, count, timeout_s), timeout_s)
+
+    def abort(self) -> None:
+        """Close at once; everything that waits fails."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    async def _read(self) -> None:
+        """Give each reply to whoever waits for it, until the connection ends."""
+        try:
+            while True:
+                try:
+                    reply = await self._connection.read_response(disconnect_on_error=False)
+                except ResponseError as error:
+                    reply = error
                 self._take(reply)
-        except hiredis.ProtocolError:
-            self.abort()
+        except (RedisError, OSError):
+            pass
+        finally:
+            self._reading = None
+            while self._waiting:
+                _fail(self._waiting.popleft().future)
+            self._on_lost()
+            await self._connection.disconnect(nowait=True)
 
     def _take(self, reply: Reply) -> None:
+        if not self._waiting:
+            raise InvalidResponse("a reply that nobody asked for")
         waiter = self._waiting[0]
         waiter.replies.append(reply)
         if len(waiter.replies) == waiter.wanted:
@@ -81,35 +135,12 @@ class Link(asyncio.Protocol):
             if not waiter.future.done():
                 waiter.future.set_result(waiter.replies)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        while self._waiting:
-            future = self._waiting.popleft().future
-            if not future.done():
-                future.set_exception(IndexUnavailable("connection", "lost"))
-                future.exception()
-        self._on_lost()
 
-    def send(self, payload: bytes, count: int) -> asyncio.Future[list[Reply]]:
-        """Ask; the future gets ``count`` replies. Raises ``IndexUnavailable`` if nothing can be sent."""
-        if self._transport is None or self._transport.is_closing():
-            raise IndexUnavailable("connection", "not connected")
-        buffered = self._transport.get_write_buffer_size()
-        if len(self._waiting) >= _WAITING_MAX or buffered > _BUFFERED_BYTES_MAX:
-            raise IndexUnavailable("busy", "too many requests wait for the server")
-        future: asyncio.Future[list[Reply]] = self._loop.create_future()
-        self._waiting.append(_Waiter(future, [], count, self._loop.time()))
-        self._transport.write(payload)
-        return future
-
-    async def ask(self, payload: bytes, count: int, timeout_s: float) -> list[Reply]:
-        """``send`` and wait. Raises ``IndexUnavailable`` (``timeout`` when the time is up)."""
-        return await within(self.send(payload, count), timeout_s)
-
-    def abort(self) -> None:
-        """Close at once; everything that waits fails."""
-        if self._transport is not None:
-            self._transport.abort()
+def _fail(future: asyncio.Future[list[Reply]]) -> None:
+    """The connection is lost; a failure that nobody waits for is no news to the event loop."""
+    if not future.done():
+        future.set_exception(IndexUnavailable("connection", "lost"))
+        future.exception()
 
 
 async def within(future: asyncio.Future[list[Reply]], timeout_s: float) -> list[Reply]:
@@ -123,11 +154,8 @@ async def within(future: asyncio.Future[list[Reply]], timeout_s: float) -> list[
         timer.cancel()
 
 
-_GRACE_S = 0.0005
-
-
 def _expire(future: asyncio.Future[list[Reply]], *, again: bool = True) -> None:
-    """One more turn of the loop first: the answer may lie unread in the socket of a busy process."""
+    """Wait a moment more first: the answer may lie unread in the socket of a busy process."""
     if future.done():
         return
     if again:

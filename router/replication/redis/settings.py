@@ -10,11 +10,13 @@ Always true: neither ``repr`` nor ``str`` of anything here shows a password.
 from __future__ import annotations
 
 import re
-import ssl
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import msgspec
+from redis.asyncio.connection import Connection, RedisSSLContext, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _DEFAULT_PORT = {"server": 6379, "cluster": 6379, "sentinel": 26379}
@@ -104,17 +106,27 @@ class Target(msgspec.Struct, frozen=True):
     cert: str | None = None
     key: str | None = None
 
-    def tls_context(self) -> ssl.SSLContext | None:
-        """What to connect with; None without TLS. Raises ``SettingsError`` for unreadable files."""
+    def connection_arguments(self, connect_timeout_s: float) -> dict[str, Any]:
+        """What redis-py connects with, but for host and port: no retries, and no time-outs for single reads,
+        as every call has a deadline. Raises ``SettingsError`` for unreadable TLS files."""
+        arguments: dict[str, Any] = {
+            "connection_class": SSLConnection if self.tls else Connection,
+            "db": self.db,
+            "username": self.username,
+            "password": self.password,
+            "protocol": 2,
+            "socket_timeout": None,
+            "socket_connect_timeout": connect_timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "driver_info": None,
+        }
         if not self.tls:
-            return None
+            return arguments
         try:
-            context = ssl.create_default_context(cafile=self.ca)
-            if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key)
+            RedisSSLContext(keyfile=self.key, certfile=self.cert, ca_certs=self.ca).get()
         except OSError as error:
-            raise SettingsError(f"index TLS files: {error}") from error
-        return context
+            raise SettingsError(f"index TLS files: {error}; give PEM files") from error
+        return arguments | {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
 
     def __repr__(self) -> str:
         where = ",".join(f"{host}:{port}" for host, port in self.addresses)

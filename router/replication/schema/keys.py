@@ -10,20 +10,20 @@ Keys of up to 22 bytes cost one 24-byte allocation; the default namespace stays 
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Sequence
 from functools import cache
 from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
+from redis.crc import key_slot
 
 from router.index.base import Words
 
 SCHEMA = 1
 """Of keys and values; another number in the same namespace is refused."""
 
-SLOTS = 16384
 EPOCH_BYTES = 6
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
@@ -53,16 +53,6 @@ class ScopeKeys:
 def schema_key(namespace: str) -> bytes:
     """Holds the schema number of a namespace; its name must never change."""
     return f"{namespace}:schema".encode()
-
-
-def key_slot(key: bytes) -> int:
-    """The Cluster slot of a key."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return binascii.crc_hqx(key, 0) % SLOTS
 
 
 @cache

@@ -17,7 +17,7 @@ from publisher.events import BlockHash
 from router.index.base import Plane
 from router.index.media import GPU
 from router.index.store.memory import MemoryIndex
-from router.replication.redis.handshake import ServerError
+from router.replication.redis.errors import ServerError
 from router.replication.schema.codec import PLANES_MAX, codes_max
 from router.replication.schema.registry import Registry, Scope
 

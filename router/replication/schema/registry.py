@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from publisher.block_hash import HashScheme
 from router.index.base import WORD_BITS, Plane, Slot
 from router.index.learn.layout import CacheLayout
 from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, Reply
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema import scripts, write_scripts
 from router.replication.schema.codec import codes_max, pattern_name, pattern_planes
 from router.replication.schema.keys import EPOCH_BYTES, SCHEMA, ScopeKeys, schema_key
@@ -236,10 +236,8 @@ class Registry:
         self._schema_checked, self._check_again_at = identity, now + _CHECK_NAMESPACE_S
 
 
-def parse_view(flat: Reply) -> ScopeView | None:
-    """The books from a flat HGETALL; None if the scope does not exist (completely)."""
-    it = iter(flat)
-    fields: dict[bytes, bytes] = dict(zip(it, it, strict=True))
+def parse_view(fields: Mapping[bytes, bytes]) -> ScopeView | None:
+    """The registry from the fields of its hash; None if the scope does not exist (completely)."""
     if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
         return None
     _refuse_other_schema(fields[b"schema"], "this namespace")

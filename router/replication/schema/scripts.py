@@ -8,18 +8,7 @@ if the server loses the last one.
 
 from __future__ import annotations
 
-import hashlib
-
-
-class Script:
-    """Source and the name the server knows it by."""
-
-    __slots__ = ("sha", "source")
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-
+from router.replication.redis.client import Script
 
 _CREATE = """
 local function create(p, w, epoch, home, nonce, ttl)

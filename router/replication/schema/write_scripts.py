@@ -7,7 +7,7 @@ batch came first.
 
 from __future__ import annotations
 
-from router.replication.schema.scripts import Script
+from router.replication.redis.client import Script
 
 FENCE = Script(
     """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from publisher.events import BlockHash
 from router.index.base import Words
-from router.replication.redis.connection import Reply
+from router.replication.redis.client import ScriptCall
 from router.replication.schema.registry import EngineFacts, EngineSlot
 
 
@@ -145,27 +144,29 @@ class Pending:
 class Batch:
     """Some blocks of one engine on their way."""
 
-    __slots__ = ("_settled", "engine", "engine_id", "hashes", "provisional", "reply")
+    __slots__ = ("_settled", "call", "engine", "engine_id", "hashes", "provisional")
 
     def __init__(
         self,
         engine_id: str,
         engine: Pending,
         hashes: list[BlockHash],
-        reply: asyncio.Future[list[Reply]],
+        call: ScriptCall,
         provisional: bool,
     ) -> None:
         self.engine_id = engine_id
         self.engine = engine
         self.hashes = hashes
-        self.reply = reply
+        self.call = call
         self.provisional = provisional
         """Its codes told less than is so: it must be written again."""
         self._settled = False
         engine.in_flight += 1
 
-    def settle(self) -> None:
-        """It was answered, or nobody waits for it any more."""
-        if not self._settled:
-            self._settled = True
-            self.engine.in_flight -= 1
+    def settle(self) -> bool:
+        """It was answered, or nobody waits for it any more; False if that was known."""
+        if self._settled:
+            return False
+        self._settled = True
+        self.engine.in_flight -= 1
+        return True

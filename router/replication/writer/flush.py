@@ -7,14 +7,16 @@ taken from an engine's waiting list are either written by the server's own word 
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
 
 from publisher.events import BlockHash
 from router.index.base import Words
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.client import ScriptCall
+from router.replication.redis.connection import Reply
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema import write_scripts
 from router.replication.schema.codec import pack_records
 from router.replication.schema.keys import partition_of
@@ -34,8 +36,8 @@ class Flush:
         self._outbox = outbox
         self._drained: set[Pending] = set()
         """Engines of which nothing waited any more at some moment since the start."""
-        self._sent: deque[Batch] = deque()
-        """On their way, oldest first."""
+        self._ready: list[Batch] = []
+        """The next round: made, not sent."""
 
     async def run(self) -> None:
         """Write all that waits now. Raises ``IndexUnavailable``; ``EpochChanged`` to be called again.
@@ -44,39 +46,39 @@ class Flush:
         """
         await self._outbox.settle()
         failure: IndexUnavailable | None = None
-        try:
-            while self._sent or (failure is None and not self._done):
-                before = len(self._sent)
-                if failure is None and not self._done:
-                    failure = await self._send_round()
-                for _ in range(before):  # while those of this round are on their way
-                    failure = await self._settle_batch(self._sent[0]) or failure
-                    self._sent.popleft()
-        finally:
-            for batch in self._sent:  # cancelled
-                self._again(batch)
+        while failure is None and (self._ready or not self._done):
+            sending, self._ready = self._ready, []
+            try:  # the next round is made while the server works on this one
+                made, written = await asyncio.gather(self._make_round(), self._write(sending))
+            except BaseException:
+                self._again(*sending, *self._ready)
+                raise
+            failure = made or written
+        if failure is None:
+            self._outbox.succeeded()
+            return
+        self._again(*self._ready)
         if isinstance(failure, EpochChanged):
             self._outbox.begin_anew()
-        if failure is not None:
-            raise failure
-        self._outbox.succeeded()
+        raise failure
 
     @property
     def _done(self) -> bool:
         return self._drained.issuperset(self._outbox.engines.values())
 
-    def _again(self, batch: Batch) -> None:
-        """What a batch was to write waits again."""
-        self._outbox.touch_engine(batch.engine, batch.hashes)
-        self._drained.discard(batch.engine)
-        batch.settle()
+    def _again(self, *batches: Batch) -> None:
+        """What these batches were to write waits again."""
+        for batch in batches:
+            if batch.settle():
+                self._outbox.touch_engine(batch.engine, batch.hashes)
+                self._drained.discard(batch.engine)
 
-    async def _send_round(self) -> IndexUnavailable | None:
-        """A slice of every engine on its way."""
-        for engine_id, engine in list(self._outbox.engines.items()):
+    async def _make_round(self) -> IndexUnavailable | None:
+        """A slice of every engine, ready to be sent."""
+        for engine_id, engine in [] if self._done else list(self._outbox.engines.items()):
             try:
                 if not engine.idle:
-                    await self._send_some(await self._outbox.settle(), engine_id, engine)
+                    await self._make_some(await self._outbox.settle(), engine_id, engine)
             except LeaseLost:
                 self._outbox.lose(engine_id, engine)
             except IndexUnavailable as error:
@@ -85,8 +87,8 @@ class Flush:
                 self._drained.add(engine)
         return None
 
-    async def _send_some(self, scope: Scope, engine_id: str, engine: Pending) -> None:
-        """Claim and describe where due, then put one slice of blocks on its way."""
+    async def _make_some(self, scope: Scope, engine_id: str, engine: Pending) -> None:
+        """Claim and describe where due, then make batches of one slice of blocks."""
         if engine.seat is None:
             await self._outbox.claim(scope, engine_id, engine)
         if engine.facts_due:
@@ -98,8 +100,7 @@ class Flush:
             codes = await self._outbox.codes.of(scope, self._outbox.memory, engine_id, hashes)
             if seat is not None and engine.seat is seat and self._outbox.engines.get(engine_id) is engine:
                 words = np.array(hashes, np.uint64)
-                for batch in self._batches(scope, engine_id, engine, seat, words, codes):
-                    self._sent.append(batch)
+                self._ready += self._batches(scope, engine_id, engine, seat, words, codes)
                 return
         except BaseException:
             self._outbox.touch_engine(engine, hashes)
@@ -120,7 +121,7 @@ class Flush:
     def _batches(
         self, scope: Scope, engine_id: str, engine: Pending, seat: EngineSlot, words: Words, codes: Codes
     ) -> Iterator[Batch]:
-        """Each is on its way when it is yielded: one script per partition and ``script_blocks`` blocks."""
+        """One script call per partition and ``script_blocks`` blocks."""
         outbox, settings = self._outbox, self._outbox.settings
         ttls = int(settings.block_ttl_s * 1000), int(settings.control_ttl_s * 1000)
         partitions = partition_of(words, scope.partitions)
@@ -133,19 +134,24 @@ class Flush:
                 records = pack_records(words[part], codes[part], seat.generation, scope.code_bytes)
                 place = (prefix, seat.number, scope.code_bytes + 1)
                 who = (engine_id, engine.token, next(outbox.numbers))
-                reply = outbox.client.submit(write_scripts.WRITE, [fence], *who, *place, *ttls, records)
+                call = ScriptCall(write_scripts.WRITE, [fence], (*who, *place, *ttls, records))
                 hashes = [BlockHash(value) for value in words[part].tolist()]
-                yield Batch(engine_id, engine, hashes, reply, outbox.codes.provisional)
+                yield Batch(engine_id, engine, hashes, call, outbox.codes.provisional)
 
-    async def _settle_batch(self, batch: Batch) -> IndexUnavailable | None:
-        """Wait for one batch; what was not written waits again."""
+    async def _write(self, batches: list[Batch]) -> IndexUnavailable | None:
+        """Send batches in order; what was not written waits again. The last failure, if any."""
+        failure: IndexUnavailable | None = None
+        replies = await self._outbox.client.batch([batch.call for batch in batches])
+        for batch, reply in zip(batches, replies, strict=True):
+            failure = await self._answered(batch, reply) or failure
+        return failure
+
+    async def _answered(self, batch: Batch, reply: Reply) -> IndexUnavailable | None:
         outbox, engine_id, engine = self._outbox, batch.engine_id, batch.engine
-        try:
-            word, changed, refused = await outbox.client.outcome(write_scripts.WRITE, batch.reply)
-        except IndexUnavailable as error:
+        if isinstance(reply, IndexUnavailable):
             self._again(batch)
-            return None if error.reason == "NOSCRIPT" else error
-        batch.settle()
+            return None if reply.reason == "NOSCRIPT" else reply
+        word, changed, refused = reply
         match word:
             case b"OK":
                 outbox.counters.blocks_written += int(changed)
@@ -160,9 +166,11 @@ class Flush:
                 outbox.counters.lost_fences += 1
                 engine.unseat(whole=False)
                 self._drained.discard(engine)
+                batch.settle()
                 return await self._fence_again(engine_id, engine)
             case _:
                 outbox.lose(engine_id, engine)
+        batch.settle()
         return None
 
     async def _fence_again(self, engine_id: str, engine: Pending) -> IndexUnavailable | None:

@@ -20,7 +20,7 @@ from router.index.base import IndexStats, Plane, Rows, Slot
 from router.index.media import is_shared
 from router.index.store.memory import MemoryIndex
 from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import EngineFacts, EpochChanged, IndexRefused, Registry
 from router.replication.writer.dirty import MirrorStats
 from router.replication.writer.flush import Flush

@@ -20,8 +20,7 @@ import structlog
 from publisher.events import BlockHash
 from router.index.store.memory import MemoryIndex
 from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
-from router.replication.redis.handshake import ServerError
+from router.replication.redis.errors import IndexUnavailable, ServerError
 from router.replication.schema.pattern_codes import PatternCodes
 from router.replication.schema.registry import EpochChanged, LeaseLost, Registry, Scope
 from router.replication.writer.dirty import MirrorStats, Pending

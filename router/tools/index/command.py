@@ -20,7 +20,7 @@ from router.config.errors import ConfigError
 from router.fleet.identity import EngineAddress
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SettingsError
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import IndexRefused, Registry

@@ -5,19 +5,21 @@ For tools and tests only: it walks all keys (SCAN), which no router ever does.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
+from redis.exceptions import RedisError
 
 from router.fleet.identity import EngineAddress
 from router.index.base import Words
 from router.replication.leases.leases import Lease, Leases
 from router.replication.leases.membership import Signature, read_roll
 from router.replication.redis.client import Client
-from router.replication.redis.connection import Link, pack
+from router.replication.redis.errors import unavailable
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import Registry, Scope, ScopeView
 
@@ -45,7 +47,7 @@ async def models_of(client: Client) -> list[str]:
     namespace = client.settings.namespace.encode()
     pattern = re.compile(re.escape(namespace) + rb":\{(.*)\}:scope")
     found = set()
-    async for _, keys in scan(client, namespace + b":{", b"}:scope"):
+    async for keys in scan(client, namespace + b":{", b"}:scope"):
         found |= {unquote(match[1].decode()) for key in keys if (match := pattern.fullmatch(key))}
     return sorted(found)
 
@@ -60,20 +62,23 @@ async def read_books(client: Client, model: str) -> ScopeBooks | None:
     return ScopeBooks(model, view, leases, {name: s for name, s in roll.items() if s is not None})
 
 
-async def scan(client: Client, head: bytes, tail: bytes = b"") -> AsyncIterator[tuple[Link, list[bytes]]]:
-    """All keys that start with ``head`` and end in ``tail``, a page at a time, with the server they lie on.
+async def scan(client: Client, head: bytes, tail: bytes = b"") -> AsyncIterator[list[bytes]]:
+    """All keys that start with ``head`` and end in ``tail``, a page at a time.
 
     A key may come twice. Raises ``IndexUnavailable``.
     """
     glob = _GLOB.sub(rb"\\\1", head) + b"*" + _GLOB.sub(rb"\\\1", tail)
-    for link in client.masters():
-        cursor = b"0"
+    for master in client.masters():
+        cursor = 0
         while True:
-            query = pack("SCAN", cursor, "MATCH", glob, "COUNT", _SCAN_COUNT)
-            (reply,) = await link.ask(query, 1, _TIMEOUT_S)
-            cursor, keys = client.checked(reply)
-            yield link, keys
-            if cursor == b"0":
+            query = ("SCAN", cursor, "MATCH", glob, "COUNT", _SCAN_COUNT)
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    cursor, keys = await master.execute_command(*query)
+            except (RedisError, OSError) as error:
+                raise unavailable(error) from error
+            yield keys
+            if not cursor:
                 break
 
 
@@ -82,6 +87,6 @@ async def block_hashes(client: Client, keys: ScopeKeys, scope: Scope) -> Words:
     found: list[bytes] = []
     for partition in range(scope.partitions):
         prefix = keys.prefix(scope.epoch, partition, scope.partitions)
-        async for _, page in scan(client, prefix):
+        async for page in scan(client, prefix):
             found += [key[-8:] for key in page if len(key) == len(prefix) + 8]
     return np.unique(np.frombuffer(b"".join(found), "<u8").astype(np.uint64))

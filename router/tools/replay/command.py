@@ -18,7 +18,7 @@ from rich.live import Live
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
 from router.replication.settings import IndexSettings
 from router.tools.capture.file import CapturedFrame, CaptureError, is_trace, read_capture

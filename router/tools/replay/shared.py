@@ -19,7 +19,7 @@ from router.index.learn.layout import ModelFacts
 from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.service import engine_facts
 from router.replication.settings import IndexSettings
 from router.replication.writer.mirror import MirroredIndex

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.console import output_console
 from router.tools.verify.run import TraceResult, total, verify_trace

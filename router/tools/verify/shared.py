@@ -24,7 +24,7 @@ from router.replication.gossip.load import LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client, connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import Registry
 from router.replication.settings import IndexSettings

@@ -10,7 +10,7 @@ from router.index.base import Plane
 from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.client import Client, connect
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
 from router.replication.writer.mirror import MirroredIndex
 from tests.router.replication.backend import MODEL, bits

@@ -7,17 +7,22 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.replication.redis.connection import IndexUnavailable, Link, pack, within
+from router.replication.redis.connection import PipelinedConnection, pack, within
+from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.settings import parse_url
 
+INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def talk(answer: Answer, body: Callable[[Link], Awaitable[None]]) -> None:
+async def talk(answer: Answer, body: Callable[[PipelinedConnection], Awaitable[None]]) -> None:
     """A server of one connection."""
     done = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            await reader.readuntil(b"replication\r\n")
+            writer.write(b"$%d\r\n%b\r\n" % (len(INFO), INFO))
             await answer(reader, writer)
         finally:
             writer.close()
@@ -25,14 +30,18 @@ async def talk(answer: Answer, body: Callable[[Link], Awaitable[None]]) -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    _, link = await asyncio.get_running_loop().create_connection(Link, "127.0.0.1", port)
-    try:
-        await body(link)
-    finally:
-        link.abort()
-        await asyncio.wait_for(done.wait(), 10)
-        server.close()
-        await server.wait_closed()
+    arguments = parse_url(f"redis://127.0.0.1:{port}").connection_arguments(10.0)
+    link = PipelinedConnection(arguments.pop("connection_class")(host="127.0.0.1", port=port, **arguments))
+    async with asyncio.TaskGroup() as tasks:
+        await link.open(tasks)
+        assert link.run_id == "abc"
+        try:
+            await body(link)
+        finally:
+            link.abort()
+            await asyncio.wait_for(done.wait(), 10)
+    server.close()
+    await server.wait_closed()
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
@@ -43,11 +52,11 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
         writer.write(b":1\r\n:2\r\n:3\r\n")
         await reader.read()
 
-    async def body(link: Link) -> None:
+    async def body(link: PipelinedConnection) -> None:
         with pytest.raises(IndexUnavailable, match="timeout"):
             await link.ask(b"one two", 2, 0.01)
         assert link.waited_s > 0
-        future = link.send(b"three", 1)
+        future = await link.send(b"three", 1, 10)
         go.set()
         assert await within(future, 10) == [3]
         assert link.waited_s == 0
@@ -57,16 +66,17 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
 
 def test_replies_in_pieces() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
         for byte in b"*3\r\n$3\r\na\r\n\r\n$-1\r\n*1\r\n:7\r\n-ERR no\r\n":
             writer.write(bytes([byte]))
             await writer.drain()
             await asyncio.sleep(0)
         await reader.read()
 
-    async def body(link: Link) -> None:
+    async def body(link: PipelinedConnection) -> None:
         first, second = await link.ask(b"x", 2, 10)
         assert first == [b"a\r\n", None, [7]]
-        assert str(second) == "ERR no"
+        assert (second.status_code, str(second)) == ("ERR", "no")
 
     asyncio.run(talk(answer, body))
 
@@ -77,14 +87,14 @@ def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
         await reader.read(1)
         writer.write(said)
 
-    async def body(link: Link) -> None:
-        futures = [link.send(b"x", 2), link.send(b"y", 1)]
+    async def body(link: PipelinedConnection) -> None:
+        futures = [await link.send(b"x", 2, 10), await link.send(b"y", 1, 10)]
         for future in futures:
             with pytest.raises(IndexUnavailable, match="connection"):
                 await within(future, 10)
-        assert not link.open
+        assert not link.is_open
         with pytest.raises(IndexUnavailable, match="connection"):
-            link.send(b"z", 1)
+            await link.send(b"z", 1, 10)
 
     asyncio.run(talk(answer, body))
 
@@ -96,11 +106,11 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         del writer
         await reader.read()
 
-    async def body(link: Link) -> None:
+    async def body(link: PipelinedConnection) -> None:
         for _ in range(3):
-            link.send(b"x", 1)
+            await link.send(b"x", 1, 10)
         with pytest.raises(IndexUnavailable, match="busy"):
-            link.send(b"x", 1)
+            await link.send(b"x", 1, 10)
 
     asyncio.run(talk(answer, body))
 
