@@ -57,6 +57,15 @@ def serve(
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
     ] = None,
+    renderer: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--renderer",
+            help="A render server (vllm launch render): http://host:port, asked for tokens before engines; "
+            "repeat for more.",
+            negative="",
+        ),
+    ] = None,
     host: Annotated[
         str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
     ] = None,
@@ -102,6 +111,7 @@ def serve(
         "server.log_level": log_level,
         "policy.policy": policy,
         "index.url": index,
+        "prompts.renderers": renderer,
     }
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
     given |= _assignments(set_ or [])
