@@ -28,7 +28,7 @@ from router.replication.gossip.load import LoadGossip
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
-from router.replication.schema.scope_cache import SharedEngine
+from router.replication.scope_cache import SharedEngine
 
 _log = structlog.get_logger()
 _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})

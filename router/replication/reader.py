@@ -27,7 +27,7 @@ from router.replication.redis.connection import PipelinedConnection, Reply, pack
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys, as_words, mget, partition_of
 from router.replication.schema.registry import ScopeView, parse_view
-from router.replication.schema.scope_cache import ScopeCache, SharedEngine
+from router.replication.scope_cache import ScopeCache, SharedEngine
 
 __all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
 

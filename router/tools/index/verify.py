@@ -26,7 +26,7 @@ from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import Registry
-from router.replication.schema.scope_cache import SharedEngine
+from router.replication.scope_cache import SharedEngine
 from router.tools.index.scan import ScopeBooks, block_hashes
 
 _LOOKUP_S = 10.0

@@ -18,6 +18,7 @@ from router.openai.apis import BATCH, GENERATE, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
 from router.prompts.chat.conversions import Conversions
 from router.prompts.reader import Prompt, PromptReader, TextAffinity
+from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases
 from tests.support.prompts.readers import local_reader, model_dir, plain_tokenizer, read, read_exact
@@ -130,7 +131,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_wrong_types_anywhere_are_passed_on_or_refused(folder: Path, data: st.DataObject) -> None:
     path, bodies = data.draw(
