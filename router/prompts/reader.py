@@ -26,6 +26,7 @@ from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
 from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
 from router.prompts.cache import PrefixCache, cached_ids
+from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.engine_side import EngineSide, EngineTokens, Post, placed_items
@@ -237,7 +238,7 @@ class PromptReader:
         except NotLocalError:
             return None
         base_url = self._engine_url(request.model)
-        if base_url is None:
+        if base_url is None or (isinstance(parsed, MessagesBody) and parsed.disables_thinking):
             return None
         found = await self._engine_side.tokens(
             base_url,
