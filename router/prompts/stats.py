@@ -54,7 +54,8 @@ class PromptStats(msgspec.Struct):
     reads: dict[tuple[str, str], int] = msgspec.field(
         default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
     )
-    """Requests by API, and by how their prompt was read: ``local``, ``renderer``, ``engine``, ``affinity``."""
+    """Requests by API, and by how their prompt was read: ``local``, ``renderer``, ``engine`` or ``affinity``,
+    which is by text."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 
