@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -265,6 +265,10 @@ def demo(
         int,
         Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
     ] = 1,
+    api: Annotated[
+        Literal["chat", "messages", "responses"],
+        Parameter(help="What the load asks by: messages and responses are agents that work with tools."),
+    ] = "chat",
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
 ) -> int:
@@ -278,6 +282,7 @@ def demo(
         as_json=json,
         keep=keep,
         replicas=replicas,
+        api=api,
         index=index_settings(index, index_file),
     )
 

@@ -27,6 +27,7 @@ from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
 from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
 from router.prompts.cache import PrefixCache, cached_ids
+from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.engine_side import EngineSide, EngineTokens, Post, placed_items
@@ -243,6 +244,8 @@ class PromptReader:
             target = self._target(request.model)
             extras = _extras(target, parsed)
         except NotLocalError:
+            return None
+        if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
             return None
         authorization = _authorization(request)
         known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
