@@ -217,6 +217,10 @@ def test_what_the_routers_metrics_show() -> None:
         b"kvatlas_prompts_template_mismatches_total 1.0\n"
         b'kvatlas_index_unknown_removals_total{model="m"} 2.0\n'
         b"kvatlas_proxy_errors_total 0.0\nnonsense\n"
+        b'kvatlas_prompts_reads_total{api="chat",how="local"} 40.0\n'
+        b'kvatlas_prompts_reads_total{api="messages",how="local"} 1.0\n'
+        b'kvatlas_prompts_reads_total{api="messages",how="affinity"} 3.0\n'
+        b'kvatlas_prompts_not_local_total{reason="no_tokenizer"} 3.0\n'
     )
 
     async def main() -> None:
@@ -226,6 +230,8 @@ def test_what_the_routers_metrics_show() -> None:
             assert mismatch.subject == "http://e:1"
             found.expect("router.predictions", Severity.INFO, "jinja2")
             found.expect("router.predictions", Severity.INFO, "2 removals")
+            by_text = found.expect("router.prompts", Severity.INFO, "75% placed by text")
+            assert "tokenizer" in by_text.remedy
 
     run(main())
 
