@@ -195,6 +195,8 @@ class Router:
             works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
             if self.shared is not None:
                 works.append(self.shared.run())
+            if self.config.prompts.renderers:
+                works.append(self.reader.renderers.watch(self._healthy, self.config.prompts.renderer_check_s))
             background = [tasks.create_task(work) for work in works]
             if self.accounts.access is not None:
                 self.accounts.access.start()
@@ -319,6 +321,18 @@ class Router:
                 return answer.status, b"".join(pieces)
         except aiohttp.ClientError as error:
             raise OSError(f"{url}: {error}") from error
+
+    async def _healthy(self, url: str) -> bool:
+        if self._in_clients_names is None:
+            return False
+        timeout = aiohttp.ClientTimeout(total=self.config.prompts.engine_timeout_s)
+        try:
+            async with self._in_clients_names.get(
+                f"{url}/health", timeout=timeout, allow_redirects=False
+            ) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     # -- what the prompt reader asks ------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -57,6 +57,15 @@ def serve(
     tokenizer: Annotated[
         Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
     ] = None,
+    renderer: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--renderer",
+            help="A render server (vllm launch render): http://host:port, asked for tokens before engines; "
+            "repeat for more.",
+            negative="",
+        ),
+    ] = None,
     host: Annotated[
         str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
     ] = None,
@@ -102,6 +111,7 @@ def serve(
         "server.log_level": log_level,
         "policy.policy": policy,
         "index.url": index,
+        "prompts.renderers": renderer,
     }
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
     given |= _assignments(set_ or [])
@@ -255,6 +265,10 @@ def demo(
         int,
         Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
     ] = 1,
+    api: Annotated[
+        Literal["chat", "messages", "responses"],
+        Parameter(help="What the load asks by: messages and responses are agents that work with tools."),
+    ] = "chat",
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
 ) -> int:
@@ -268,6 +282,7 @@ def demo(
         as_json=json,
         keep=keep,
         replicas=replicas,
+        api=api,
         index=index_settings(index, index_file),
     )
 

@@ -18,6 +18,12 @@ from typing import Any
 import msgspec
 
 from publisher.simulator import answers
+from publisher.simulator.agents import (
+    MessagesAnswer,
+    MessagesRequest,
+    ResponsesAnswer,
+    ResponsesRequest,
+)
 from publisher.simulator.answers import Answer, Json
 from publisher.simulator.model import EngineModel, Prepared
 from publisher.simulator.protocol import (
@@ -41,6 +47,7 @@ _Handler = Callable[["Call"], Awaitable[None]]
 VERSION = "0.32.0+kvatlas"
 """The vLLM release whose behaviour is simulated, marked as a simulation."""
 BODY_BYTES_MAX = 64 << 20
+_RESPONSES_KEPT = 1024
 
 _JSON = (b"content-type", b"application/json")
 _SSE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -123,9 +130,13 @@ class EngineApp:
         self._stepper = stepper
         self._event_sources = event_sources
         self._created = int(time.time())
+        self._kept: dict[str, tuple[list[Json], Json]] = {}
+        """Responses to go on from: their messages and bodies, oldest first."""
         self._routes: dict[str, tuple[str, _Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
+            "/v1/messages": ("POST", self._messages),
+            "/v1/responses": ("POST", self._responses),
             "/v1/chat/completions/render": ("POST", self._render_chat),
             "/v1/completions/render": ("POST", self._render_completion),
             "/tokenize": ("POST", self._tokenize),
@@ -149,7 +160,10 @@ class EngineApp:
             return
 
     def _handler(self, scope: Scope) -> _Handler:
-        method, handler = self._routes.get(scope["path"], ("", None))
+        path = scope["path"]
+        if path.startswith("/v1/responses/") and scope["method"] == "GET":
+            return lambda call: self._kept_response(call, path.rpartition("/")[2])
+        method, handler = self._routes.get(path, ("", None))
         if handler is None:
             raise UnroutedError(HTTPStatus.NOT_FOUND)
         if scope["method"] != method:
@@ -163,6 +177,75 @@ class EngineApp:
     async def _completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
         await self._generate(call, request, await self._model.prepare_completion(request))
+
+    async def _messages(self, call: Call) -> None:
+        asked = decode(await call.body(), MessagesRequest)
+        chat = _as_chat(asked.chat)
+        prepared = await self._model.prepare_chat(chat)
+        answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))
+        await self._answer_agent(call, answer, chat, prepared)
+
+    async def _responses(self, call: Call) -> None:
+        asked = decode(await call.body(), ResponsesRequest)
+        earlier = asked.previous_response_id
+        if earlier is not None and earlier not in self._kept:
+            raise _no_response(earlier)
+        chat = _as_chat(lambda: asked.chat(self._kept[earlier][0] if earlier is not None else []))
+        prepared = await self._model.prepare_chat(chat)
+        name = chat.model or self._model.name
+        answer = ResponsesAnswer(f"resp_{uuid.uuid4().hex}", name, len(prepared.token_ids), earlier)
+
+        def keep(text: str, whole: Json) -> None:
+            said = {"role": "assistant", "content": text}
+            self._kept[answer.request_id] = [*chat.messages, said], whole
+            while len(self._kept) > _RESPONSES_KEPT:
+                del self._kept[next(iter(self._kept))]
+
+        await self._answer_agent(call, answer, chat, prepared, keep=keep if asked.store else None)
+
+    async def _kept_response(self, call: Call, response_id: str) -> None:
+        if response_id not in self._kept:
+            raise _no_response(response_id)
+        await call.reply_json(self._kept[response_id][1])
+
+    async def _answer_agent(
+        self,
+        call: Call,
+        answer: MessagesAnswer | ResponsesAnswer,
+        asked: ChatRequest,
+        prepared: Prepared,
+        *,
+        keep: Callable[[str, Json], None] | None = None,
+    ) -> None:
+        """Generate and answer; ``keep`` is told the text and the whole answer before the client has it."""
+        generation = self._stepper.submit(self._model.sim_request(answer.request_id, prepared))
+        reason, begun = "abort", False
+        try:
+            async with call.on_disconnect(lambda: self._stepper.abort(generation)):
+                async for token in generation.tokens():
+                    reason = token.finish_reason or reason
+                    if not asked.stream:
+                        continue
+                    if not begun:
+                        begun = True
+                        await call.start(200, _SSE, (b"cache-control", b"no-cache"))
+                        await call.write(answer.opening(), more=True)
+                    piece = "" if token.token_id is None else self._model.text([token.token_id])
+                    await call.write(answer.delta(piece), more=True)
+                if reason == "error" and not begun:
+                    text = "the engine failed"
+                    raise EngineError(HTTPStatus.INTERNAL_SERVER_ERROR, text, kind="EngineDeadError")
+                output = generation.request.output
+                text, cached = self._model.text(output), generation.request.cached_tokens or 0
+                whole = answer.full(text, len(output), cached, reason)
+                if keep is not None:
+                    keep(text, whole)
+                if begun:
+                    await call.write(answer.closing(text, len(output), cached, reason), more=False)
+                else:
+                    await call.reply_json(whole)
+        finally:
+            self._stepper.abort(generation)
 
     async def _generate(self, call: Call, asked: ChatRequest | CompletionRequest, prepared: Prepared) -> None:
         if self._stepper.failed:
@@ -264,6 +347,18 @@ class EngineApp:
 
     async def _sources(self, call: Call) -> None:
         await call.reply_json(self._event_sources)
+
+
+def _as_chat(convert: Callable[[], ChatRequest]) -> ChatRequest:
+    try:
+        return convert()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise malformed(f"a message or tool of another shape: {error}") from None
+
+
+def _no_response(response_id: str) -> EngineError:
+    text = f"Response with id '{response_id}' not found."
+    return EngineError(HTTPStatus.NOT_FOUND, text, kind="invalid_request_error", param="response_id")
 
 
 def _event(value: Json) -> bytes:

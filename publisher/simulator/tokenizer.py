@@ -175,6 +175,8 @@ def _parsed_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise TemplateError("assistant tool_calls entries must be objects with a 'function'")
     arguments = function.get("arguments") or {}
+    if arguments and isinstance(arguments, dict):  # of an API whose calls the request model does not touch
+        return {**call}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -115,12 +116,13 @@ def check_config(config: Config) -> None:
     for source in ("file", "dns", "kubernetes"):
         _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
     _check_admin(config)
+    _check_renderers(config.prompts.renderers)
     try:
         config.fleet.headers()
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for name, model in config.models.items():
-        if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
+        if model.tokenizer is not None and not _has_tokenizer(Path(model.tokenizer)):
             where = f"models.{name}.tokenizer"
             raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
         for key in ("kinds", "windows", "attention_chunk_sizes"):
@@ -135,6 +137,20 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
         _check_kinds(name, model)
         _check_shadow(name, model)
+
+
+def _check_renderers(urls: tuple[str, ...]) -> None:
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path not in {"", "/"}:
+            raise ConfigError(f"prompts.renderers: {url!r} is no http://host:port")
+        if urls.count(url) > 1:
+            raise ConfigError(f"prompts.renderers: {url} is listed twice")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tekken.json", "tokenizer.model.v*")
+    return any(any(folder.glob(name)) for name in names)
 
 
 def _check_admin(config: Config) -> None:

@@ -1,7 +1,8 @@
 """The demo's load: users who chat, several turns each, under a handful of shared system prompts.
 
 Each user picks a system prompt (a few are popular), asks, reads, asks again with the whole conversation so
-far; one turn in four is asked twice at once (a regenerated answer), so that prompts branch. Seeded; the
+far; one turn in four is asked twice at once (a regenerated answer), so that prompts branch. Over the APIs
+that agents speak, two turns in three are a tool's result instead of a question, and come at once. Seeded; the
 order of requests depends on how fast answers come, as it does with people.
 """
 
@@ -12,10 +13,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Any
 
 import aiohttp
 import msgspec
+
+from router.demo.apis import PATHS, Api, Message, request_body, text_of, usage_of
+from router.openai.request import Usage
 
 _TOPICS = (
     "gardens",
@@ -38,12 +41,13 @@ _SYSTEM_PROMPTS = 10
 _THINK_S = (0.2, 1.5)
 _TURNS = (2, 6)
 _REGENERATE_SHARE = 0.25
+_TOOL_SHARE = 2 / 3
 
 
 class ChatOutcome(msgspec.Struct, frozen=True):
     """One finished request, as its client saw it. ``at_s`` is when it was sent, on the load's clock."""
 
-    messages: list[dict[str, str]]
+    messages: list[Message]
     max_tokens: int
     at_s: float
     answer: str = ""
@@ -64,8 +68,10 @@ class ChatLoad:
         users: int,
         seed: int,
         on_done: Callable[[ChatOutcome], None],
+        api: Api = "chat",
     ) -> None:
-        self._urls = cycle([f"{base_url}/v1/chat/completions" for base_url in base_urls])
+        self._api = api
+        self._urls = cycle([base_url + PATHS[api] for base_url in base_urls])
         self._model = model
         self._users = users
         self._rng = random.Random(seed)
@@ -90,30 +96,38 @@ class ChatLoad:
         while self._now() < seconds:
             weights = [1 / (rank + 1) for rank in range(len(self._systems))]
             system = rng.choices(self._systems, weights)[0]
-            messages = [{"role": "system", "content": system}]
+            messages: list[Message] = [{"role": "system", "content": system}]
+            works = False
             for _ in range(rng.randint(*_TURNS)):
                 if self._now() >= seconds:
                     return
-                messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
+                if works:
+                    messages = self._worked(messages, rng)
+                else:
+                    messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
                 asks = 2 if rng.random() < _REGENERATE_SHARE else 1
                 url = next(self._urls)  # a turn goes to one router, the next one to another
                 answers = await asyncio.gather(*[self._ask(session, url, messages, rng) for _ in range(asks)])
                 if answers[0].error:
                     break
                 messages = [*messages, {"role": "assistant", "content": answers[0].answer}]
-                await asyncio.sleep(rng.uniform(*_THINK_S))
+                works = self._api != "chat" and rng.random() < _TOOL_SHARE
+                await asyncio.sleep(0.0 if works else rng.uniform(*_THINK_S))
+
+    def _worked(self, messages: list[Message], rng: random.Random) -> list[Message]:
+        """The last answer called a tool, and this is its result."""
+        arguments = msgspec.json.encode({"path": rng.choice(_TOPICS)}).decode()
+        function = {"name": "read_file", "arguments": arguments}
+        call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
+        text = self._text(rng.randint(40, 300), ":")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": text}
+        return [*messages[:-1], {**messages[-1], "tool_calls": [call]}, result]
 
     async def _ask(
-        self, session: aiohttp.ClientSession, url: str, messages: list[dict[str, str]], rng: random.Random
+        self, session: aiohttp.ClientSession, url: str, messages: list[Message], rng: random.Random
     ) -> ChatOutcome:
         max_tokens, at_s = rng.randint(12, 40), self._now()
-        body = {
-            "model": self._model,
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body = request_body(self._api, self._model, messages, max_tokens)
         outcome = ChatOutcome(messages, max_tokens, at_s)
         try:
             async with session.post(url, json=body) as answer:
@@ -129,24 +143,24 @@ class ChatLoad:
     async def _read(self, answer: aiohttp.ClientResponse, outcome: ChatOutcome) -> ChatOutcome:
         text: list[str] = []
         ttft_s: float | None = None
-        usage: dict[str, Any] = {}
+        usage = Usage(0)
         async for line in answer.content:
             if not line.startswith(b"data: {"):
                 continue
-            if ttft_s is None:
+            event = msgspec.json.decode(line[6:])
+            if "error" in event:
+                return msgspec.structs.replace(outcome, error=str(event["error"].get("message")))
+            piece = text_of(event)
+            if ttft_s is None and (piece or self._api == "chat"):
                 ttft_s = self._now() - outcome.at_s
-            chunk = msgspec.json.decode(line[6:])
-            if "error" in chunk:
-                return msgspec.structs.replace(outcome, error=str(chunk["error"].get("message")))
-            text += [choice["delta"].get("content") or "" for choice in chunk["choices"]]
-            usage = chunk.get("usage") or usage
-        details = usage.get("prompt_tokens_details") or {}
+            text.append(piece)
+            usage = usage_of(line[6:]) or usage
         return msgspec.structs.replace(
             outcome,
             answer="".join(text),
             ttft_s=ttft_s,
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            cached_tokens=details.get("cached_tokens") or 0,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens or 0,
         )
 
     def _text(self, words: int, topic: str) -> str:

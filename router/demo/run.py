@@ -19,6 +19,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.demo.apis import Api
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.load import ChatLoad, ChatOutcome
 from router.demo.store import store_process
@@ -57,6 +58,7 @@ def run_demo(
     as_json: bool,
     keep: bool,
     replicas: int = 1,
+    api: Api = "chat",
     index: IndexSettings | None = None,
 ) -> int:
     """0 if every request was answered, 130 if a signal ended it before its time.
@@ -81,7 +83,7 @@ def run_demo(
             index = IndexSettings(url=stack.enter_context(store_process()))
         urls = stack.enter_context(engine_process(engines, ENGINE))
         configs = [_config(urls, port if n == 1 else 0, index, f"demo-{n}") for n in range(1, replicas + 1)]
-        summary = uvloop.run(_run(configs, seconds=seconds, as_json=as_json, keep=keep))
+        summary = uvloop.run(_run(configs, seconds=seconds, api=api, as_json=as_json, keep=keep))
     if summary is None:
         return 130
     return 1 if summary["errors"] or not summary["requests"] else 0
@@ -184,13 +186,15 @@ class _Demo:
 
 
 async def _run(
-    configs: Sequence[Config], *, seconds: float, as_json: bool, keep: bool
+    configs: Sequence[Config], *, seconds: float, api: Api, as_json: bool, keep: bool
 ) -> dict[str, Any] | None:
     """The summary; None if a signal came before the load was over."""
     routers = [Router(config) for config in configs]
     servers = [make_server(router) for router in routers]
     serving = [asyncio.create_task(server.serve()) for server in servers]
-    showing = asyncio.create_task(_show(routers, servers, seconds=seconds, as_json=as_json, keep=keep))
+    showing = asyncio.create_task(
+        _show(routers, servers, seconds=seconds, api=api, as_json=as_json, keep=keep)
+    )
     try:
         await asyncio.wait({*serving, showing}, return_when=asyncio.FIRST_COMPLETED)
         if any(task.done() for task in serving):
@@ -211,7 +215,13 @@ async def _run(
 
 
 async def _show(
-    routers: Sequence[Router], servers: Sequence[RouterServer], *, seconds: float, as_json: bool, keep: bool
+    routers: Sequence[Router],
+    servers: Sequence[RouterServer],
+    *,
+    seconds: float,
+    api: Api,
+    as_json: bool,
+    keep: bool,
 ) -> dict[str, Any]:
     """Run the load, show it, and give the summary."""
     console = output_console()
@@ -220,7 +230,8 @@ async def _show(
     engines = len(routers[0].fleet)
     demo = _Demo(routers, engines)
     urls = [server.base_url for server in servers]
-    load = ChatLoad(urls, ENGINE.model, users=_USERS_PER_ENGINE * engines, seed=7, on_done=demo.done)
+    users = _USERS_PER_ENGINE * engines
+    load = ChatLoad(urls, ENGINE.model, users=users, seed=7, on_done=demo.done, api=api)
     if as_json or not console.is_terminal:
         await _with_watch(demo, load, seconds, None)
     else:

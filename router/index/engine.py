@@ -113,9 +113,14 @@ class EngineResidency:
 
     def doubt(self) -> None:
         """It reported more cached tokens than the assumed scheme made expect."""
-        if self.assumed is not None:
-            self._detector.doubt()
-            self._after_detection()
+        self._detector.doubt()
+        self.revision += 1
+        self._after_detection()
+
+    @property
+    def doubted(self) -> bool:
+        """Whether receipts spoke against what was assumed."""
+        return self._detector.doubted
 
     @property
     def learned(self) -> LearnedKeys | None:
@@ -350,10 +355,17 @@ class EngineResidency:
             self._detector.observe(root_event(event, self.facts.lora_paths), event, self._unit())
         self._after_detection()
 
+    def _assumed(self) -> HashScheme | None:
+        groups = self._groups.groups
+        if not groups:
+            return None
+        hidden = all(group.family is Family.CHUNKED for group in groups)
+        return self._detector.assumed(self._usual_unit(), self._lookahead, hidden=hidden)
+
     def _after_detection(self) -> bool:
         """Take over what the detector found; whether anything changed."""
         now = self._detector.state, self._detector.scheme
-        assumed = self._detector.assumed(self._usual_unit(), self._lookahead) if self._groups.groups else None
+        assumed = self._assumed()
         if now == self._detected and assumed == self.assumed:
             return False
         self._detected, self.assumed = now, assumed

@@ -148,6 +148,7 @@ class FleetResidency:
         self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
+        self._remembered_mode: Mode = "native"
 
     def residency(self, engine_id: str) -> Residency:
         """One engine's part, made on first use."""
@@ -190,7 +191,11 @@ class FleetResidency:
     def remember(self, writer: EngineResidency) -> None:
         """What is known of an engine's scheme and layout, for those of which nothing is known yet."""
         if writer.detection is Detection.NATIVE and writer.scheme and writer.layout:
-            self._remembered = writer.scheme, writer.layout
+            self._remembered, self._remembered_mode = (writer.scheme, writer.layout), "native"
+            return
+        proven = self._remembered is not None and self._remembered_mode == "native"
+        if writer.assumed and writer.layout and not proven:
+            self._remembered, self._remembered_mode = (writer.assumed, writer.layout), "assumed"
 
     def left(self, engine: Residency) -> None:
         """The engine is none of this model's any more."""
@@ -258,8 +263,10 @@ class FleetResidency:
         """See ``Residency.seat``."""
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
-        if self._remembered is not None and engine.detection is Detection.WAITING:
+        doubted = engine.doubted and self._remembered_mode == "assumed"
+        if self._remembered is not None and engine.detection is Detection.WAITING and not doubted:
             scheme, layout = _assumed(*self._remembered, layout)
+            mode = self._remembered_mode
         elif layout is None and self.facts.shared_stores:
             scheme, layout = self._alike()
         if scheme is None and engine.assumed is not None:
@@ -289,7 +296,7 @@ class FleetResidency:
         """Schemes other engines of this fleet were found to use: the likeliest for a new one."""
         writers = [e.writer for e in self._engines.values()]
         schemes = [w.scheme for w in writers if w.detection is Detection.NATIVE]
-        if self._remembered is not None:
+        if self._remembered is not None and self._remembered_mode == "native":
             schemes.append(self._remembered[0])
         return list(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
 

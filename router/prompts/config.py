@@ -47,8 +47,13 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Threads for tokenizing and hashing."""
     worker_queue_len_max: int = 64
     """Most prompts waiting for a worker thread; further ones are placed by text affinity."""
+    renderers: tuple[str, ...] = ()
+    """Render servers (``vllm launch render``), each ``http://host:port``: asked before any engine for prompts
+    that are not tokenized here. They need the engines' model and options."""
+    renderer_check_s: float = 5.0
+    """How often their ``/health`` is asked, in seconds."""
     engine_timeout_s: float = 1.0
-    """Time-out of one call to an engine's render or tokenize endpoint, in seconds."""
+    """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
     engine_calls_max: int = 32
     """Most such calls at once; further prompts are placed by text affinity."""
     engine_absent_s: float = 60.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -71,8 +71,16 @@ class EngineSide:
     """Calls render and tokenize endpoints; ``clock`` is in monotonic seconds."""
 
     def __init__(
-        self, post: Post, settings: PromptSettings, stats: PromptStats, clock: Callable[[], float]
+        self,
+        post: Post,
+        settings: PromptSettings,
+        stats: PromptStats,
+        clock: Callable[[], float],
+        *,
+        who: Literal["engine", "renderer"] = "engine",
     ) -> None:
+        """``who`` is asked: the counters of that name count."""
+        self._who = who
         self._post = post
         self._settings = settings
         self._stats = stats
@@ -118,7 +126,7 @@ class EngineSide:
             found = None
         if found is not None and found.ids:
             return found
-        self._stats.engine_failures += 1
+        self._count("failures")
         self._rest(url, 0, self._settings.engine_failed_s)
         return None
 
@@ -127,10 +135,10 @@ class EngineSide:
         rests_until, last_status = self._resting.get(url, (0.0, 0))
         resting = url in self._resting and self._clock() < rests_until
         if resting or self._calls >= self._settings.engine_calls_max:
-            self._stats.engine_skipped += 1
+            self._count("skipped")
             return (last_status if resting else 0), b""
         self._calls += 1
-        self._stats.engine_calls += 1
+        self._count("calls")
         timeout = self._settings.engine_timeout_s
         try:
             async with asyncio.timeout(timeout):
@@ -141,12 +149,16 @@ class EngineSide:
             self._calls -= 1
         self._resting.pop(url, None)
         if status != 200:
-            self._stats.engine_failures += 1
+            self._count("failures")
         if status in _ABSENT:
             self._rest(url, status, self._settings.engine_absent_s)
         elif status == 0 or status >= 500:
             self._rest(url, status, self._settings.engine_failed_s)
         return status, answer
+
+    def _count(self, what: str) -> None:
+        name = f"{self._who}_{what}"
+        setattr(self._stats, name, getattr(self._stats, name) + 1)
 
     def _rest(self, url: str, status: int, seconds: float) -> None:
         if len(self._resting) >= _RESTS_MAX:

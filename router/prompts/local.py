@@ -15,7 +15,7 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -27,7 +27,9 @@ from router.prompts.chat.conversions import TemplateTraits
 from router.prompts.chat.messages import Message, parse_message, without_developer_role
 from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.prompts.model_dir import ModelDir, load_chat_template
+from router.prompts.families.base import Family, TextTokenizer, family_of
+from router.prompts.families.missing import MissingFamily
+from router.prompts.model_dir import ModelDir, ModelDirError, load_chat_template
 from router.prompts.request import (
     ChatBody,
     CompletionBody,
@@ -58,7 +60,8 @@ class _Rendered(msgspec.Struct):
     conversation: list[Message]
     weights: list[int]
     shapes: frozenset[int]
-    text: str
+    text: str | list[int]
+    """Ids where the model's family makes them itself."""
 
 
 class LocalModel:
@@ -80,11 +83,22 @@ class LocalModel:
         self._workers = workers
         self._settings = settings
         self._renderer = directory.renderer
+        self.family = family_of(directory.renderer, directory.folder)
         self._special_tokens = directory.special_tokens
         self._format = config.chat_template_content_format
-        self.tokenizer = PromptTokenizer(directory.tokenizer, stats, fast=settings.fast_tokenizer == "auto")
+        takes_defaults = self.family is None or self.family.takes_defaults
+        self._defaults = config.default_chat_template_kwargs if takes_defaults else {}
+        self.tokenizer = self._load_tokenizer(directory)
         self.templates = self._load_templates(directory)
         self._contexts = ContextCache(stats, settings.context_cache_bytes_max)
+
+    def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
+        if directory.tokenizer is not None:
+            fast = self._settings.fast_tokenizer == "auto"
+            return PromptTokenizer(directory.tokenizer, self._stats, fast=fast)
+        if isinstance(self.family, MissingFamily):
+            raise ModelDirError(self.family.name)
+        return cast("TextTokenizer", self.family)  # Mistral's, which does both
 
     def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
         """By whether the chat has tools; one object where both have the same template."""
@@ -109,6 +123,12 @@ class LocalModel:
         """Free the cache of its own: the model is not served any more."""
         self._contexts.clear()
 
+    def by(self, *, chat: bool) -> str:
+        """What reads prompts here, for people: the tokenizer's library, and the family's of chats."""
+        if self.family is None or not chat or self.family.name == self.tokenizer.name:
+            return self.tokenizer.name
+        return f"{self.family.name}, {self.tokenizer.name}"
+
     @cached_property
     def traits(self) -> TemplateTraits:
         """What engines find out about the template when they start."""
@@ -118,13 +138,14 @@ class LocalModel:
     def _short_chat(self, effort: str) -> str | None:
         body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
         try:
-            return self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
+            text = self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
         except NotLocalError:
             return None
+        return text if isinstance(text, str) else None
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
         """The prompt of a chat. Raises ``NotLocalError``, ``ApiError`` 400."""
-        if self._renderer != "hf":
+        if self._renderer != "hf" and self.family is None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
@@ -133,11 +154,12 @@ class LocalModel:
         limits = _ENCODER.encode(
             (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
         )
-        scope = compact(b"\0".join((scope, context.key, limits, self.tokenizer.name.encode())))
+        stamp = b"" if self.family is None else self.family.stamp()
+        scope = compact(b"\0".join((scope, context.key, limits, self.tokenizer.name.encode(), stamp)))
         raws = [bytes(raw) for raw in body.messages]
         keys = message_keys(scope, raws)
         parent, shared = self._find(scope, keys, raws)
-        if parent is not None and shared == len(raws) == len(parent.raws) and not template.depends_on_time:
+        if parent is not None and shared == len(raws) == len(parent.raws) and not _by_the_clock(template):
             self._stats.tokens_reused += len(parent.ids)
             return parent
 
@@ -159,6 +181,9 @@ class LocalModel:
             rendered.weights,
             rendered.shapes,
         )
+        if isinstance(rendered.text, list):  # the family's own ids, complete
+            entry.ids = ids_of(rendered.text)
+            return self._keep(entry, parent, 0)
         cuts = None if special or body.truncate_prompt_tokens else parent
         known = await self._tokenize(entry, rendered.text, cuts)
         if special:
@@ -188,14 +213,16 @@ class LocalModel:
         """A cached prompt of given ids."""
         return cached_ids(self._cache, self._stats, ids, extras, scope)
 
-    def _context_of(self, body: ChatBody) -> tuple[ChatTemplate, ChatContext]:
+    def _context_of(self, body: ChatBody) -> tuple[ChatTemplate | Family, ChatContext]:
         """Template and context; those of plain requests are remembered."""
+        if self.family is not None:
+            self.family.check(body)
         key = context_key(body)
         known = None if key is None else self._contexts.get(key)
         if known is not None:
             return known
         tools = parse_tools(body, exclude_when_none=self._config.exclude_tools_when_tool_choice_none)
-        template = self.templates[tools is not None]
+        template = self.family or self.templates[tools is not None]
         if template is None:
             raise NotLocalError("no_template")
         context = chat_context(
@@ -203,7 +230,7 @@ class LocalModel:
             template,
             tools=tools,
             special_tokens=self._special_tokens,
-            defaults=self._config.default_chat_template_kwargs,
+            defaults=self._defaults,
         )
         if key is not None:
             self._contexts.put(key, template, context)
@@ -223,35 +250,51 @@ class LocalModel:
         raws: list[bytes],
         parent: Entry | None,
         shared: int,
-        template: ChatTemplate,
+        template: ChatTemplate | Family,
         context: ChatContext,
         *,
         orders_calls: bool = True,
     ) -> _Rendered:
         """Decode the new messages and render all."""
-        form = template.content_format if self._format == "auto" else self._format
         conversation = parent.conversation[:shared] if parent is not None else []
         weights = parent.weights[:shared] if parent is not None else []
         shapes = set(parent.shapes) if parent is not None else {context.shape}
         for index in range(shared, len(raws)):
             raw = decode_message(msgspec.Raw(raws[index]), index)
-            message = parse_message(raw, form, orders_calls=orders_calls)
+            message = self._parsed(raw, template, orders_calls=orders_calls)
             conversation.append(message)
             weights.append(kept_bytes(message))
             shapes.add(message_shape(message))
-        seen = conversation if template.knows_developer else without_developer_role(conversation)
         frozen = frozenset(shapes)
-
-        def render(messages: list[Message]) -> str:
-            return template.render({**context.names, "messages": messages}, frozen)
-
-        if not seen:
+        if not conversation:
             raise NotLocalError("template_rejected")
         try:
-            text = continue_final(seen, template.source, render) if context.continue_final else render(seen)
+            text = self._render_all(conversation, frozen, template, context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
         return _Rendered(conversation, weights, frozen, text)
+
+    def _parsed(self, message: Message, template: ChatTemplate | Family, *, orders_calls: bool) -> Message:
+        if not isinstance(template, ChatTemplate):
+            return template.parse(message)
+        form = template.content_format if self._format == "auto" else self._format
+        return parse_message(message, form, orders_calls=orders_calls)
+
+    @staticmethod
+    def _render_all(
+        conversation: list[Message],
+        shapes: frozenset[int],
+        template: ChatTemplate | Family,
+        context: ChatContext,
+    ) -> str | list[int]:
+        if not isinstance(template, ChatTemplate):
+            return template.render(conversation, context)
+        seen = conversation if template.knows_developer else without_developer_role(conversation)
+
+        def render(messages: list[Message]) -> str:
+            return template.render({**context.names, "messages": messages}, shapes)
+
+        return continue_final(seen, template.source, render) if context.continue_final else render(seen)
 
     async def _tokenize(self, entry: Entry, text: str, parent: Entry | None) -> int:
         """Fill in text, cut points and ids; reuses ``parent``'s up to the last cut both share.
@@ -306,6 +349,10 @@ class LocalModel:
             entry.inherit(parent, shared)
         self._cache.put(entry)
         return entry
+
+
+def _by_the_clock(template: ChatTemplate | Family) -> bool:
+    return isinstance(template, ChatTemplate) and template.depends_on_time
 
 
 def _flag(value: Any) -> bool:

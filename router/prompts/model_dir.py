@@ -44,9 +44,11 @@ class ModelDirError(ValueError):
 class ModelDir(msgspec.Struct):
     """What was read. ``templates`` by name ("default", "tool_use", ...); ``processor_template`` goes
     first for chats without tools. ``renderer`` is "hf", or what else renders this model's chats.
+    ``tokenizer`` None: Mistral's own, which is no Hugging Face tokenizer.
     """
 
-    tokenizer: Tokenizer
+    folder: Path
+    tokenizer: Tokenizer | None
     templates: dict[str, str]
     special_tokens: dict[str, str]
     processor_template: str | None = None
@@ -64,9 +66,9 @@ class ModelDir(msgspec.Struct):
 def load_model_dir(path: str | Path) -> ModelDir:
     """Read one directory; takes up to seconds for large vocabularies. Raises ``ModelDirError``."""
     folder = Path(path)
-    if (folder / "tekken.json").exists():
-        raise ModelDirError(f"{folder}: tekken.json: the engine uses Mistral's own tokenizer; leave it out")
     file = folder / "tokenizer.json"
+    if is_mistral(folder):
+        return ModelDir(folder, None, {}, {}, renderer="mistral")
     if not file.is_file():
         raise ModelDirError(f"{file}: no such file; point tokenizer_dir at a Hugging Face model directory")
     try:
@@ -79,12 +81,30 @@ def load_model_dir(path: str | Path) -> ModelDir:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return ModelDir(
+        folder,
         tokenizer,
         _templates(folder, config),
         {key: _content(value) for key, value in named.items()},
         _processor_template(folder),
         _renderer(_read_json(folder / "config.json")),
     )
+
+
+def is_mistral(folder: Path) -> bool:
+    """Whether the engine uses Mistral's own tokenizer: it does where it finds Mistral's own weights too.
+
+    Weights need not be here. A folder with both tokenizers and no weights may be either: ``ModelDirError``.
+    """
+    if not ((folder / "tekken.json").is_file() or any(folder.glob("tokenizer.model.v*"))):
+        return False
+    if any(folder.glob("consolidated*.safetensors")) or not (folder / "tokenizer.json").is_file():
+        return True
+    if not any(folder.glob("*.safetensors")):
+        raise ModelDirError(
+            f"{folder}: tokenizer.json and Mistral's own tokenizer: leave out the one that engines do not "
+            "use (they use Mistral's where the model has consolidated*.safetensors)"
+        )
+    return False
 
 
 def load_chat_template(text: str) -> str:

@@ -17,7 +17,7 @@ from router.prompts.tokens.ids import Ids
 class Prompt:
     """Token ids of a request's (first) prompt, in the order the engine computes them.
 
-    ``source``: computed here, or by an engine's endpoint; ``by`` says with what,
+    ``source``: computed here, or by a render server or an engine; ``by`` says with what,
     for people. ``num_prompts`` above 1: the request has more
     prompts, which are not in ``token_ids``. ``skips_cache``: the engine will not read its prefix cache
     for this request (prompt log-probabilities are asked for), its hit is 0.
@@ -30,7 +30,7 @@ class Prompt:
         entry: Entry,
         stats: PromptStats,
         *,
-        source: Literal["local", "engine"],
+        source: Literal["local", "renderer", "engine"],
         by: str = "",
         num_prompts: int = 1,
         skips_cache: bool = False,

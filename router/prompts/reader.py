@@ -1,7 +1,8 @@
 """From a request to what it is placed by: exact tokens and block hashes, or text affinity.
 
 The order is fixed: computed here, where a tokenizer is configured and the prompt is of a kind that can be
-reproduced exactly; else by an engine's own endpoint, within a time budget; else by affinity of the text.
+reproduced exactly; else by a render server, else by an engine's own endpoint, within a time budget; else by
+affinity of the text.
 Nothing is ever guessed: each step either is exact or gives way, and is counted with the reason.
 
 Bodies above ``prompt_bytes_max`` are not decoded at all: their first bytes stand for their text.
@@ -26,12 +27,14 @@ from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
 from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
 from router.prompts.cache import PrefixCache, cached_ids
+from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.engine_side import EngineSide, EngineTokens, Post, placed_items
 from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
+from router.prompts.renderers import Renderers
 from router.prompts.request import BatchBody, ChatBody, CompletionBody, GenerateBody, NotLocalError
 from router.prompts.sizes import compact
 from router.prompts.stats import PromptStats
@@ -90,6 +93,9 @@ class PromptReader:
         self._engine_url = engine_url
         self._is_adapter = is_adapter
         self._engine_side = EngineSide(post, settings, self.stats, clock)
+        self.renderers = Renderers(
+            settings.renderers, EngineSide(post, settings, self.stats, clock, who="renderer")
+        )
         self._workers = Workers(
             self.stats, threads=settings.worker_threads, queue_len_max=settings.worker_queue_len_max
         )
@@ -144,7 +150,7 @@ class PromptReader:
             local = self._local.get(self._target(model).name)
         except NotLocalError:
             return None
-        return None if local is None else local.tokenizer.name
+        return None if local is None else local.by(chat=True)
 
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
@@ -199,6 +205,8 @@ class PromptReader:
             raise NotLocalError("no_tokenizer")
         scope = _scope(target, extras)
         count = 1
+        if local.family is not None and not isinstance(parsed, ChatBody | CompletionBody):
+            raise NotLocalError("renderer")  # the engine has code of its own for these APIs, not reproduced
         if isinstance(parsed, CompletionBody):
             entry, count = await local.completion(parsed, extras, scope)
         elif isinstance(parsed, BatchBody):
@@ -214,7 +222,7 @@ class PromptReader:
             entry,
             self.stats,
             source="local",
-            by=local.tokenizer.name,
+            by=local.by(chat=isinstance(parsed, ChatBody)),
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
         )
@@ -224,7 +232,8 @@ class PromptReader:
     ) -> Prompt | TextAffinity:
         prompt = None if reason in _HOPELESS else await self._ask_engine(request, path, parsed)
         if prompt is not None:
-            self.stats.engine += 1
+            self.stats.renderer += prompt.source == "renderer"
+            self.stats.engine += prompt.source == "engine"
             return prompt
         keys = affinity_keys(_pieces(request, parsed), _affinity_scope(request, parsed))
         self.stats.affinity[reason] += 1
@@ -236,20 +245,22 @@ class PromptReader:
             extras = _extras(target, parsed)
         except NotLocalError:
             return None
-        base_url = self._engine_url(request.model)
-        if base_url is None:
+        if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
             return None
-        found = await self._engine_side.tokens(
-            base_url,
-            path,
-            request.body,
-            parsed if isinstance(parsed, ChatBody | CompletionBody) else None,
-            authorization=_authorization(request),
-        )
+        authorization = _authorization(request)
+        known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
+        source: Literal["renderer", "engine"] = "renderer"
+        rendered = await self.renderers.tokens(path, request.body, known, authorization=authorization)
+        found, by = rendered or (None, "")
+        if found is None:
+            source, by = "engine", self._engine_url(request.model) or ""
+            if not by:
+                return None
+            found = await self._engine_side.tokens(by, path, request.body, known, authorization=authorization)
         if found is None:
             return None
         try:
-            return self._prompt_of(found, target, extras, parsed, source="engine", by=base_url)
+            return self._prompt_of(found, target, extras, parsed, source=source, by=by)
         except NotLocalError:
             return None
 
@@ -260,7 +271,7 @@ class PromptReader:
         extras: PromptExtras,
         parsed: Parsed | None,
         *,
-        source: Literal["local", "engine"],
+        source: Literal["local", "renderer", "engine"],
         by: str,
     ) -> Prompt:
         # With an adapter the engine may put its name into item identifiers: depends on its flags.

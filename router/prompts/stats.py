@@ -1,6 +1,6 @@
 """Counters of the prompt reader, plain numbers that the metrics exporter reads.
 
-Always true: every request read is counted once, in ``local``, ``engine`` or ``affinity[reason]``;
+Always true: every request read is counted once, in ``local``, ``renderer``, ``engine``, ``affinity[reason]``;
 a refused one (an ``ApiError``) in ``refused``.
 """
 
@@ -10,7 +10,7 @@ import msgspec
 
 from router.openai.apis import PROMPT_APIS
 
-WAYS = ("local", "engine", "affinity")
+WAYS = ("local", "renderer", "engine", "affinity")
 REASONS = (
     "model_unknown",  # no configuration names this model
     "lora_path_unknown",  # hashes cover the adapter's path, which nobody told us
@@ -43,6 +43,8 @@ class PromptStats(msgspec.Struct):
     """Prompts tokenized by the router itself."""
     engine: int = 0
     """Prompts tokenized by asking an engine."""
+    renderer: int = 0
+    """Prompts tokenized by asking a render server."""
     refused: int = 0
     """Requests refused while their prompt was read: no engine would take them either."""
     not_local: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
@@ -52,7 +54,7 @@ class PromptStats(msgspec.Struct):
     reads: dict[tuple[str, str], int] = msgspec.field(
         default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
     )
-    """Requests by API, and by how their prompt was read: ``local``, ``engine``, or ``affinity`` (by text)."""
+    """Requests by API and by how the prompt was read: ``local``, ``renderer``, ``engine``, ``affinity``."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 
@@ -99,6 +101,12 @@ class PromptStats(msgspec.Struct):
     worker_full: int = 0
     """Prompts that went to affinity because the worker queue was full."""
 
+    renderer_calls: int = 0
+    """Calls to render servers for the tokens of a prompt."""
+    renderer_failures: int = 0
+    """Such calls without an answer that can be used."""
+    renderer_skipped: int = 0
+    """Calls to render servers not made: the server is failing, or too many calls at once."""
     engine_calls: int = 0
     """Calls to engines for the tokens of a prompt."""
     engine_failures: int = 0

@@ -30,21 +30,24 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.registry import renderer_from_config
 
 
-def make_renderer(directory: str, options: dict[str, Any]) -> OnlineRenderer:
-    model = ModelConfig(model=directory, dtype="float32")
+def make_renderer(
+    directory: str, options: dict[str, Any], model_options: dict[str, Any] | None = None
+) -> OnlineRenderer:
+    model = ModelConfig(model=directory, dtype="float32", **(model_options or {}))
     renderer = renderer_from_config(VllmConfig(model_config=model))
-    settings = {"chat_template": None, "chat_template_content_format": "auto", **options}
-    return OnlineRenderer(
-        model, renderer, request_logger=None, enable_auto_tools=True, tool_parser="hermes", **settings
-    )
+    settings = {"chat_template": None, "chat_template_content_format": "auto", "tool_parser": "hermes"}
+    settings |= options
+    return OnlineRenderer(model, renderer, request_logger=None, enable_auto_tools=True, **settings)
 
 
 class Oracle:
     """One model directory, asked as a render server is; only disabled thinking is what the serving path makes
     of it, since the render endpoints do not look what the template does with it."""
 
-    def __init__(self, directory: str, options: dict[str, Any]) -> None:
-        self.renderer = make_renderer(directory, options)
+    def __init__(
+        self, directory: str, options: dict[str, Any], model_options: dict[str, Any] | None = None
+    ) -> None:
+        self.renderer = make_renderer(directory, options, model_options)
         models = OpenAIModelRegistry(self.renderer.model_config, [BaseModelPath("m", directory)])
         self._render = ServingRender(models, self.renderer)
         self._serving = AnthropicServingMessages.__new__(AnthropicServingMessages)
@@ -104,7 +107,7 @@ class Oracle:
 async def answer(jobs: list[dict[str, Any]]) -> list[list[list[list[int]] | None]]:
     answers = []
     for job in jobs:
-        oracle = Oracle(job["directory"], job["options"])
+        oracle = Oracle(job["directory"], job["options"], job.get("model"))
         answers.append([await oracle.token_ids(path, body) for path, body in job["requests"]])
     return answers
 

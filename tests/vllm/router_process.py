@@ -52,6 +52,12 @@ class RouterProcess:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
 
+    def receipts(self) -> list[dict[str, Any]]:
+        """What ``GET /kvatlas/receipts`` says: the latest ones."""
+        with urllib.request.urlopen(f"{self.ops_url}/kvatlas/receipts", timeout=10) as response:
+            answer: list[dict[str, Any]] = json.load(response)
+        return answer
+
     def wait_until_seen(self, engine_id: str, seq: int, *, deadline_s: float = 20.0) -> None:
         """Block until the router has applied batch ``seq`` of this engine."""
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 MIXES = int(os.environ.get("KVATLAS_RANDOM_MIXES") or 30)
 SEED = os.environ.get("KVATLAS_RANDOM_SEED") or secrets.token_hex(3)
-START_S, MIX_S = 300, 20
+START_S, MIX_S = 900, 20
 """Deadlines: of vLLM's import, and of one mix on a busy machine."""
 
 

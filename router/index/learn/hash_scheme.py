@@ -114,11 +114,12 @@ class SchemeDetector:
         self._since_check += 1
         return self._since_check >= _CHECK_EVERY
 
-    def assumed(self, unit: int, lookahead: int) -> HashScheme | None:
+    def assumed(self, unit: int, lookahead: int, *, hidden: bool) -> HashScheme | None:
         """What to predict with while nothing is proven: a scheme of the fleet, else the default seed; None
-        where it is too early, or receipts spoke against it."""
-        early = self._algorithm is None and self._events_seen < _ASSUME_AFTER
-        if self.state is not Detection.WAITING or early or self._doubts >= _DOUBTS_MAX:
+        where it is too early, or receipts spoke against it. ``hidden``: no event of this layout need ever
+        show anything, so nothing is waited for."""
+        early = not hidden and self._algorithm is None and self._events_seen < _ASSUME_AFTER
+        if self.state is not Detection.WAITING or early or self.doubted:
             return None
         first = HashScheme(ALGORITHMS[0], self._seeds[0], unit, lookahead)
         if self._algorithm is not None:
@@ -180,6 +181,11 @@ class SchemeDetector:
     def doubt(self) -> None:
         """A receipt reported more than the assumption made expect."""
         self._doubts += self.state is Detection.WAITING
+
+    @property
+    def doubted(self) -> bool:
+        """Whether so many receipts reported more that nothing is assumed any more."""
+        return self._doubts >= _DOUBTS_MAX
 
     def advance(self) -> None:
         """Try one slice of numeric seeds if a search is on."""

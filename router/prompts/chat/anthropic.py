@@ -56,6 +56,11 @@ class MessagesBody(msgspec.Struct, gc=False):
         """Prompt log-probabilities cannot be asked for."""
         return False
 
+    @property
+    def disables_thinking(self) -> bool:
+        """Render endpoints take that for no effort, whatever the engine itself found to mean it."""
+        return isinstance(self.thinking, dict) and self.thinking.get("type") == "disabled"
+
     def pieces(self) -> Iterator[bytes]:
         """Tools, system text and messages as they are."""
         yield bytes(self.tools)

@@ -8,12 +8,11 @@ own fields, None and "auto" count as not given, and only names the template read
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import xxhash
 
-from router.prompts.chat.template import ChatTemplate
 from router.prompts.request import ChatBody, NotLocalError, decode_any
 from router.prompts.sizes import SHARE, compact, kept_bytes
 from router.prompts.stats import PromptStats
@@ -32,6 +31,13 @@ _ENTRY_BYTES: Final = 2000
 """Of a context besides its names: its keys, the structure, the cache's own."""
 
 Key = tuple[object, ...]
+
+
+class ReadsArguments(Protocol):
+    """A template, or a family's code: what it reads of the arguments."""
+
+    @property
+    def variables(self) -> frozenset[str]: ...
 
 
 class ChatContext(msgspec.Struct, frozen=True):
@@ -54,9 +60,9 @@ class ContextCache:
         self._stats = stats
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._entries: OrderedDict[Key, tuple[ChatTemplate, ChatContext, int]] = OrderedDict()
+        self._entries: OrderedDict[Key, tuple[Any, ChatContext, int]] = OrderedDict()
 
-    def get(self, key: Key) -> tuple[ChatTemplate, ChatContext] | None:
+    def get(self, key: Key) -> tuple[Any, ChatContext] | None:
         """What was kept, or None."""
         found = self._entries.get(key)
         if found is None:
@@ -64,7 +70,7 @@ class ContextCache:
         self._entries.move_to_end(key)
         return found[0], found[1]
 
-    def put(self, key: Key, template: ChatTemplate, context: ChatContext) -> None:
+    def put(self, key: Key, template: ReadsArguments, context: ChatContext) -> None:
         """Keep a context that is not kept yet; the least recently used ones make room."""
         size = _ENTRY_BYTES + kept_bytes(context.names)
         if size > self._bytes_max // SHARE:
@@ -106,7 +112,7 @@ def _plain(value: Any) -> tuple[str, bytes]:
 
 def chat_context(
     body: ChatBody,
-    template: ChatTemplate,
+    template: ReadsArguments,
     *,
     tools: list[dict[str, Any]] | None,
     special_tokens: dict[str, str],

@@ -116,6 +116,28 @@ def test_without_a_tokenizer_the_engine_is_asked_for_tokens(scale_out: bool) -> 
     run(main())
 
 
+def test_a_render_server_spares_the_engines_the_call() -> None:
+    async def main() -> None:
+        async with running({"enable_scale_out": True}) as servers, running({}) as engines:
+            settings = PromptSettings(renderers=(servers[0].base_url,), renderer_check_s=0.05)
+            async with routing(configure(*engines, models={}, prompts=settings)) as rig:
+                assert await check_exact(rig, engines, TEXT * 20, TEXT * 9 + "or not") > 100
+                stats = rig.router.reader.stats
+                assert (stats.renderer, stats.engine, stats.engine_calls) == (4, 0, 0)
+                _, told = await rig.ask(
+                    "POST",
+                    "/kvatlas/explain",
+                    {"model": MODEL, "messages": [{"role": "user", "content": TEXT}]},
+                )
+                assert (told["prompt"]["read"], told["prompt"]["by"]) == ("renderer", servers[0].base_url)
+                await servers[0].stop()
+                await until(lambda: not any(rig.router.reader.renderers.up.values()))
+                await check_exact(rig, engines, TEXT * 12, TEXT * 7)
+                assert stats.engine > 0
+
+    run(main())
+
+
 def test_where_no_engine_gives_tokens_text_affinity_places() -> None:
     async def main() -> None:
         async with running({}, {}, {}) as engines:

@@ -506,7 +506,6 @@ class TestBadInput:
             ({"block_size": 17}, "tokens_do_not_fill_blocks"),
             ({"token_ids": encode_tokens([1, 2, 3]), "group_idx": 3}, "tokens_do_not_fill_blocks"),
         ],
-        ids=str,
     )
     def test_a_stored_event_that_makes_no_sense_costs_itself_only(
         self, change: dict[str, Any], reason: str | None

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from router.openai.apis import BATCH, GENERATE, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
 from router.prompts.chat.conversions import Conversions
-from router.prompts.reader import Prompt, PromptReader, TextAffinity
+from router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
+from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases
-from tests.support.prompts.readers import local_reader, model_dir, plain_tokenizer, read, read_exact
+from tests.support.prompts.readers import local_reader, model_dir, plain_tokenizer, read, read_exact, reader
 
 RECORDED = json.loads(
     gzip.decompress((ROOT / "tests" / "data" / "prompts" / "agent_apis.json.gz").read_bytes())
@@ -97,6 +98,23 @@ def test_given_tokens_need_no_tokenizer(folder: Path) -> None:
     reader.close()
 
 
+def test_an_engines_render_endpoint_is_not_asked_what_it_answers_differently() -> None:
+    asked: list[str] = []
+
+    async def post(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
+        asked.append(url)
+        return 200, b'{"token_ids":[1,2,3]}'
+
+    distant = reader({"m": ModelPrompts()}, post=post, engine_url=lambda _model: "http://e")
+    found = read(distant, agent_cases.messages(agent_cases.USER), MESSAGES)
+    assert isinstance(found, Prompt)
+    assert asked == ["http://e/v1/messages/render"]
+    off = agent_cases.messages(agent_cases.USER, thinking={"type": "disabled"})
+    assert isinstance(read(distant, off, MESSAGES), TextAffinity)
+    assert len(asked) == 1
+    distant.close()
+
+
 def test_every_reading_is_counted_by_api_and_way(folder: Path) -> None:
     reader = local_reader(folder)
     read(reader, agent_cases.messages(agent_cases.USER), MESSAGES)
@@ -130,7 +148,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_wrong_types_anywhere_are_passed_on_or_refused(folder: Path, data: st.DataObject) -> None:
     path, bodies = data.draw(

@@ -105,7 +105,9 @@ def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [says(500, b"boom"), writes(then="close"), writes(SSE_HEAD, then="reset")], ids=str
+    "script",
+    [says(500, b"boom"), writes(then="close"), writes(SSE_HEAD, then="reset")],
+    ids=["error", "close", "reset"],
 )
 def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None:
     async def main() -> None:

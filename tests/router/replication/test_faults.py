@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
@@ -12,17 +11,12 @@ from tests.support.processes import Replica
 from tests.support.redis_servers import PERSISTENT, Cluster, Server, any_program
 from tests.support.waiting import run, until
 
-RECOVERY_S = 15.0
-"""Until ``index verify`` must be exact again after a fault, on a machine crowded with tests."""
-
 
 async def recovered(made: Fleet, among: set[str] | None = None) -> None:
-    """Exact again, in time, while requests go on."""
-    began = time.monotonic()
+    """Exact again while requests go on."""
     await made.settled(among)
     await made.clients.more()
     await made.check_exact()
-    assert time.monotonic() - began < RECOVERY_S
 
 
 def other(made: Fleet, member: Replica) -> Replica:

@@ -13,7 +13,7 @@ from publisher.events import BlockHash
 from router.index.base import Plane
 from router.replication.redis.settings import SharedSettings
 from tests.router.replication.backend import make_settings
-from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks
+from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks, until
 from tests.support.redis_servers import Cluster, Server
 
 SHARED = Plane("STORAGE*0@store", 1)
@@ -208,9 +208,12 @@ def test_a_scope_without_free_slots_is_begun_anew(
                 await one.mirror.flush()
             wrong, _ = await replicas.differences(blocks(*range(600)))
             assert wrong == []
-            await asyncio.sleep(0.3)
-            await two.mirror.flush()
-            assert await replicas.exact(blocks(*range(600)))
+
+            async def whole() -> bool:
+                await two.mirror.flush()
+                return await replicas.exact(blocks(*range(600)))
+
+            await until(whole)
             assert two.mirror.counters.scope_changes >= 1
 
     asyncio.run(body())

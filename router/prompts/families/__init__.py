@@ -1,0 +1,1 @@
+"""Model families whose chats engines render with code instead of a template."""

@@ -1,0 +1,84 @@
+"""What a model family is to the prompt reader, and which one a model directory is of.
+
+A family reproduces the code by which vLLM 0.32 renders a model's chats: to text, which is tokenized as a
+rendered template is, or to ids. What it cannot be certain of it refuses with ``NotLocalError``; a
+conversation that the engine would refuse raises ``TemplateRejectsError``. Families hold no state that
+changes; any thread may call them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from router.prompts.chat.context import ChatContext
+from router.prompts.chat.messages import Message
+from router.prompts.families.deepseek import DeepseekV32
+from router.prompts.families.harmony import Harmony
+from router.prompts.families.missing import Missing
+from router.prompts.request import ChatBody
+from router.prompts.tokens.ids import Encoded, Ids
+
+
+class TextTokenizer(Protocol):
+    """What ``tokens.tokenizer.PromptTokenizer`` is to the reader; a family may bring its own."""
+
+    name: str
+    prefix: Ids | None
+    suffix: Ids | None
+
+    @property
+    def is_fast(self) -> bool: ...
+
+    @property
+    def adds_nothing(self) -> bool: ...
+
+    @property
+    def barrier(self) -> Any: ...
+
+    def may_cut(self, text: str, at: int, /) -> bool: ...
+
+    def encode_cut(self, text: str) -> tuple[list[int], Encoded]: ...
+
+    def with_special_tokens(self, ids: Ids) -> Ids: ...
+
+
+class Family(Protocol):
+    """How one family's chats become tokens. ``name`` is for people and says with which package."""
+
+    name: str
+
+    @property
+    def variables(self) -> frozenset[str]: ...
+
+    """The template arguments it reads."""
+    takes_defaults: bool
+    """Whether the server's default template arguments reach it."""
+
+    def stamp(self) -> bytes:
+        """What prompts depend on besides the request (today's date), or nothing."""
+
+    def check(self, body: ChatBody) -> None:
+        """Raises ``NotLocalError`` for fields whose effect is not reproduced."""
+
+    def parse(self, message: Message) -> Message:
+        """One validated message of the request, as ``render`` takes it; kept for next turns."""
+
+    def render(self, conversation: list[Message], context: ChatContext) -> str | list[int]:
+        """The prompt's text, to be tokenized, or its ids."""
+
+
+def family_of(renderer: str, folder: Path) -> Family | None:
+    """The family that vLLM's renderer of this name stands for; None where it is not reproduced."""
+    if renderer == "deepseek_v32":
+        return DeepseekV32()
+    try:
+        if renderer == "harmony":
+            return Harmony()
+        if renderer == "mistral":
+            from router.prompts.families.mistral import Mistral  # noqa: PLC0415  # takes half a second
+
+            return Mistral(folder)
+    except Missing as problem:
+        return problem.family()
+    return None

@@ -1,0 +1,251 @@
+"""gpt-oss: OpenAI's harmony format, by the package that vLLM uses (oss-harmony, or openai-harmony).
+
+A system message (identity, date, effort), a developer message (the first system or developer message's
+instructions, tools), then the turns, each on its channel. Reasoning before the last final answer is dropped.
+oss-harmony carries its vocabulary; openai-harmony reads it from the folder in ``TIKTOKEN_ENCODINGS_BASE``.
+
+The date is the engine's; here it is this machine's, as with templates that ask for the time. vLLM's
+``VLLM_SYSTEM_START_DATE``, set for the router too, pins both.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from router.prompts.chat.context import ChatContext
+from router.prompts.chat.messages import Message
+from router.prompts.chat.template import TemplateRejectsError
+from router.prompts.families.missing import Missing
+from router.prompts.request import ChatBody, NotLocalError
+
+try:
+    import openai_harmony as library
+except ImportError:
+    library = None
+
+_EFFORTS: Final = {"low": "Low", "medium": "Medium", "high": "High"}
+_INSTALL: Final = "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"
+
+
+class Harmony:
+    """Renders to ids. Raises ``Missing`` without the package or its vocabulary."""
+
+    variables = frozenset({"reasoning_effort"})
+    takes_defaults = False
+
+    def __init__(self) -> None:
+        if library is None:
+            raise Missing(_INSTALL)
+        try:
+            self._encoding = library.load_harmony_encoding(library.HarmonyEncodingName.HARMONY_GPT_OSS)
+        except Exception as error:  # noqa: BLE001  # the package has one error for everything
+            problem = (
+                "its vocabulary cannot be loaded: set TIKTOKEN_ENCODINGS_BASE to the folder that has it, or "
+            )
+            raise Missing(f"harmony (gpt-oss): {problem}use oss-harmony ({error})") from None
+        self.name = f"harmony ({_package()})"
+        special = {"start": "<|start|>", "channel": "<|channel|>", "message": "<|message|>"}
+        special["constrain"] = "<|constrain|>"
+        self._marks = {key: self._special(text) for key, text in special.items()}
+
+    def _special(self, text: str) -> int:
+        (token,) = self._encoding.encode(text, allowed_special="all")
+        return int(token)
+
+    def stamp(self) -> bytes:
+        return _today().encode()
+
+    def check(self, body: ChatBody) -> None:
+        if body.truncate_prompt_tokens is not None:
+            raise NotLocalError("truncation")
+        if body.reasoning_effort not in (None, *_EFFORTS):
+            raise NotLocalError("field")
+        if body.chat_template_kwargs:
+            raise NotLocalError("template_kwargs")
+
+    def parse(self, message: Message) -> Message:
+        """What harmony reads of a message, flattened."""
+        role = message["role"]
+        text = _text(message.get("content"))
+        result: Message = {"role": role, "content": text}
+        if role == "assistant":
+            reasoning = message.get("reasoning")
+            reasoning = message.get("reasoning_content") if reasoning is None else reasoning
+            if not isinstance(reasoning, str | None):
+                raise NotLocalError("message_shape")
+            result["reasoning"] = reasoning
+            result["calls"] = [_call(call) for call in message.get("tool_calls") or ()]
+        elif message.get("tool_calls"):
+            raise NotLocalError("message_shape")
+        elif role == "tool":
+            result["call_id"] = message.get("tool_call_id")
+            if not isinstance(result["call_id"], str):
+                raise NotLocalError("message_shape")
+        elif role not in {"user", "system", "developer"}:
+            raise NotLocalError("message_shape")
+        return result
+
+    def render(self, conversation: list[Message], context: ChatContext) -> list[int]:
+        messages = _messages(conversation, context)
+        finals = [n for n, m in enumerate(messages) if m.author.role == "assistant" and m.channel == "final"]
+        kept = [m for n, m in enumerate(messages) if m.channel != "analysis" or not finals or n >= finals[-1]]
+        try:
+            ids = self._encoding.render_conversation_for_completion(
+                library.Conversation.from_messages(kept),
+                library.Role.ASSISTANT,
+                config=library.RenderConversationConfig(auto_drop_analysis=False),
+            )
+        except Exception as error:  # noqa: BLE001  # the engine's would fail as well
+            raise TemplateRejectsError(str(error)) from None
+        return self._older_call_headers(ids)
+
+    def _older_call_headers(self, ids: list[int]) -> list[int]:
+        """Headers of tool calls as gpt-oss learned them: the recipient before the channel.
+
+        oss-harmony writes ``assistant<|channel|>commentary to=NAME <|constrain|>TYPE``; vLLM rewrites that
+        to ``assistant to=NAME<|channel|>commentary TYPE``.
+        """
+        start, message = self._marks["start"], self._marks["message"]
+        result: list[int] = []
+        at = 0
+        while at < len(ids):
+            end = _index(ids, message, at + 1) if ids[at] == start else -1
+            header = self._older_header(ids[at + 1 : end]) if end > 0 else None
+            if header is None:
+                result.append(ids[at])
+                at += 1
+            else:
+                result += [start, *header, message]
+                at = end + 1
+        return result
+
+    def _older_header(self, header: list[int]) -> list[int] | None:
+        channel = _index(header, self._marks["channel"])
+        constrain = _index(header, self._marks["constrain"], channel + 1) if channel >= 0 else -1
+        if constrain < 0:
+            return None
+        decode, encode = self._encoding.decode, self._encoding.encode
+        name, _, recipient = decode(header[channel + 1 : constrain]).partition(" to=")
+        kind = decode(header[constrain + 1 :])
+        if decode(header[:channel]) != "assistant" or not recipient.endswith(" ") or not (name and kind):
+            return None
+        if not (recipient := recipient[:-1]):
+            return None
+        return [*encode(f"assistant to={recipient}"), self._marks["channel"], *encode(f"{name} {kind}")]
+
+
+def _messages(conversation: list[Message], context: ChatContext) -> list[Any]:
+    tools = context.names["tools"]
+    system = library.SystemContent.new().with_conversation_start_date(_today())
+    effort = context.names.get("reasoning_effort")
+    if effort is not None:
+        system = system.with_reasoning_effort(library.ReasoningEffort(_EFFORTS[effort]))
+    messages = [library.Message.from_role_and_content(library.Role.SYSTEM, system)]
+    instructions, rest = None, conversation
+    if conversation[0]["role"] in {"system", "developer"}:
+        instructions, rest = conversation[0]["content"], conversation[1:]
+    if instructions or tools:
+        messages.append(_developer(instructions, tools))
+    called = {call["id"]: call["name"] for message in rest for call in message.get("calls") or ()}
+    for message in rest:
+        messages += _turn(message, called)
+    return messages
+
+
+def _developer(instructions: str | None, tools: list[Message] | None = None) -> Any:
+    content = library.DeveloperContent.new()
+    if instructions is not None:
+        content = content.with_instructions(instructions)
+    if tools:
+        content = content.with_function_tools([_tool(tool["function"]) for tool in tools])
+    return library.Message.from_role_and_content(library.Role.DEVELOPER, content)
+
+
+def _tool(function: Message) -> Any:
+    return library.ToolDescription.new(
+        name=function["name"],
+        description=function["description"] or "",
+        parameters=function["parameters"],
+    )
+
+
+def _turn(message: Message, called: dict[str, str]) -> list[Any]:
+    role, text = message["role"], message["content"] or ""
+    if role == "assistant":
+        return _answer(message, text)
+    if role == "tool":
+        author = library.Author.new(library.Role.TOOL, f"functions.{called.get(message['call_id'], '')}")
+        result = library.Message.from_author_and_content(author, text)
+        return [result.with_channel("commentary").with_recipient("assistant")]
+    if role == "user":
+        return [library.Message.from_role_and_content(library.Role.USER, text)]
+    return [] if message["content"] is None else [_developer(message["content"])]
+
+
+def _answer(message: Message, text: str) -> list[Any]:
+    def said(content: str, channel: str) -> Any:
+        return library.Message.from_role_and_content(library.Role.ASSISTANT, content).with_channel(channel)
+
+    thought = [said(message["reasoning"], "analysis")] if message["reasoning"] else []
+    if not message["calls"]:
+        return [*thought, *([said(text, "final")] if text else [])]
+    calls = [
+        said(call["arguments"], "commentary")
+        .with_recipient(f"functions.{call['name']}")
+        .with_content_type("json")
+        for call in message["calls"]
+    ]
+    return [*([said(text, "commentary")] if text else []), *thought, *calls]
+
+
+def _call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type") != "function":
+        raise NotLocalError("message_shape")
+    fields = {"id": call.get("id"), "name": function.get("name"), "arguments": function.get("arguments")}
+    if not all(isinstance(field, str) for field in fields.values()):
+        raise NotLocalError("message_shape")
+    return fields
+
+
+def _text(content: Any) -> str | None:
+    """Text, or text parts put together; anything else is not reproduced."""
+    if isinstance(content, str | None):
+        return content
+    texts = []
+    for part in content:
+        if not (isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text"):
+            raise NotLocalError("multimodal" if _is_media(part) else "message_shape")
+        if not isinstance(part["text"], str):
+            raise NotLocalError("message_shape")
+        texts.append(part["text"])
+    if len(texts) != 1:
+        raise NotLocalError("message_shape")  # a message of several contents, or of none
+    return texts[0]
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") not in {"text", "refusal", "thinking"}
+
+
+def _index(ids: list[int], wanted: int, start: int = 0) -> int:
+    try:
+        return ids.index(wanted, start)
+    except ValueError:
+        return -1
+
+
+def _today() -> str:
+    return os.environ.get("VLLM_SYSTEM_START_DATE") or datetime.now().strftime("%Y-%m-%d")  # noqa: DTZ005
+
+
+def _package() -> str:
+    for name in ("oss-harmony", "openai-harmony"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return "unknown version"
