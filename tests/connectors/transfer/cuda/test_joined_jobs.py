@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import virtual_link
 from connectors.transfer import cuda_lane
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
 from connectors.worker.joined_stores import JoinedStores
@@ -120,3 +121,10 @@ class TestJoinedStores:
     def test_one_store_is_left_as_it_is(self) -> None:
         stores = JoinedStores()
         assert stores.join([self.STORES[0]]) is self.STORES[0]
+
+
+def test_the_virtual_link_is_never_faster_than_one_big_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_link, "JOBS", 16)
+    cell = virtual_link.measure((Direction.LOAD, "kernel", 64, 16 << 10, 0.65), rounds=1)
+    assert 0 < cell.share <= 1
+    assert cell.met == (cell.share >= 0.65)
