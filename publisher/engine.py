@@ -11,8 +11,8 @@ prometheus_client); the rest of ``publisher`` does not.
 
 from __future__ import annotations
 
+from publisher.simulator.api.protocol import ChatRequest
 from publisher.simulator.model import EngineModel
-from publisher.simulator.protocol import ChatRequest
 from publisher.simulator.scheduler import SimRequest
 from publisher.simulator.server import SimulatedEngine, run
 from publisher.simulator.settings import (

@@ -17,16 +17,10 @@ from typing import Any
 
 import msgspec
 
-from publisher.simulator import answers
-from publisher.simulator.agents import (
-    MessagesAnswer,
-    MessagesRequest,
-    ResponsesAnswer,
-    ResponsesRequest,
-)
-from publisher.simulator.answers import Answer, Json
-from publisher.simulator.model import EngineModel, Prepared
-from publisher.simulator.protocol import (
+from publisher.simulator.api import answers
+from publisher.simulator.api.agents import MessagesAnswer, MessagesRequest, ResponsesAnswer, ResponsesRequest
+from publisher.simulator.api.answers import Answer, Json
+from publisher.simulator.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -37,6 +31,7 @@ from publisher.simulator.protocol import (
     decode,
     malformed,
 )
+from publisher.simulator.model import EngineModel, Prepared
 from publisher.simulator.stepper import Generation, Stepper
 
 Scope = MutableMapping[str, Any]

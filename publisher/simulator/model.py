@@ -13,7 +13,7 @@ import msgspec
 
 from publisher.block_hash import PromptExtras
 from publisher.simulator import stats
-from publisher.simulator.protocol import (
+from publisher.simulator.api.protocol import (
     COMPLETION_TOKENS_DEFAULT,
     ChatRequest,
     CompletionRequest,

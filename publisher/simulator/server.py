@@ -21,7 +21,7 @@ import zmq
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
-from publisher.simulator.answers import Json
+from publisher.simulator.api.answers import Json
 from publisher.simulator.http import EngineApp
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts

@@ -21,6 +21,7 @@ from publisher.block_hash import HashScheme
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
 from router.fleet.identity import EngineAddress, EngineId
+from router.fleet.response_holders import ResponseHolders
 from router.fleet.status import EngineStatus
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
@@ -32,7 +33,6 @@ from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import NO_OTHERS, LoadAccount, LoadStats, OthersLoad
 from router.placement.rates import FleetRates
-from router.placement.responses import ResponseHolders
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.proxy.breaker import Breaker
 

@@ -30,11 +30,11 @@ from router.prompts.cache import PrefixCache, cached_ids
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.prompts.engine_side import EngineSide, EngineTokens, Post, placed_items
 from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
-from router.prompts.renderers import Renderers
+from router.prompts.remote.engine_side import EngineSide, EngineTokens, Post, placed_items
+from router.prompts.remote.renderers import Renderers
 from router.prompts.request import BatchBody, ChatBody, CompletionBody, GenerateBody, NotLocalError
 from router.prompts.sizes import compact
 from router.prompts.stats import PromptStats

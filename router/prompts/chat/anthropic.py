@@ -68,7 +68,7 @@ class MessagesBody(msgspec.Struct, gc=False):
         yield from map(bytes, self.messages)
 
     def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
-        """See ``AsChat``."""
+        """The chat completion that it becomes. Raises ``NotLocalError``."""
         converted = [memory.get(_message, bytes(raw)) for raw in self.messages]
         first = _system_text(self.system) if self.system else ""
         inline = any(one.is_system for one in converted)

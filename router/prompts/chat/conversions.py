@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from router.prompts.request import ChatBody, NotLocalError
+from router.prompts.request import NotLocalError
 from router.prompts.sizes import SHARE, kept_bytes
 
 T = TypeVar("T")
@@ -36,25 +36,6 @@ class TemplateTraits(msgspec.Struct, frozen=True):
 
     merge_system: bool = False
     disabled_effort: str = "none"
-
-
-class AsChat(Protocol):
-    """A request that the engine turns into a chat."""
-
-    @property
-    def cache_salt(self) -> Any: ...
-
-    def skips_cache(self) -> bool:
-        """Whether the engine reads no cache for it."""
-        ...
-
-    def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
-        """The chat completion it becomes. Raises ``NotLocalError``."""
-        ...
-
-    def pieces(self) -> Iterator[bytes]:
-        """Its text in the order in which it reaches the prompt."""
-        ...
 
 
 class Conversions:

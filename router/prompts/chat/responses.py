@@ -79,7 +79,7 @@ class ResponsesBody(msgspec.Struct, gc=False):
         yield bytes(self.input)
 
     def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
-        """See ``AsChat``."""
+        """The chat completion that it becomes. Raises ``NotLocalError``."""
         if self.previous_response_id is not None:
             raise NotLocalError("earlier_response")
         messages, unfinished = self._messages(memory)

@@ -44,24 +44,24 @@ class FastEncoder:
         return Encoded(ids, counts.tolist())
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class NoFastEncoder(msgspec.Struct, frozen=True):
     """Why the reference does the work; ``reason`` is for people."""
 
     reason: str
 
 
-def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | Refusal:
+def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | NoFastEncoder:
     """fastokens for this tokenizer, where it agrees on all probes; takes up to two seconds."""
     if fastokens is None:
-        return Refusal("fastokens is not installed")
+        return NoFastEncoder("fastokens is not installed")
     try:
         encoder = FastEncoder(tokenizer.to_str())
         texts = list(probe_texts(tokenizer))
         found = encoder.encode(texts)
     except Exception as error:  # noqa: BLE001  # whatever it cannot read, the reference can
-        return Refusal(f"fastokens cannot read this tokenizer: {str(error)[:200]}")
+        return NoFastEncoder(f"fastokens cannot read this tokenizer: {str(error)[:200]}")
     expected = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     for number, (text, encoding) in enumerate(zip(texts, expected, strict=True)):
         if found.piece(number).tolist() != encoding.ids:
-            return Refusal(f"fastokens differs for {text[:40]!r}")
+            return NoFastEncoder(f"fastokens differs for {text[:40]!r}")
     return encoder

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.fast import FastEncoder, Refusal, fast_encoder
+from router.prompts.tokens.fast import FastEncoder, NoFastEncoder, fast_encoder
 from router.prompts.tokens.ids import Encoded, Ids
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,7 +54,7 @@ class PromptTokenizer:
         self._jobs = 0
         if getattr(tokenizer.model, "dropout", None):
             raise ValueError("the tokenizer's model has dropout: its tokens are random")
-        found = fast_encoder(tokenizer) if fast else Refusal("prompts.fast_tokenizer is off")
+        found = fast_encoder(tokenizer) if fast else NoFastEncoder("prompts.fast_tokenizer is off")
         self._fast = found if isinstance(found, FastEncoder) else None
         self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
         barriers = find_barriers(tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.placement.responses import ResponseHolders
+from router.fleet.response_holders import ResponseHolders
 
 
 def test_what_was_told_is_found() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
 from router.openai.errors import ApiError
-from router.prompts.engine_side import without_tensors
 from router.prompts.reader import (
     ModelDirError,
     ModelPrompts,
@@ -21,6 +20,7 @@ from router.prompts.reader import (
     PromptSettings,
     TextAffinity,
 )
+from router.prompts.remote.engine_side import without_tensors
 from router.prompts.stats import REASONS
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (

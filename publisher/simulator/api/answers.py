@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from publisher.simulator.protocol import StreamOptions
+from publisher.simulator.api.protocol import StreamOptions
 
 Json = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from publisher.simulator.protocol import ChatRequest, invalid
+from publisher.simulator.api.protocol import ChatRequest, invalid
 
 Json = dict[str, Any]
 

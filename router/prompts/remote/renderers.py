@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from router.prompts.engine_side import RENDER_PATHS, EngineSide, EngineTokens
+from router.prompts.remote.engine_side import RENDER_PATHS, EngineSide, EngineTokens
 from router.prompts.request import ChatBody, CompletionBody
 
 ASKED_MAX: Final = 2

@@ -1,0 +1,1 @@
+"""Prompts read by somebody else: an engine, or a render server."""
