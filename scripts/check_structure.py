@@ -32,7 +32,7 @@ LONE_TASKS = frozenset(
         "router/http/server/side_server.py",
         # ended by `close`
         "router/replication/redis/client.py",
-        # cancelled and awaited in a `finally` of the function, or at the exit of the object, that started them
+        # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
         *("router/demo/run.py", "router/tools/doctor/examine.py", "router/tools/doctor/gather/listener.py"),
         *(
             "router/tools/index/verify.py",
