@@ -77,7 +77,7 @@ docs: $(DEV) ## Write docs/cli.md, configuration.md and metrics.md anew from the
 
 lock: $(DEV) ## Pin what the container image installs anew, to the newest versions that fit
 	@$(PIP_INSTALL) 'uv>=0.5'
-	@BIN=$(BIN) scripts/lock_image.sh
+	@BIN=$(BIN) scripts/lock.sh
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Writes requirements/image.txt and requirements/build.txt: every package of the container image, with the hashes of
-# its files, for the Python of the Dockerfile. Needs uv ($BIN/uv); `make lock` installs it.
+# its files, for the Python of the Dockerfile; and requirements/dev.txt: the versions that development and CI install,
+# for every supported Python. Needs uv ($BIN/uv); `make lock` installs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,3 +20,10 @@ pin() { # pin FILE WHAT SOURCE...
 pin requirements/image.txt "What the container image installs" pyproject.toml --extra router
 sed -n 's/^requires = \["\(.*\)"\]/\1/p' pyproject.toml |
     pin requirements/build.txt "What builds the wheel for the container image" -
+
+{
+    echo "# Versions that development and CI install. Made by \`make lock\`; do not edit."
+    "${BIN:-.venv/bin}/uv" pip compile pyproject.toml --extra dev --extra charts --universal --python-version 3.11 \
+        --no-emit-package kvatlas --no-annotate --no-header --quiet
+} >requirements/dev.txt.new
+mv requirements/dev.txt.new requirements/dev.txt
