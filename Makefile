@@ -4,7 +4,7 @@
 #   WORKERS=4           how many processes run tests side by side (default 2; 0: none but pytest itself)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-random test-connectors charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all test-vllm test-random test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -45,6 +45,10 @@ test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's schedul
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
 	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest tests/connectors --timeout 1200 $(ARGS)
+
+test-connectors-0.33: $(DEV) ## The same on the Python of vLLM 0.33, which has no CPU build: all but what starts a server
+	@python=$$(scripts/vllm_overlay_env.sh 0.33.0) && \
+		"$$python" -m pytest tests/connectors -m "not vllm" --timeout 1200 $(ARGS)
 
 charts: $(CHARTS) ## The Helm chart, rendered and checked against the schemas of three Kubernetes versions
 	@$(BIN)/python scripts/generate_chart_reference.py --check

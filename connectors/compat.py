@@ -1,21 +1,45 @@
 """The vLLM names that move between versions, imported in one place, and the versions they were tested with.
 
 vLLM calls its connector interface experimental: methods came and went with almost every release. What is
-imported here exists in every tested version; ``require_tested_vllm`` is the first thing a connector's
-constructor does, so that another version is refused with words, not with wrong bytes.
+imported here exists in every tested version. Another version is refused with words, not with wrong bytes,
+as soon as this module is imported: vLLM imports a connector's class while it reads its configuration, long
+before it loads weights. Setting ``ALLOW_UNTESTED`` to a version's ``major.minor`` lets that one try.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import vllm
 
-TESTED_VERSIONS = ("0.32",)
+log = logging.getLogger(__name__)
+
+TESTED_VERSIONS = ("0.32", "0.33")
 """``major.minor`` of the vLLM releases the test suite has run against."""
+ALLOW_UNTESTED = "KVATLAS_ALLOW_UNTESTED_VLLM"
+"""Environment variable: ``major.minor`` of one more version that may be used, at the user's own risk."""
 
 _REMEDY = "install one of these, or a release of kvatlas that was tested with yours"
+
+
+def check_vllm_version(who: str, version: str | None = None) -> None:
+    """Raise ``RuntimeError`` unless ``who`` was tested with this vLLM (or ``version``), or it is allowed."""
+    found = vllm.__version__ if version is None else version
+    minor = ".".join(found.split(".")[:2])
+    if minor in TESTED_VERSIONS:
+        return
+    tested = f"{who} was tested with vLLM {', '.join(f'{known}.x' for known in TESTED_VERSIONS)}"
+    if os.environ.get(ALLOW_UNTESTED) == minor:
+        log.warning("%s, not with %s; it goes on because %s=%s", tested, found, ALLOW_UNTESTED, minor)
+        return
+    raise RuntimeError(
+        f"{tested}, this is vLLM {found}: {_REMEDY}, or set {ALLOW_UNTESTED}={minor} to try it untested"
+    )
+
+
+check_vllm_version("kvatlas")
 
 try:
     from vllm.config import KVTransferConfig
@@ -46,6 +70,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "ALLOW_UNTESTED",
     "TESTED_VERSIONS",
     "BlockRemoved",
     "BlockStored",
@@ -62,6 +87,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "KVTransferConfig",
     "SupportsHMA",
+    "check_vllm_version",
     "generate_block_hash_extra_keys",
     "get_kv_cache_spec_kind",
     "get_kv_cache_spec_sliding_window",
@@ -94,11 +120,9 @@ _PROBES: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 
 def require_tested_vllm(connector: str, version: str | None = None) -> None:
-    """Raise ``RuntimeError`` unless this vLLM (or ``version``) is one that ``connector`` was tested with."""
+    """Raise ``RuntimeError`` unless this vLLM (or ``version``) is tested, or allowed, and has all methods."""
+    check_vllm_version(connector, version)
     found = vllm.__version__ if version is None else version
-    if ".".join(found.split(".")[:2]) not in TESTED_VERSIONS:
-        tested = ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS)
-        raise RuntimeError(f"{connector} was tested with vLLM {tested}, this is vLLM {found}: {_REMEDY}")
     for owner, names in _PROBES:
         missing = [name for name in names if not hasattr(owner, name)]
         if missing:

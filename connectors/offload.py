@@ -61,7 +61,7 @@ class HybridOffloadConnector(TieredConnector):
         return {"tier/evictions": counters.evictions, "tier/dropped_for_room": counters.dropped_for_room}
 
     def make_worker(self) -> OffloadWorker:
-        return OffloadWorker(self._kv_cache_config, self.engine_factory())
+        return OffloadWorker(self._kv_cache_config, self.engine_factory(), join_stores=True)
 
     def engine_factory(self) -> EngineFactory:
         """How this rank's transfer engine is made."""

@@ -34,7 +34,7 @@ One more name is known, ``learned``: our own chain (xxh3-128 over msgpack), for 
 reproduced and are looked up by token prefix instead."""
 
 
-class HashScheme(msgspec.Struct, frozen=True):
+class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
     """Everything but the prompt that a block hash depends on.
 
     ``hash_block_size`` and ``lookahead`` are in tokens. ``tagged`` says whether extra keys carry their

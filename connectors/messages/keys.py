@@ -8,6 +8,8 @@ never truncated: the 64-bit hashes of KV events are for the router, not for find
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _GROUP_BYTES = 4
 
 
@@ -21,3 +23,13 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     if len(key) <= _GROUP_BYTES:
         raise ValueError(f"not a block key: {len(key)} bytes, need a hash and {_GROUP_BYTES} bytes of group")
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def group_of(key: bytes) -> int:
+    """Group index of a sound key."""
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def block_hashes_of(keys: Iterable[bytes]) -> list[bytes]:
+    """The full block hash of each of many sound keys."""
+    return [key[:-_GROUP_BYTES] for key in keys]

@@ -68,6 +68,14 @@ class ConnectorGroup(KVConnectorBase_V1):
         children = children_of(vllm_config)
         return MultiPromMetrics(children, vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether every child can follow the KV cache to where it is after sleep (vLLM 0.33 asks)."""
+        return all(
+            child.connector_class.supports_sleep_mode(child.transfer_config)
+            for child in read_children(kv_transfer_config.kv_connector_extra_config)
+        )
+
     @property
     def requires_kv_delivery(self) -> bool:
         return any(connector.requires_kv_delivery for connector in self._connectors)

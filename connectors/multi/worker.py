@@ -41,6 +41,14 @@ class MultiWorkerPart(ConnectorGroup):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.each(lambda connector: connector.register_kv_caches(kv_caches))
 
+    def unregister_kv_caches(self) -> None:
+        """Before sleep (vLLM 0.33)."""
+        self.each(lambda connector: connector.unregister_kv_caches())
+
+    def restore_kv_caches(self) -> None:
+        """After sleep."""
+        self.each(lambda connector: connector.restore_kv_caches())
+
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         self.each(lambda connector: connector.set_host_xfer_buffer_ops(copy_operation))
 

@@ -22,8 +22,8 @@ from connectors.store.model_identity import weights_digest
 
 _EPOCH_BITS = 20
 EPOCHS_MAX = 1 << _EPOCH_BITS
-_NOT_ABOUT_BYTES = frozenset({"is_index_group_leader"})
-"""Fields of a spec that say how it is scheduled."""
+_NOT_ABOUT_BYTES = frozenset({"is_index_group_leader", "is_draft"})
+"""Fields of a spec that say how it is scheduled, or whose layer it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "") -> 
     files = weights_digest(str(model.model))
     fields = {
         "format": str(FORMAT_VERSION),
+        # What a page's bytes mean is the attention kernels' business, and those change between releases.
+        "vllm": _vllm_release(),
         "label": label,
         # The same weights may lie elsewhere on another host.
         "model": os.path.basename(str(model.model).rstrip("/")) if files else str(model.model),
@@ -102,6 +104,13 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "") -> 
     }
     engine = str(vllm_config.kv_transfer_config.engine_id)
     return Namespace(fields, _ranks(parallel), engine, private_reason)
+
+
+def _vllm_release() -> str:
+    """``major.minor``."""
+    import vllm  # noqa: PLC0415
+
+    return ".".join(vllm.__version__.split(".")[:2])
 
 
 def _hash_seed(vllm_config: Any) -> tuple[str, str]:

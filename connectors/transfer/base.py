@@ -48,6 +48,29 @@ class TransferJob:
     groups: tuple[GroupMoves, ...]
 
 
+def joined(jobs: Sequence[TransferJob]) -> TransferJob:
+    """All moves of jobs of one direction as one job, under the first one's id, one entry per group."""
+    if len(jobs) == 1:
+        return jobs[0]
+    by_group: dict[int, list[GroupMoves]] = {}
+    for job in jobs:
+        for moves in job.groups:
+            by_group.setdefault(moves.group_idx, []).append(moves)
+    return TransferJob(
+        jobs[0].job_id,
+        jobs[0].direction,
+        tuple(
+            GroupMoves(
+                group_idx,
+                np.concatenate([moves.block_ids for moves in parts]),
+                np.concatenate([moves.slots for moves in parts]),
+                tuple(key for moves in parts for key in moves.keys),
+            )
+            for group_idx, parts in by_group.items()
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TransferResult:
     """How a job ended. ``failed_keys`` names the blocks to blame where known; none named: all of them."""
@@ -76,7 +99,8 @@ class TransferEngine(Protocol):
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         """Take a job. It sees the work enqueued on the device stream before ``after``, and need not wait for
-        what came later; None: before this call."""
+        what came later; None: before this call. Jobs of one direction that are under way together name no
+        destination twice: whoever gives blocks or rows away again does it after their job ended."""
 
     def poll(self) -> list[TransferResult]:
         """The jobs that ended since the last call, each exactly once; never blocks."""

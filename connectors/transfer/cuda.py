@@ -21,7 +21,7 @@ from connectors.layout.blocks import CacheView
 from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
 from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
 from connectors.transfer.cuda_device import Device, TorchDevice
-from connectors.transfer.cuda_lane import EventPool, Lane, Mark, Part, PreparedJob, QueuedJob
+from connectors.transfer.cuda_lane import EventPool, Lane, Mark, Part, PreparedJobs, QueuedJob
 from connectors.transfer.cuda_mover import MoveCounts, Mover
 from connectors.transfer.driver import CudaDriver, Driver
 from connectors.transfer.host_pool import PinnedHostPool
@@ -173,7 +173,7 @@ class CudaTransferEngine:
                 self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
             else:
                 self._unfinished[job.job_id] = job
-                lane.waiting.append(QueuedJob(job, ready, self._clock()))
+                lane.waiting.append(QueuedJob(job, ready, self._clock(), self._plan.bytes_by_group(job)))
             self._changed.notify_all()
 
     def poll(self) -> list[TransferResult]:
@@ -221,9 +221,10 @@ class CudaTransferEngine:
         now = self._clock()
         for queued in ended:
             job = self._unfinished.pop(queued.job.job_id)
-            moved = self._plan.bytes_by_group(job)
             self._results.append(
-                TransferResult(job.job_id, job.direction, True, now - queued.submitted_at, moved)
+                TransferResult(
+                    job.job_id, job.direction, True, now - queued.submitted_at, queued.bytes_by_group
+                )
             )
         if ended:
             self._changed.notify_all()
@@ -267,26 +268,28 @@ class CudaTransferEngine:
 
     def _send_part(self, lane: Lane) -> None:
         with self._changed:
-            queued = lane.take_queued()
+            queued = lane.take_queued(self._device)
         prepared = lane.current
-        if queued is not None:
+        if queued:
             prepared = Lane.prepare(queued, self._plan, self._host_chunk_bytes)
-            if queued.ready is not None:
-                self._device.wait(lane.stream, queued.ready.event)
-                queued.ready = None
+            for mark in {id(entry.ready): entry.ready for entry in queued}.values():
+                if mark is not None:
+                    self._device.wait(lane.stream, mark.event)
+            for entry in queued:
+                entry.ready = None
             with self._changed:
                 lane.current = prepared
         if prepared is not None:
             self._send(lane, prepared)
 
-    def _send(self, lane: Lane, prepared: PreparedJob) -> None:
+    def _send(self, lane: Lane, prepared: PreparedJobs) -> None:
         pieces, size_bytes = prepared.take_part()
         kept = self._mover.move(lane.direction, pieces, lane.stream) if size_bytes else None
         with self._changed:
             done = self._events.take()
         self._device.record(done, lane.stream)
         with self._changed:
-            lane.sent(Part(done, size_bytes, prepared.queued if prepared.exhausted else None, kept))
+            lane.sent(Part(done, size_bytes, prepared.queued if prepared.exhausted else [], kept))
 
     def _answer_all(self) -> None:
         """Fail what is under way, after the streams have come to rest: nobody may reuse memory before."""

@@ -73,6 +73,7 @@ class TorchDevice:
         self._device = self._torch.device("cuda", self.index)
         self._lowest: int = self._torch.cuda.Stream.priority_range()[0]
         self._kernels: Any = None
+        self._descriptors: Any = None
 
     @property
     def name(self) -> str:
@@ -108,8 +109,9 @@ class TorchDevice:
     def kernel_copy(self, src: Indices, dst: Indices, sizes: Indices, stream: StreamHandle) -> object:
         if self._kernels is None:
             self._kernels = importlib.import_module("connectors.transfer.triton_kernels")
+            self._descriptors = self._kernels.DescriptorPool(self._device)
         with self._torch.cuda.stream(stream):
-            return self._kernels.move_pieces(src, dst, sizes, device=self._device)
+            return self._kernels.move_pieces(src, dst, sizes, device=self._device, pool=self._descriptors)
 
     def scratch(self, size_bytes: int) -> tuple[int, object]:
         memory = self._torch.empty(size_bytes, dtype=self._torch.uint8, device=self._device)

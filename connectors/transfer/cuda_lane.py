@@ -1,8 +1,9 @@
 """One direction of transfers: the jobs that wait, the one being enqueued, the parts on their way.
 
-A job is enqueued in parts, each with an event after it, so that one large job neither fills the device's
-queues nor keeps the other direction waiting. All parts of a lane go to one stream in order: the event of a
-job's last part is reached after all of the job.
+A large job is enqueued in parts, each with an event after it, so that it neither fills the device's queues
+nor keeps the other direction waiting; small jobs that wait are enqueued as one part, because calls and
+launches cost as much as their bytes. All parts of a lane go to one stream in order: the event of a job's last
+part is reached after all of the job.
 
 Not locked: the engine's lock guards every method except ``prepare``, which only its submit thread calls.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from connectors.transfer.base import Direction, TransferJob
+from connectors.transfer.base import Direction, TransferJob, joined
 from connectors.transfer.cuda_device import Device, EventHandle, StreamHandle
 from connectors.transfer.cuda_mover import cut_at_chunks
 from connectors.transfer.plan import Pieces, TransferPlan, merge_adjacent
@@ -66,22 +67,27 @@ class QueuedJob:
     job: TransferJob
     ready: Mark | None
     submitted_at: float
+    bytes_by_group: dict[int, int]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.bytes_by_group.values())
 
 
 @dataclass(slots=True)
 class Part:
-    """Some pieces on their way. ``ends``: the job whose last they are; ``kept``: what the copy needs."""
+    """Some pieces on their way. ``ends``: the jobs whose last they are; ``kept``: what the copy needs."""
 
     done: EventHandle
     size_bytes: int
-    ends: QueuedJob | None
+    ends: list[QueuedJob]
     kept: object
 
 
-class PreparedJob:
-    """A job spelled out as pieces, handed over part by part."""
+class PreparedJobs:
+    """Jobs spelled out together as pieces, handed over part by part; they end with the last part."""
 
-    def __init__(self, queued: QueuedJob, pieces: Pieces) -> None:
+    def __init__(self, queued: list[QueuedJob], pieces: Pieces) -> None:
         self.queued = queued
         self._pieces = pieces
         self._ends = np.cumsum(pieces[2])
@@ -92,7 +98,7 @@ class PreparedJob:
         return self._next >= len(self._ends)
 
     def take_part(self) -> tuple[Pieces, int]:
-        """The next pieces and their bytes; empty only for a job without any."""
+        """The next pieces and their bytes; empty only for jobs without any."""
         first = self._next
         before = int(self._ends[first - 1]) if first else 0
         within = int(np.searchsorted(self._ends, before + PART_BYTES_MAX, side="right"))
@@ -109,7 +115,7 @@ class Lane:
         self.direction = direction
         self.stream = stream
         self.waiting: deque[QueuedJob] = deque()
-        self.current: PreparedJob | None = None
+        self.current: PreparedJobs | None = None
         self.inflight: deque[Part] = deque()
         self.inflight_bytes = 0
         self.throttled = 0
@@ -133,24 +139,42 @@ class Lane:
         """Whether the next part may go now."""
         return self.wanting and not self.throttling
 
-    def take_queued(self) -> QueuedJob | None:
-        """The job whose enqueueing begins now; None: that of an earlier one goes on."""
-        return None if self.current is not None else self.waiting.popleft()
+    def take_queued(self, device: Device) -> list[QueuedJob]:
+        """The jobs whose enqueueing begins now; none: that of earlier ones goes on.
+
+        Several only while something is on its way, so that nobody waits for their joining, and as many as fit
+        into one part: the first loses no more than that part's time. None that would make the others wait
+        for the computing stream longer than they must.
+        """
+        if self.current is not None:
+            return []
+        taken = [self.waiting.popleft()]
+        size_bytes, first = taken[0].size_bytes, taken[0].ready
+        while self.waiting and self.inflight:
+            candidate = self.waiting[0]
+            size_bytes += candidate.size_bytes
+            ready = candidate.ready
+            reached = ready is None or ready is first or device.done(ready.event)
+            if size_bytes > PART_BYTES_MAX or not reached:
+                break
+            taken.append(self.waiting.popleft())
+        return taken
 
     @staticmethod
-    def prepare(queued: QueuedJob, plan: TransferPlan, chunk_bytes: int) -> PreparedJob:
-        """Spell a job out; the costly part, done without the lock."""
-        pieces = merge_adjacent(plan.pieces(queued.job))
+    def prepare(queued: list[QueuedJob], plan: TransferPlan, chunk_bytes: int) -> PreparedJobs:
+        """Spell jobs out; the costly part, done without the lock."""
+        job = joined([entry.job for entry in queued])
+        pieces = merge_adjacent(plan.pieces(job))
         if chunk_bytes:
-            host_side = 0 if queued.job.direction is Direction.LOAD else 1
+            host_side = 0 if job.direction is Direction.LOAD else 1
             pieces = cut_at_chunks(pieces, host_side, plan.host_base, chunk_bytes)
-        return PreparedJob(queued, pieces)
+        return PreparedJobs(queued, pieces)
 
     def sent(self, part: Part) -> None:
         """A part has been enqueued."""
         self.inflight.append(part)
         self.inflight_bytes += part.size_bytes
-        if part.ends is not None:
+        if part.ends:
             self.current = None
         if self.throttling:
             self.throttled += 1
@@ -162,8 +186,7 @@ class Lane:
             part = self.inflight.popleft()
             self.inflight_bytes -= part.size_bytes
             events.give(part.done)
-            if part.ends is not None:
-                ended.append(part.ends)
+            ended += part.ends
         return ended
 
     def abandon(self) -> None:

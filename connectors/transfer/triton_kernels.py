@@ -10,6 +10,7 @@ imports torch and triton, and touches no device.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from connectors.transfer.base import Indices
 WORD_BYTES = 8
 PROGRAMS_MAX = 12
 """Programs of one launch: enough to fill a PCIe link, few enough to leave the device to the model."""
+DESCRIPTORS_MIN = 1024
+"""Of one launch: room for fewer is not made."""
 _TILES = ((1024, 8, 512), (2048, 2, 2048), (None, 1, 4096))
 """(longest piece in words, pieces in a tile, words in a tile): 32 KiB on the way at once in every program, so
 that 12 programs cover a PCIe link's latency. Few shapes, so that all are compiled before the first load."""
@@ -53,8 +56,61 @@ def fits_kernel(src: Indices, dst: Indices, sizes: Indices) -> bool:
     return not bool(((src | dst | sizes) & (WORD_BYTES - 1)).any())
 
 
+class DescriptorPool:
+    """Pinned host memory, and as much on the device, for the descriptors of launches; used again and again.
+
+    Allocating pinned memory for each launch costs more than filling it. ``take`` gives a loan that goes back
+    when nobody refers to it any more: whoever launched keeps it until the kernel has run. Any thread.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._free: dict[int, deque[tuple[Any, Any]]] = {}
+        self.made = 0
+
+    def take(self, count: int) -> DescriptorLoan:
+        """Room for ``count`` descriptors."""
+        capacity = max(DESCRIPTORS_MIN, 1 << (count - 1).bit_length())
+        free = self._free.setdefault(capacity, deque())
+        try:
+            memory = free.pop()
+        except IndexError:
+            self.made += 1
+            host = torch.empty(3 * capacity, dtype=torch.int64)
+            if self._device.type == "cuda":
+                host = host.pin_memory()
+            memory = host, torch.empty(3 * capacity, dtype=torch.int64, device=self._device)
+        return DescriptorLoan(memory, free)
+
+
+class DescriptorLoan:
+    """Memory for one launch's descriptors."""
+
+    def __init__(self, memory: tuple[Any, Any], free: deque[tuple[Any, Any]]) -> None:
+        self._memory, self._free = memory, free
+
+    def fill(self, src: Indices, dst: Indices, sizes: Indices) -> Any:
+        """Write the descriptors and enqueue their way to the device; gives the device's tensor."""
+        host, on_device = self._memory
+        count = len(src)
+        rows = host.numpy()[: 3 * count].reshape(3, count)
+        rows[0], rows[1] = src, dst
+        np.floor_divide(sizes, WORD_BYTES, out=rows[2])
+        on_device[: 3 * count].copy_(host[: 3 * count], non_blocking=True)
+        return on_device
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)
+
+
 def move_pieces(
-    src: Indices, dst: Indices, sizes: Indices, *, device: Any, programs_max: int = PROGRAMS_MAX
+    src: Indices,
+    dst: Indices,
+    sizes: Indices,
+    *,
+    device: Any,
+    pool: DescriptorPool | None = None,
+    programs_max: int = PROGRAMS_MAX,
 ) -> object:
     """Copy ``sizes[i]`` bytes from ``src[i]`` to ``dst[i]`` on the current stream of ``device``.
 
@@ -66,11 +122,9 @@ def move_pieces(
     count = len(src)
     if count == 0:
         return None
-    host = torch.from_numpy(np.stack((src, dst, sizes // WORD_BYTES)))
-    if device.type == "cuda":
-        # Kept by the caller until the kernel has run: the copy to the device is asynchronous too.
-        host = host.pin_memory()
-    descriptors = host.to(device, non_blocking=True)
+    # Kept by the caller until the kernel has run: the copy to the device is asynchronous too.
+    loan = (pool or DescriptorPool(device)).take(count)
+    descriptors = loan.fill(src, dst, sizes)
     words_max = int(sizes.max()) // WORD_BYTES
     pieces_in_tile, words_in_tile = next(
         (pieces, words) for longest, pieces, words in _TILES if longest is None or words_max <= longest
@@ -84,4 +138,4 @@ def move_pieces(
         words_in_tile=words_in_tile,
         num_warps=16,
     )
-    return host, descriptors
+    return loan

@@ -50,7 +50,10 @@ class RowOffloadingWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """``expedited`` (vLLM 0.33, loads that a step waits for) changes nothing: its setting is refused, and
+        loads go before stores in any case."""
+        del expedited
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[VllmResult]:

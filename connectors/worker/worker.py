@@ -16,6 +16,7 @@ from connectors.layout.tensors import view_of_tensors
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.tally import Tally
 from connectors.transfer.base import StreamMark, TransferEngine, TransferJob, TransferResult
+from connectors.worker.joined_stores import JoinedStores
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,12 @@ EngineFactory = Callable[[CacheView, str], TransferEngine]
 class OffloadWorker:
     """Moves one rank's blocks. ``register_kv_caches`` comes before everything else."""
 
-    def __init__(self, kv_cache_config: Any, make_engine: EngineFactory) -> None:
+    def __init__(
+        self, kv_cache_config: Any, make_engine: EngineFactory, *, join_stores: bool = False
+    ) -> None:
+        """``join_stores``: give the engine all stores of a step as one job, where one deadline fits all."""
         self.tally = Tally()
+        self._joined = JoinedStores() if join_stores else None
         self._kv_cache_config = kv_cache_config
         self._make_engine = make_engine
         self._engine: TransferEngine | None = None
@@ -83,14 +88,17 @@ class OffloadWorker:
 
     def wait_for_save(self, step: StepJobs) -> None:
         """Begin the step's stores, after its forward pass was launched; waits for nothing."""
-        after = self.engine.mark() if step.stores else None
-        for job in step.stores:
+        if not step.stores:
+            return
+        after = self.engine.mark()
+        for job in [self._joined.join(step.stores)] if self._joined is not None else step.stores:
             self.engine.submit(job, after)
 
     def poll(self) -> tuple[set[str], set[str]]:
         """(Requests whose load ended since the last call, those of them that failed)."""
         if self._engine is not None:
-            self._ended += self._engine.poll()
+            results = self._engine.poll()
+            self._ended += results if self._joined is None else self._joined.apart(results)
         finished: set[str] = set()
         failed: set[str] = set()
         for result in self._ended:

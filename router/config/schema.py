@@ -70,8 +70,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mamba_cache_mode: str | None = None
     """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
     eagle_groups: tuple[int, ...] = ()
-    """Numbers of the KV cache groups whose look-up drops the last block (EAGLE or MTP drafter, vLLM before
-    0.33)."""
+    """Numbers of the KV cache groups whose look-up drops the last block: EAGLE or MTP drafter, in vLLM before
+    0.33, and in later ones with a KV connector or ``disable_lookahead_block_hashes``."""
     partial_hash_hits: bool | None = None
     """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
     report_mode_full: bool = False

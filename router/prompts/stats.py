@@ -54,8 +54,7 @@ class PromptStats(msgspec.Struct):
     reads: dict[tuple[str, str], int] = msgspec.field(
         default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
     )
-    """Requests by API, and by how their prompt was read: ``local``, ``renderer``, ``engine`` or ``affinity``,
-    which is by text."""
+    """Requests by API and by how the prompt was read: ``local``, ``renderer``, ``engine``, ``affinity``."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
 

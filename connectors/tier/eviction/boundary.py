@@ -138,15 +138,16 @@ class BoundaryPolicy:
 
     def _doom_tails(self, node: Node) -> bool:
         """Doom the tails in a node that no end below it needs."""
+        tails = [(key, self._span[group]) for key, group in node.keys.items() if group in self._span]
+        if not tails:
+            return False  # most nodes of a long prompt: the way down is long, and there is nothing to drop
         distance, below = 0, node
         while not below.is_end and distance < self._span_max:
             (below,) = below.children
             distance += 1
         if not distance:
             return False
-        spare = [
-            key for key, group in node.keys.items() if group in self._span and distance >= self._span[group]
-        ]
+        spare = [key for key, span in tails if distance >= span]
         for key in spare:
             self._doomed[key] = None
         return bool(spare)
@@ -163,8 +164,8 @@ class BoundaryPolicy:
 
     def _can_resume(self, node: Node) -> bool:
         """Every group's tail at this boundary is here, and the prefix is."""
-        if node.cut:
-            return False
+        if node.cut or len(node.keys) - node.full_blocks < len(self._tails):
+            return False  # every tail has a key in the node itself
         for group, shape in self._tails.items():
             left = shape.span_tokens
             if shape.kind is GroupKind.STATE:

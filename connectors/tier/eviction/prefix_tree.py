@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from connectors.hits.group_shapes import GroupKind, GroupShape
-from connectors.messages.keys import split_key
+from connectors.messages.keys import block_hashes_of, group_of
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class PrefixTree:
 
         New nodes have no keys yet: add some to them, then ``prune`` those that got none.
         """
-        hashes = [split_key(key)[0] for key in chain]
+        hashes = block_hashes_of(chain)
         index = _positions(hashes, lineage)
         ends = {h: (i // self._hashes_per_node + 1) * self._hashes_per_node - 1 for h, i in index.items()}
         last = len(lineage) // self._hashes_per_node * self._hashes_per_node - 1
@@ -99,7 +99,7 @@ class PrefixTree:
 
     def add(self, key: bytes, node: Node) -> list[Node]:
         """Put a key into its node. Returns the nodes that are no longer cut by it."""
-        group_idx = split_key(key)[1]
+        group_idx = group_of(key)
         node.keys[key] = group_idx
         self.node_of[key] = node
         if group_idx not in self._full:

@@ -11,7 +11,6 @@ Version = tuple[int, int]
 EVENT_SOURCES_SINCE: Version = (0, 31)
 FIXED_SEED_SINCE: Version = (0, 29)
 MAP_ENCODING_SINCE: Version = (0, 24)
-LOOKAHEAD_SINCE: Version = (0, 33)
 NEWEST_KNOWN: Version = (0, 33)
 
 

@@ -14,11 +14,7 @@ for module in ("vllm.config", "vllm.v1.core.kv_cache_utils", "vllm.v1.worker.uti
     pytest.importorskip(module, reason=WHY)
 
 from vllm.config import CacheConfig, VllmConfig  # noqa: E402
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     MambaSpec,
@@ -28,6 +24,14 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import (
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
 
 from connectors.layout.blocks import CacheView, LayoutError, layout_digest, row_bytes_from_config  # noqa: E402
 from connectors.layout.tensors import view_of_tensors  # noqa: E402

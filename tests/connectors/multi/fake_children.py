@@ -119,6 +119,16 @@ class Plain(KVConnectorBase_V1):
         return bool(extra_config.get("piecewise"))
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return bool(kv_transfer_config.kv_connector_extra_config.get("sleeps", True))
+
+    def unregister_kv_caches(self) -> None:
+        self._log("unregister")
+
+    def restore_kv_caches(self) -> None:
+        self._log("restore")
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
         return OffloadStats(data=data or {})
 

@@ -82,6 +82,19 @@ def test_after_a_failed_load_the_request_is_computed_whoever_could_load_it() -> 
     assert connector.get_num_new_matched_tokens(request(), 0) == (64, True)
 
 
+def test_sleep_and_waking_up_reach_every_child() -> None:
+    connector, accounts = multi(child("a"), child("b"))
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert [account.calls for account in accounts] == [[("unregister",), ("restore",)]] * 2
+
+
+@pytest.mark.parametrize(("last", "able"), [({}, True), ({"sleeps": False}, False)])
+def test_sleep_mode_needs_every_child(last: dict[str, Any], able: bool) -> None:
+    settings = config_of(child("a"), child("b", **last)).kv_transfer_config
+    assert HybridMultiConnector.supports_sleep_mode(settings) is able
+
+
 def test_a_child_without_hma_is_refused_before_any_is_made() -> None:
     SHUT_DOWN.clear()
     with pytest.raises(ConfigError) as refused:

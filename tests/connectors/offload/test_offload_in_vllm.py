@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +26,7 @@ from connectors.tiered import TieredConnector, WorkerResults, check_engine
 from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
 from tests.vllm.tiny_model import write_tiny_model
 
+ROOT = Path(__file__).resolve().parents[3]
 GROUPS = ({"kind": "full_attention", "block_size": 16},)
 
 
@@ -32,14 +37,35 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> SimEngineCore:
 
 
 class TestVersions:
-    @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1"])
+    @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1", "0.33.0"])
     def test_tested_ones_are_taken(self, version: str) -> None:
         compat.require_tested_vllm("X", version)
 
-    @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "dev"])
+    @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.3.2", "1.32.0", "dev"])
     def test_others_are_refused_in_words(self, version: str) -> None:
-        with pytest.raises(RuntimeError, match=rf"X was tested with vLLM 0\.32\.x, .*{version}.*install"):
+        with pytest.raises(
+            RuntimeError, match=rf"X was tested with vLLM 0\.32\.x, 0\.33\.x, .*{version}.*install"
+        ):
             compat.require_tested_vllm("X", version)
+
+    def test_another_one_is_taken_where_it_was_allowed_by_name(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("connectors"), "propagate", True)
+        monkeypatch.setenv(compat.ALLOW_UNTESTED, "0.34")
+        compat.require_tested_vllm("X", "0.34.1")
+        assert "not with 0.34.1" in caplog.text
+        with pytest.raises(RuntimeError, match=r"KVATLAS_ALLOW_UNTESTED_VLLM=0\.35"):
+            compat.require_tested_vllm("X", "0.35.0")
+
+    @pytest.mark.parametrize("module", sorted({*CONNECTORS.values(), "connectors.offload_spec"}))
+    def test_an_untested_one_is_refused_when_vllm_imports_the_class(self, module: str) -> None:
+        """Before weights are loaded, that is, and not in the constructor minutes later."""
+        script = f"import vllm; vllm.__version__ = '0.99.0'; import {module}"
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+        assert done.returncode == 1
+        assert "this is vLLM 0.99.0: install one of these" in done.stderr
 
     def test_a_missing_method_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compat, "_PROBES", ((TieredConnector, ("shutdown", "no_such_method")),))

@@ -168,6 +168,14 @@ class TestOfVllm:
         here, there = self._of(config).fields, other.fields
         assert [name for name in here if here[name] != there[name]] == ["groups"]
 
+    def test_releases_of_vllm_never_meet(self, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        vllm = pytest.importorskip("vllm")
+        digests = []
+        for version in ("0.32.0", "0.32.1", "0.33.0"):
+            monkeypatch.setattr(vllm, "__version__", version)
+            digests.append(self._of(config).digest(0))
+        assert digests[0] == digests[1] != digests[2]
+
     def test_layouts_labels_and_hash_blocks_part_engines(self, config: Any) -> None:
         cache, finer = self._cache(), self._cache()
         cache.kv_cache_layout, finer.hash_block_size = "LBHNC", 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from connectors.layout.blocks import (
     round_up_row,
     strided_pieces,
 )
+from connectors.transfer import plan
 from connectors.transfer.base import Direction, GroupMoves
 from connectors.transfer.plan import Pieces, TransferPlan, merge_adjacent
 from tests.connectors.transfer.contract import job, move
@@ -232,3 +235,33 @@ def test_indices_of_another_kind_are_refused() -> None:
     plan = TransferPlan(CacheView((group,), 4, 128), Rows(0, 6400))
     small = GroupMoves(0, np.array([1], np.int32), np.array([1], np.int64))  # type: ignore[arg-type]
     assert "int64" in plan.refusal(job(1, Direction.LOAD, small))
+
+
+class CountingNumpy:
+    """numpy, with a note of how large a table counting was asked to make."""
+
+    def __init__(self) -> None:
+        self.table = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def bincount(self, numbers: Any) -> Any:
+        self.table = max(self.table, int(numbers.max()) + 1)
+        return np.bincount(numbers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 5000])
+@pytest.mark.parametrize("low", [0, 480_000])
+@pytest.mark.parametrize("spread", [1, 90])
+def test_a_destination_named_twice_is_found_at_the_jobs_cost_and_not_the_pools(
+    monkeypatch: pytest.MonkeyPatch, count: int, low: int, spread: int
+) -> None:
+    numpy = CountingNumpy()
+    monkeypatch.setattr(plan, "np", numpy)
+    named = low + spread * np.random.default_rng(1).permutation(count).astype(np.int64)
+    assert not plan._repeats(named)
+    if count > 1:
+        named[-1] = named[0]
+        assert plan._repeats(named)
+    assert numpy.table <= 16 * count

@@ -11,7 +11,7 @@ from router.tools.doctor.evidence import EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.gather.event_counts import GroupStores
 from router.tools.doctor.registry import engine_check
-from router.tools.doctor.versions import FIXED_SEED_SINCE, LOOKAHEAD_SINCE
+from router.tools.doctor.versions import FIXED_SEED_SINCE
 
 _STORES_MIN = 20
 """Fewer stored events of a group say nothing about retention."""
@@ -119,14 +119,13 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
             f"set models.NAME.{name} (the model's config.json has it)",
         )
     yield from _mamba(engine, layout.groups)
-    version = engine.server.version
-    old = version is None or version < LOOKAHEAD_SINCE
-    if engine.gauges.speculates and old and not engine.tally.lookahead:
+    if engine.gauges.speculates and not engine.tally.lookahead:
         eagle = any(group.is_eagle for group in layout.groups)
         if not eagle:
             yield warning(
                 "the engine decodes speculatively, and no group is marked as a drafter's",
-                "with EAGLE or MTP look-ups of some groups drop the last block (before vLLM 0.33)",
+                "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector), so with EAGLE "
+                "or MTP look-ups of some groups drop the last block",
                 "if the method is EAGLE or MTP, set models.NAME.eagle_groups; --probe shows if it is right",
             )
 

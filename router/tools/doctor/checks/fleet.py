@@ -74,6 +74,25 @@ def hash_seeds(seen: Evidence) -> Iterator[CheckResult]:
         )
 
 
+@fleet_check("fleet.lookahead")
+def lookahead(seen: Evidence) -> Iterator[CheckResult]:
+    """With EAGLE or MTP, engines with and without look-ahead hashes share nothing."""
+    for model, members in _by_model(seen).items():
+        found: dict[bool, list[str]] = {True: [], False: []}
+        for engine in members:
+            if engine.gauges.speculates and engine.tally.stored:
+                found[bool(engine.tally.lookahead)].append(engine.engine_id)
+        if found[True] and found[False]:
+            yield warning(
+                f"{model}: hashes of {', '.join(found[True])} cover the tokens after a block, those of "
+                f"{', '.join(found[False])} do not",
+                "vLLM hashes so from 0.33 on, but not in engines with a KV connector; a block has another "
+                "name in each, so every prompt is hashed twice",
+                "give all engines of a model the same vLLM, and connectors to all or none; or set "
+                "disable_lookahead_block_hashes in --speculative-config of those that have none",
+            )
+
+
 @fleet_check("fleet.layouts")
 def layouts(seen: Evidence) -> Iterator[CheckResult]:
     """Engines of one model are expected to have the same groups."""

@@ -248,3 +248,47 @@ def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
                 "rising while feeds are ready, it means that counts differ: report it",
                 subject=router.url,
             )
+
+
+_SELDOM_SHARE = 0.05
+"""Below this share of an API's requests, prompts that are not read here are nothing to act on."""
+_READING_REMEDIES = {
+    "no_tokenizer": "configure the model's tokenizer directory (--tokenizer, models.NAME.tokenizer)",
+    "no_template": "give the model's chat template (models.NAME.chat_template)",
+    "too_large": "raise prompts.prompt_bytes_max",
+    "busy": "raise prompts.worker_threads",
+    "model_unknown": "name the model in [models], or give a tokenizer for all",
+    "lora_path_unknown": "name the adapter's path (models.NAME.lora_paths)",
+}
+
+
+@fleet_check("router.prompts")
+def prompts(seen: Evidence) -> Iterator[CheckResult]:
+    """Which share of each API's requests is placed by exact tokens, and what would raise it."""
+    router = seen.router
+    if router is None or not router.metrics_answer.ok:
+        return
+    reads: dict[str, dict[str, float]] = {}
+    reasons: dict[str, float] = {}
+    for name, labels, value in series(router.metrics_answer.body.decode("utf-8", "replace")):
+        if name == "kvatlas_prompts_reads_total" and value:
+            reads.setdefault(labels["api"], {})[labels["how"]] = value
+        elif name == "kvatlas_prompts_not_local_total" and value:
+            reasons[labels["reason"]] = value
+    often = max(reasons, key=lambda reason: reasons[reason], default="")
+    for api, ways in reads.items():
+        total = sum(ways.values())
+        told = ", ".join(f"{ways.get(way, 0) / total:.0%} {text}" for way, text in _WAYS.items())
+        summary = f"{api}: {total:.0f} prompt(s), {told}"
+        if ways.get("local", 0) >= (1 - _SELDOM_SHARE) * total:
+            yield ok(summary, subject=router.url)
+        else:
+            yield info(
+                summary,
+                f"most often, over all APIs: {often or 'unknown'} (docs/glossary.md says what that means)",
+                _READING_REMEDIES.get(often, "docs/exactness.md says what is read locally"),
+                subject=router.url,
+            )
+
+
+_WAYS = {"local": "tokenized here", "engine": "by engines", "affinity": "placed by text"}

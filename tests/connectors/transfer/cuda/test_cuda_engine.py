@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,28 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.layout.blocks import CacheView, GroupPages, Region
-from connectors.messages.jobs import StepJobs
 from connectors.transfer import cuda_lane
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine
 from connectors.transfer.host import HostTransferEngine
-from connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
-from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver, FakeEvent
+from tests.connectors.transfer.cuda.bench import DMA_ONLY, KERNEL, PAGE, WAIT_S, Bench, SlowDriver, engine_on
+from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 from tests.support.examples import examples
-
-WAIT_S = 30.0
-DMA_ONLY = Calibration()
-KERNEL = Calibration(kernel_max_piece_bytes=1 << 20, kernel_min_pieces=2, note="")
-PAGE = 64
-
-
-def engine_on(
-    device: FakeDevice, view: CacheView, pool: Any, calibration: Calibration = DMA_ONLY, **options: Any
-) -> CudaTransferEngine:
-    driver = options.pop("driver", None) or FakeDriver(device)
-    return CudaTransferEngine(view, pool, device=device, driver=driver, calibration=calibration, **options)
 
 
 class TestByCopyEngine(TransferEngineContract):
@@ -68,59 +53,6 @@ class TestOneCallPerPiece(TransferEngineContract):
         return engine_on(device, view, pool, driver=driver)
 
 
-class Bench:
-    """One group of 8 blocks of one page; block ``b`` and row ``s`` can be looked at by number."""
-
-    def __init__(self, **options: Any) -> None:
-        self.memory = ArrayMemory(8 * PAGE)
-        self.rows = ArrayMemory(8 * PAGE)
-        region = Region(self.memory.address, PAGE, (0,), PAGE)
-        self.view = CacheView((GroupPages(0, (region,), PAGE),), 8, PAGE)
-        self.device = options.pop("device", None) or FakeDevice(options.pop("seed", 0))
-        self.driver = options.pop("driver", None) or FakeDriver(self.device)
-        options.setdefault("calibration", DMA_ONLY)
-        self.engine = engine_on(self.device, self.view, self.rows, driver=self.driver, **options)
-
-    def write_block(self, block: int, value: int) -> None:
-        ctypes.memset(self.memory.address + block * PAGE, value, PAGE)
-
-    def block(self, block: int) -> set[int]:
-        return set(self.memory.read()[block * PAGE : (block + 1) * PAGE].tolist())
-
-    def row(self, slot: int) -> set[int]:
-        return set(self.rows.read()[slot * PAGE : (slot + 1) * PAGE].tolist())
-
-    @staticmethod
-    def job(job_id: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
-        moves = GroupMoves(0, np.array(blocks, np.int64), np.array(slots, np.int64))
-        return TransferJob(job_id, direction, (moves,))
-
-    def submit(
-        self, job_id: int, direction: Direction, blocks: list[int], slots: list[int], after: Any = None
-    ) -> None:
-        self.engine.submit(self.job(job_id, direction, blocks, slots), after)
-
-    def until_sent(self, name: str, count: int = 1) -> None:
-        """Until so many of these have been enqueued; bounded by the test's own time limit."""
-        while sum(entry[0] == name for entry in self.device.log) < count:
-            threading.Event().wait(0.001)
-
-
-@pytest.fixture
-def benches() -> Iterator[Any]:
-    made: list[Bench] = []
-
-    def make(**options: Any) -> Bench:
-        made.append(Bench(**options))
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.device.held = False
-        bench.engine.close()
-        assert bench.device.violations == []
-
-
 @settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: int, kernel: bool) -> None:
@@ -139,66 +71,6 @@ def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: i
     assert [bench.block(block) for block in (2, 3, 4)] == [{2}, {3}, {4}]
     bench.engine.close()
     assert device.violations == []
-
-
-class LongPass:
-    """A forward pass that runs on the computing stream until it is told to end; other streams go on."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self.over = FakeEvent(recorded=1)
-        with device._lock:
-            device.compute.ops.append(("wait", self.over, 1))
-            device.log.append(("forward", "compute"))
-
-    def end(self) -> None:
-        self.over.reached = 1
-
-
-def test_a_load_runs_beside_a_forward_pass_that_was_launched_after_its_mark(benches: Any) -> None:
-    bench = benches()
-    bench.rows.write(np.repeat(np.arange(8, dtype=np.uint8), PAGE))
-    zero = lambda: bench.write_block(3, 0)  # noqa: E731
-    bench.device.enqueue(bench.device.compute, zero, "zero")
-    before = bench.engine.mark()
-    forward = LongPass(bench.device)
-    bench.submit(1, Direction.LOAD, [3], [3], after=before)
-    bench.submit(2, Direction.LOAD, [4], [4], after=before)
-    bench.submit(3, Direction.LOAD, [5], [5])
-    assert bench.engine.wait([1, 2], WAIT_S)
-    assert [bench.block(block) for block in (3, 4)] == [{3}, {4}]
-    assert not bench.engine.wait([3], 0.05), "a job without a mark waits for what was launched before it"
-    forward.end()
-    assert bench.engine.wait([3], WAIT_S)
-
-
-def test_the_connectors_worker_has_its_loads_run_beside_the_forward_pass(benches: Any) -> None:
-    """vLLM binds a step's metadata, launches the pass, and asks for the loads only then."""
-    bench = benches()
-    bench.rows.write(np.repeat(np.arange(8, dtype=np.uint8), PAGE))
-    worker = OffloadWorker(None, lambda view, device: bench.engine)
-    worker.use_engine(bench.engine)
-    step = StepJobs(loads=[bench.job(1, Direction.LOAD, [3], [3])], load_requests={1: "a"})
-    step.stores = [bench.job(2, Direction.STORE, [4], [4])]
-    worker.bind(step)
-    forward = LongPass(bench.device)
-    bench.device.enqueue(bench.device.compute, lambda: bench.write_block(4, 9), "compute")
-    worker.start_load_kv(step)
-    worker.wait_for_save(step)
-    assert bench.engine.wait([1], WAIT_S)
-    assert worker.poll() == ({"a"}, set())
-    assert not bench.engine.wait([2], 0.05), "a store reads what the pass computes"
-    forward.end()
-    assert bench.engine.wait([2], WAIT_S)
-    assert bench.row(4) == {9}
-
-
-def test_marks_give_their_events_back(benches: Any) -> None:
-    bench = benches()
-    for turn in range(1, 41):
-        mark = bench.engine.mark()
-        bench.submit(turn, Direction.LOAD, [1], [1], after=mark)
-        assert bench.engine.wait([turn], WAIT_S)
-    assert bench.device.events_made <= 5
 
 
 def test_each_direction_waits_for_the_computing_stream_on_a_stream_of_its_own(benches: Any) -> None:
@@ -227,19 +99,6 @@ def test_a_job_is_not_reported_before_its_last_part_has_arrived(
     assert bench.engine.wait([1], WAIT_S)
     [result] = bench.engine.poll()
     assert (result.ok, result.bytes_by_group) == (True, {0: 3 * PAGE})
-
-
-class SlowDriver(FakeDriver):
-    """Its first call returns when told to, as one that finds the device's queues full."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__(device)
-        self.called, self.go_on = threading.Event(), threading.Event()
-
-    def copy(self, *arguments: Any) -> None:
-        super().copy(*arguments)
-        self.called.set()
-        assert self.go_on.wait(WAIT_S)
 
 
 def test_loads_go_before_stores_that_came_earlier_and_submitting_never_waits(benches: Any) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from connectors.transfer import cuda_lane
 from connectors.transfer.base import Direction, TransferJob
-from connectors.transfer.cuda_lane import PreparedJob, QueuedJob
+from connectors.transfer.cuda_lane import PreparedJobs, QueuedJob
 from connectors.transfer.cuda_mover import cut_at_chunks
 from connectors.transfer.plan import Pieces, merge_adjacent
 
@@ -57,7 +57,7 @@ def test_parts_hold_every_piece_once_within_their_bounds(
     before = cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX
     cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX = most_pieces, most_bytes
     try:
-        job = PreparedJob(QueuedJob(TransferJob(1, Direction.LOAD, ()), None, 0.0), pieces)
+        job = PreparedJobs([QueuedJob(TransferJob(1, Direction.LOAD, ()), None, 0.0, {})], pieces)
         parts = []
         while not job.exhausted:
             part, size = job.take_part()

@@ -63,6 +63,25 @@ def test_algorithms_and_layouts_that_differ() -> None:
     run(main())
 
 
+DRAFTS: Answers = {"metrics": (200, b'vllm:spec_decode_num_drafts_total{engine="0"} 7.0', {})}
+
+
+@pytest.mark.parametrize("ahead", [[[16]], None])
+def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | None) -> None:
+    async def main() -> None:
+        async with saying(server(**DRAFTS)) as first, saying(server(**DRAFTS)) as second:
+            with publishing() as plain, publishing() as other:
+                plain.publish([stored()])
+                other.publish([stored(tokens=32, lookahead_token_ids=ahead)])
+                found = await look(at(first, plain), at(second, other))
+                if ahead is None:
+                    assert found.of("fleet.lookahead") == []
+                else:
+                    found.expect("fleet.lookahead", Severity.WARNING, "KV connector", first, second)
+
+    run(main())
+
+
 def test_releases_that_differ() -> None:
     async def main() -> None:
         async with saying(server()) as new, saying(server(version={"version": "0.30.1"})) as old:
@@ -198,6 +217,10 @@ def test_what_the_routers_metrics_show() -> None:
         b"kvatlas_prompts_template_mismatches_total 1.0\n"
         b'kvatlas_index_unknown_removals_total{model="m"} 2.0\n'
         b"kvatlas_proxy_errors_total 0.0\nnonsense\n"
+        b'kvatlas_prompts_reads_total{api="chat",how="local"} 40.0\n'
+        b'kvatlas_prompts_reads_total{api="messages",how="local"} 1.0\n'
+        b'kvatlas_prompts_reads_total{api="messages",how="affinity"} 3.0\n'
+        b'kvatlas_prompts_not_local_total{reason="no_tokenizer"} 3.0\n'
     )
 
     async def main() -> None:
@@ -207,6 +230,8 @@ def test_what_the_routers_metrics_show() -> None:
             assert mismatch.subject == "http://e:1"
             found.expect("router.predictions", Severity.INFO, "jinja2")
             found.expect("router.predictions", Severity.INFO, "2 removals")
+            by_text = found.expect("router.prompts", Severity.INFO, "75% placed by text")
+            assert "tokenizer" in by_text.remedy
 
     run(main())
 
