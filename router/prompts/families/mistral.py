@@ -51,7 +51,10 @@ class Mistral:
         file = mistral_file(folder)
         if file is None:
             raise Missing(f"{folder}: no tekken.json and no tokenizer.model.v* for Mistral's tokenizer")
-        self._mistral = MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
+        try:
+            self._mistral = MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
+        except Exception as error:  # noqa: BLE001  # the package checks little before it reads
+            raise Missing(f"{file}: mistral-common cannot read it: {error!r}") from None
         self._tokenizer = self._mistral.instruct_tokenizer.tokenizer
         self.name = f"mistral-common {version('mistral-common')} ({file.name})"
         self.prefix: Ids | None = array("I", [self._tokenizer.bos_id])
