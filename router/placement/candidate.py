@@ -7,12 +7,14 @@ Times are seconds, lengths are prompt tokens. Nothing here reads a clock or hold
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from publisher.events import MEDIA
-from router.index.model import EngineHit
+
+if TYPE_CHECKING:  # numpy comes with it, which the command line's help does without
+    from router.index.model import EngineHit
 
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
 """Where a hit comes from; any discount for the feed's state is already applied by the caller."""
