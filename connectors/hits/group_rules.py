@@ -68,6 +68,10 @@ class GroupFamily:
     ) -> int:
         """Tokens, at most ``limit``, these groups can resume from; ``prove``: EAGLE matches beyond it."""
         peek = self.peek_tokens if prove else 0
+        # Chunked local attention only knows hits on its own blocks; with EAGLE they end on coarser ones here.
+        chunked = (
+            getattr(self.spec, "attention_chunk_size", None) is not None and self.kind is GroupKind.WINDOW
+        )
         _, reach = type(self.manager).find_longest_cache_hit(
             block_hashes=block_hashes,
             max_length=min(limit + peek, len(block_hashes) * pool.hash_block_size),
@@ -75,9 +79,9 @@ class GroupFamily:
             block_pool=pool,
             kv_cache_spec=self.spec,
             drop_eagle_block=prove,
-            alignment_tokens=alignment,
+            alignment_tokens=self.block_tokens if chunked else alignment,
         )
-        return int(reach)
+        return int(reach) // alignment * alignment if chunked else int(reach)
 
     def reachable(
         self, first: int, end: int, alignment: int, retention: int | None, boundaries: Sequence[int]

@@ -91,6 +91,7 @@ class SchemeDetector:
         self._given_up_after = Detection.LEARNED
         self._unmatched = 0
         self._weak: RootEvent | None = None
+        self._weak_placed = False
         self._weak_seen = 0
         self._weak_searches = 0
         self._offers = 0
@@ -168,7 +169,7 @@ class SchemeDetector:
             self._offers += 1
             if self._try_known(root):
                 return
-            self._keep(root)
+            self._keep(root, placed=True)
             if self._offers >= _OFFERS_MAX:
                 break
         self._search_weak(unit)
@@ -215,8 +216,9 @@ class SchemeDetector:
             return
         self.state = Detection.LEARNED
 
-    def _keep(self, root: RootEvent) -> None:
-        """Remember a span that a child may complete, or the cheapest to search with if no plain one comes."""
+    def _keep(self, root: RootEvent, *, placed: bool = False) -> None:
+        """Remember a span that a child may complete, or the cheapest to search with if no plain one comes.
+        That of a ``placed`` prompt comes first: only there it is known how far multimodal items reach."""
         if not root.hashes:
             self._pending.add(root, self._candidates(root))
             return
@@ -225,8 +227,8 @@ class SchemeDetector:
         if root.cost > _SEARCH_TOKENS_MAX:
             return
         self._weak_seen += 1
-        if self._weak is None or root.cost < self._weak.cost:
-            self._weak = root
+        if self._weak is None or (not placed, root.cost) < (not self._weak_placed, self._weak.cost):
+            self._weak, self._weak_placed = root, placed
 
     def _search_weak(self, unit: int) -> bool:
         """Search with the cheapest evidence that is no proof if it fails; False where it is too early."""
