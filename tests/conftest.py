@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,6 +15,15 @@ load_profile()
 
 def pytest_report_header() -> str:
     return f"hypothesis examples: {PROFILE}"
+
+
+@pytest.fixture(autouse=True)
+def log_as_configured_before() -> Iterator[None]:
+    """A command that a test runs in this process configures the log; the next test finds it as it was."""
+    yield
+    structlog = sys.modules.get("structlog")
+    if structlog is not None:
+        structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -79,13 +79,7 @@ def verify_trace(path: Path) -> TraceResult:
     """Replay one trace. Raises ``TraceError`` naming file and line where it cannot be read."""
     fleet = FleetResidency(trace_facts(path))
     engine = fleet.engine(RECORDED)
-    for number, line in read_trace(path):
-        if line.events is not None:
-            apply_line(fleet, path, number, line)
-        elif line.probe is not None:
-            fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
-            engine.finish_detection()
-    fleet.forget(RECORDED)
+    learn_trace(fleet, path)
     result = TraceResult(path.name, "")
     for number, line in read_trace(path):
         if line.header is not None:
@@ -101,6 +95,20 @@ def verify_trace(path: Path) -> TraceResult:
             result.add(hits[RECORDED].hit_tokens, line.hit_tokens)
     result.detected = detected(engine)
     return result
+
+
+def learn_trace(fleet: FleetResidency, path: Path) -> None:
+    """Show the engine's events and prompts to find its groups and hash scheme; then nothing is held.
+
+    Raises ``TraceError``.
+    """
+    for number, line in read_trace(path):
+        if line.events is not None:
+            apply_line(fleet, path, number, line)
+        elif line.probe is not None:
+            fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
+            fleet.engine(RECORDED).finish_detection()
+    fleet.forget(RECORDED)
 
 
 def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:

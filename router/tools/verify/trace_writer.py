@@ -22,7 +22,7 @@ from router.replication.redis.errors import IndexUnavailable
 from router.replication.service import engine_facts
 from router.replication.settings import IndexSettings
 from router.replication.writer.mirror import MirroredIndex
-from router.tools.verify.run import RECORDED, apply_line, detected
+from router.tools.verify.run import RECORDED, apply_line, detected, learn_trace
 from router.tools.verify.traces import TraceError, TraceLine, read_trace, trace_facts
 
 CONNECT_S = 5.0
@@ -71,10 +71,7 @@ class _Play:
             raise IndexUnavailable("lease", "held by somebody else")
         self._fleet.engine(RECORDED)
         await self._mirror.take_over(RECORDED, token)
-        for number, line in read_trace(self._path):
-            if line.events is not None:
-                apply_line(self._fleet, self._path, number, line)
-        self._fleet.forget(RECORDED)
+        learn_trace(self._fleet, self._path)
         self._rest = read_trace(self._path)
         await self._write()
 

@@ -7,6 +7,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config.schema import ServerConfig
+from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
 from tests.support.front import fronting
 from tests.support.waiting import run, until
@@ -73,7 +74,7 @@ def test_an_engine_that_leaves_takes_its_series_with_it() -> None:
         async with running({}) as (engine,), routing(configure(engine)) as rig:
             await rig.chat(TEXT)
             await until(lambda: rig.idle, "answered")
-            rig.router.engine_gone(engine.base_url)
+            rig.router.fleet.assign(DesiredFleet())
             assert not any(engine.base_url in key for key in rig.router.proxy.requests.counts)
 
     run(main())

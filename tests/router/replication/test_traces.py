@@ -12,7 +12,7 @@ from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency, Seat, seat_hits
 from router.replication.redis.settings import SharedSettings
 from router.replication.schema.registry import EngineFacts
-from router.tools.verify.run import RECORDED, ProbePrompt, apply_line
+from router.tools.verify.run import RECORDED, ProbePrompt, apply_line, learn_trace
 from router.tools.verify.traces import read_trace, trace_facts
 from tests.router.replication.backend import SharedIndex, make_settings
 from tests.support.paths import TRACES
@@ -23,10 +23,7 @@ def replay(path: Path, shared: SharedIndex) -> tuple[int, int]:
     """(Probes, those exact), predicted from what the reader gets alone; in learned mode, which other replicas
     cannot predict, from the reader's rows and the writer's translation."""
     fleet = FleetResidency(trace_facts(path), shared)
-    for number, line in read_trace(path):
-        if line.events is not None:
-            apply_line(fleet, path, number, line)
-    fleet.forget(RECORDED)
+    learn_trace(fleet, path)
     probes = exact = 0
     for number, line in read_trace(path):
         if line.events is not None:

@@ -69,8 +69,16 @@ def test_hits_are_what_the_engine_reported_at_every_seq(path: Path) -> None:
 def test_a_hit_lacks_no_block_and_a_longer_one_does(path: Path) -> None:
     """The hit rules read backwards agree with the serving code on every recorded layout."""
     player = Player(facts_of([path]))
-    player.learn(read_capture([path]))
     frames = {frame.line: frame for frame in read_capture([path])}
+    for number, line in read_trace(path):  # prompts too may show how the engine hashes
+        if number in frames:
+            player.play(frames[number])
+        elif line.probe is not None and player.runs:
+            prompt = TokenPrompt(line.probe.token_ids, line.probe.extras())
+            player.fleet.predict(prompt, [TRACE_SOURCE])
+        if player.runs:
+            player.fleet.engine(TRACE_SOURCE).finish_detection()
+    player.learn(())
     checked = 0
     for number, line in read_trace(path):
         if number in frames:
