@@ -15,6 +15,7 @@ CHARTS := $(VENV)/.installed-charts
 # Two workers on two cores; a file stays on one, so that its servers are started once.
 PARALLEL = -n $(or $(WORKERS),2) --dist loadfile
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` writes them anew
 
 # Only what was said to make counts: a shell may have variables of these names.
 demo_option = $(if $(filter command,$(origin $(1))),--$(2) $($(1)))
@@ -87,15 +88,15 @@ $(BIN)/python:
 
 $(ROUTER): $(BIN)/python pyproject.toml
 	@echo "installing kvatlas into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[router]'
+	@$(PIP_INSTALL) $(LOCKED) --editable '.[router]'
 	@touch $@
 
 $(DEV): $(BIN)/python pyproject.toml
 	@echo "installing kvatlas and its development tools into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) $(LOCKED) --editable '.[dev]'
 	@touch $@ $(ROUTER)
 
 $(CHARTS): $(DEV) pyproject.toml
 	@echo "installing Helm's engine and Kubernetes' schemas into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[charts]'
+	@$(PIP_INSTALL) $(LOCKED) --editable '.[charts]'
 	@touch $@
