@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.vllm
 
-MIXES = int(os.environ.get("KVATLAS_RANDOM_MIXES") or 30)
+MIXES = int(os.environ.get("KVATLAS_RANDOM_MIXES") or 24)
 SEED = os.environ.get("KVATLAS_RANDOM_SEED") or secrets.token_hex(3)
 START_S, MIX_S = 900, 20
 """Deadlines: of vLLM's import, and of one mix on a busy machine."""
