@@ -44,8 +44,8 @@ class RootEvent(msgspec.Struct, frozen=True):
 
     @property
     def legible(self) -> bool:
-        """Whether the first block shows all that its hash covers, if a bare key is a salt, as it nearly always
-        is (a digest of prompt embeddings looks the same). How far a multimodal item reaches is not shown."""
+        """Whether the first block shows all that its hash covers, if a bare key is a salt (a digest of prompt
+        embeddings looks the same). How far a multimodal item reaches is not shown."""
         within = self.block_size + self.lookahead
         return self.full and not any(item.offset < within for item in self.extras.multimodal)
 
