@@ -12,9 +12,9 @@ is *unknown* and the engine is read in learned mode.
 
 Only a *plain* root event (every block listed, no extra keys) shows all that its hashes cover, so only such an
 event can disprove anything: that a search could still succeed, or that a settled scheme holds. Engines that
-show none are searched with the best of their other evidence, at once with a first block that shows all of its
-extra keys or with a placed prompt, else after ``_WEAK_PATIENCE`` pieces; they are given up after ``_PATIENCE``
-root events.
+show none are searched with the best of their other evidence: at once with a first block that shows all of
+its extra keys, or with a placed prompt, else after ``_WEAK_PATIENCE`` pieces. They are given up after
+``_PATIENCE`` root events.
 
 Until a scheme is proven the likeliest one is *assumed* once ``_ASSUME_AFTER`` events told nothing of it, or
 the algorithm is proven. Hashes of a wrong scheme match nothing, so what rests on the assumption is never too
