@@ -256,9 +256,7 @@ def _fill(cell: Cell, place: Field, scale: Scale, clock: Clock) -> None:
             cell.errors[column] = _text(error)
 
 
-def _each(
-    place: Field, direction: Direction, moves: GroupMoves, scale: Scale, clock: Clock
-) -> float | None:
+def _each(place: Field, direction: Direction, moves: GroupMoves, scale: Scale, clock: Clock) -> float | None:
     if len(moves.slots) > scale.each_pieces_max:
         return None
     device = place.memory.address + moves.block_ids * place.piece_bytes
