@@ -57,7 +57,7 @@ class Watcher:
     def follows(self, engine_id: str) -> bool:
         return False
 
-    def sure_of(self, engine_id: str) -> bool:
+    def holds_exclusively(self, engine_id: str) -> bool:
         return False
 
 

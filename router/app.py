@@ -133,7 +133,7 @@ class Router:
             settings=self.config.policy,
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
-            shared=None if self.shared is None else self.shared.sight,
+            shared=None if self.shared is None else self.shared.lookup,
         )
         requests = RequestBook(
             self._clock,
@@ -247,7 +247,7 @@ class Router:
     def retire(self) -> None:
         """The server drains: what other replicas can take over, they may take now."""
         if self.shared is not None and self._tasks is not None:
-            self._tasks.create_task(self.shared.retire())
+            self._tasks.create_task(self.shared.release_leases())
 
     def _assign(self) -> None:
         """The roster changed: the fleet is what it says."""
@@ -300,7 +300,7 @@ class Router:
             address,
             self.accounts,
             fleet_changed=fleet_changed,
-            elsewhere=None if self.shared is None else self.shared.sight,
+            elsewhere=None if self.shared is None else self.shared.lookup,
             leaving=(
                 lambda engine: self._following.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),

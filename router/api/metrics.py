@@ -111,9 +111,9 @@ class RouterCollector:
         if s.accounts.access is not None:
             yield from _numbers("access_log", s.accounts.access.stats)
         if s.shared is not None:
-            yield from _numbers("lease", s.shared.keeper.stats)
-            yield from _numbers("look", s.shared.sight.stats)
-            yield from _numbers("flight", s.shared.inflight.flights)
+            yield from _numbers("lease", s.shared.lease_manager.stats)
+            yield from _numbers("look", s.shared.lookup.stats)
+            yield from _numbers("flight", s.shared.inflight.gossip_stats)
             yield from _by_label("model", "mirror", s.shared.mirror_stats())
         if s.origins is not None:
             yield from _by_label("source", "source", s.origins.stats)

@@ -42,7 +42,7 @@ class _Nothing:
     def follows(self, engine_id: str) -> bool:
         return False
 
-    def sure_of(self, engine_id: str) -> bool:
+    def holds_exclusively(self, engine_id: str) -> bool:
         return False
 
 

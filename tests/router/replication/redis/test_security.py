@@ -50,8 +50,8 @@ async def everything(replicas: Replicas) -> None:
     assert await writer.leases.release("f", token)
     registry = writer.mirror.registry
     await registry.check()
-    await registry.rehome(await registry.open())
-    await registry.disown("e", writer.mirror.mirrored()["e"])
+    await registry.replace_servers(await registry.open())
+    await registry.invalidate("e", writer.mirror.mirrored()["e"])
 
 
 def test_the_documented_rights_are_enough(servers: Server | Cluster) -> None:
