@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from router import __version__
+from router.admission.key_file import KeyFileError
 from router.api.admin.tokens import AdminFileError
 from router.app import Router
 from router.config.errors import ConfigError
@@ -88,7 +89,7 @@ def check(config: Config) -> Router:
     _try_access_log(config)
     try:
         return Router(config)
-    except AdminFileError as error:
+    except (AdminFileError, KeyFileError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
