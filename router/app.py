@@ -11,15 +11,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import structlog
 
+from router.admission.gate import KeyGate
+from router.admission.key_file import KeyFile
 from router.api.admin.actions import FleetDesk
 from router.api.admin.app import AdminOffice
-from router.api.app import CONTROL_PREFIX, create_control, create_ops, is_control
+from router.api.app import CONTROL_PREFIX, TENANT, create_control, create_ops, error_answer, is_control
 from router.api.metrics import Sources
 from router.api.ops import OpsPort, ops_door
 from router.api.readiness import Judge, Readiness
@@ -37,6 +40,7 @@ from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
+from router.openai.errors import ApiError
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.placement.load import OthersLoad
@@ -85,6 +89,7 @@ class Router:
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
+        self.gate = self._open_gate()
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._judge = Judge(
@@ -106,6 +111,7 @@ class Router:
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
             self.proxy.requests,
+            self.gate,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -127,14 +133,24 @@ class Router:
             settings=self.config.policy,
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
-            shared=None if self.shared is None else self.shared.sight,
+            shared=None if self.shared is None else self.shared.lookup,
         )
         requests = RequestBook(
             self._clock,
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
         )
-        return planner, ProxyApp(planner, self.config.proxy, clock=self._clock, requests=requests)
+        proxy = ProxyApp(planner, self.config.proxy, clock=self._clock, requests=requests, gate=self.gate)
+        return planner, proxy
+
+    def _open_gate(self) -> KeyGate | None:
+        """Raises ``KeyFileError`` for a key file of no use."""
+        keys = self.config.keys
+        if keys.file is None:
+            return None
+        fields = [(name.encode(), value.encode()) for name, value in self.config.fleet.headers().items()]
+        file = KeyFile(Path(keys.file), clock=self._clock)
+        return KeyGate(file, clock=self._clock, forward=keys.forward, engine_fields=fields)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""
@@ -157,11 +173,21 @@ class Router:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and is_control(scope["path"]):
-            await self._control(scope, receive, send)
+            await self._answer_control(scope, receive, send)
         elif scope["type"] == "http" and self.admin is not None and self.admin.here(scope["path"]):
             await self.admin(scope, receive, send)
         else:
             await self.proxy(scope, receive, send)
+
+    async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
+        """Which models there are is told to those who may use them."""
+        if self.gate is not None and scope["path"].startswith("/v1/"):
+            try:
+                scope = {**scope, TENANT: self.gate.tenant_of(scope["headers"])}
+            except ApiError as error:
+                await error_answer(error)(scope, receive, send)
+                return
+        await self._control(scope, receive, send)
 
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
@@ -221,7 +247,7 @@ class Router:
     def retire(self) -> None:
         """The server drains: what other replicas can take over, they may take now."""
         if self.shared is not None and self._tasks is not None:
-            self._tasks.create_task(self.shared.retire())
+            self._tasks.create_task(self.shared.release_leases())
 
     def _assign(self) -> None:
         """The roster changed: the fleet is what it says."""
@@ -274,7 +300,7 @@ class Router:
             address,
             self.accounts,
             fleet_changed=fleet_changed,
-            elsewhere=None if self.shared is None else self.shared.sight,
+            elsewhere=None if self.shared is None else self.shared.lookup,
             leaving=(
                 lambda engine: self._following.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),

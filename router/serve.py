@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from router import __version__
+from router.admission.key_file import KeyFileError
 from router.api.admin.tokens import AdminFileError
 from router.app import Router
 from router.config.errors import ConfigError
@@ -28,7 +29,8 @@ from router.http.server.side_server import url_of
 from router.http.server.stats import ListenStats
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.replication.redis.settings import SettingsError, redacted
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 
@@ -87,7 +89,7 @@ def check(config: Config) -> Router:
     _try_access_log(config)
     try:
         return Router(config)
-    except AdminFileError as error:
+    except (AdminFileError, KeyFileError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None

@@ -12,6 +12,7 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
+from router.admission.settings import KeySettings
 from router.api.admin.settings import AdminSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
@@ -204,6 +205,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
+    keys: KeySettings = KeySettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:
