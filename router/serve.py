@@ -30,7 +30,8 @@ from router.http.server.stats import ListenStats
 from router.http.tls import TlsError, server_context
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.replication.redis.settings import SettingsError, redacted
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 

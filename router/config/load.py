@@ -29,7 +29,7 @@ from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
 from router.proxy.settings import ProxySettings
-from router.replication.redis.settings import has_password
+from router.replication.redis.url import has_password
 from router.replication.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
