@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import __version__
+from router.admission.tenants import Tenant
 from router.api.answers import (
     DocumentedApi,
     EngineBrief,
@@ -51,6 +52,8 @@ from router.placement.decide import Planner
 from router.placement.engine import Engine
 from router.placement.explain import explain
 
+TENANT = "kvatlas.tenant"
+"""Where the ASGI scope has the ``Tenant`` whose key a request came with."""
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -186,17 +189,22 @@ def _add_metrics(app: FastAPI, sources: Sources) -> None:
 
 def _add_models(app: FastAPI, fleet: Fleet[Engine]) -> None:
     @_get(app, "/v1/models", refer(ModelList))
-    async def models() -> Response:
-        """Models of all engines that are up."""
-        return json_answer(ModelList(list(fleet.model_cards())))
+    async def models(request: Request) -> Response:
+        """Models of all engines that are up, of those that the client's key is good for."""
+        return json_answer(ModelList(_cards(fleet, request)))
 
     @_get(app, "/v1/models/{model:path}", refer(ModelCard))
-    async def model(model: str) -> Response:
+    async def model(model: str, request: Request) -> Response:
         """One model's card."""
-        card = next((card for card in fleet.model_cards() if card.id == model), None)
+        card = next((card for card in _cards(fleet, request) if card.id == model), None)
         if card is None:
             raise model_not_found(model)
         return json_answer(card)
+
+
+def _cards(fleet: Fleet[Engine], request: Request) -> list[ModelCard]:
+    tenant: Tenant | None = request.scope.get(TENANT)
+    return [card for card in fleet.model_cards() if tenant is None or tenant.may_use(card.id)]
 
 
 def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:

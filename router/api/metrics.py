@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from router import __version__
+from router.admission.gate import KeyGate
 from router.api.admin.stats import AdminStats
 from router.feeds.base import FeedState
 from router.fleet.discovery import FleetSources
@@ -53,6 +54,7 @@ _GAUGES = frozenset(
         "source_engines",
         "source_failing",
         "source_synced",
+        "tenant_active",
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
@@ -76,6 +78,8 @@ class Sources(msgspec.Struct):
     """Where engines come from."""
     admin: AdminStats | None = None
     requests: RequestBook | None = None
+    gate: KeyGate | None = None
+    """Clients' keys, where they need some."""
 
 
 class RouterCollector:
@@ -115,6 +119,9 @@ class RouterCollector:
             yield from _by_label("source", "source", s.origins.stats)
         if s.admin is not None:
             yield from _numbers("admin", s.admin)
+        if s.gate is not None:
+            yield from _numbers("keys", s.gate.stats)
+            yield from _by_label("tenant", "tenant", s.gate.tenants())
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources

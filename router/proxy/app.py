@@ -8,10 +8,13 @@ that is not an engine's own answer is an ``ApiError`` in OpenAI's shape and carr
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from typing import cast
 
+from router.admission.gate import KeyGate
+from router.admission.tenants import Entry
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestBook, RequestRecord
@@ -58,11 +61,14 @@ class ProxyApp:
         clock: Callable[[], float] = time.monotonic,
         *,
         requests: RequestBook | None = None,
+        gate: KeyGate | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
         self.requests = requests or RequestBook(clock)
-        self.client = UpstreamClient(self.settings, self.stats, clock)
+        self._gate = gate
+        self.client = UpstreamClient(self.settings, self.stats, clock, tls)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
         )
@@ -84,13 +90,18 @@ class ProxyApp:
         watch = DisconnectWatch()
         request_id: bytes | None = None
         record = self.requests.begin(scope["method"], scope["path"])
+        entry: Entry | None = None
         try:
             client = scope.get("client")
+            sent, scope = scope["headers"], self._cleaned(scope)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
+            if self._gate is not None:
+                entry = self._gate.enter(sent)
+                record.tenant = entry.tenant.name
             self._check(scope["path"], scope["method"], head)
-            out = await self._outbound(scope, head, await self._read_body(head, receive), record)
+            out = await self._outbound(scope, head, await self._read_body(head, receive), record, entry)
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
@@ -107,8 +118,16 @@ class ProxyApp:
             record.gone = True
         finally:
             watch.stop()
+            if entry is not None:
+                entry.leave(record.usage)
             self.stats.requests_active -= 1
             self.requests.end(record)
+
+    def _cleaned(self, scope: Scope) -> Scope:
+        """Without what must not reach engines."""
+        if self._gate is None:
+            return scope
+        return {**scope, "headers": self._gate.for_engines(scope["headers"])}
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
         """What is refused before the body is read."""
@@ -124,11 +143,18 @@ class ProxyApp:
             raise encoding_not_supported(head.encoding.decode("latin-1"))
 
     async def _outbound(
-        self, scope: Scope, head: RequestHead, body: bytes, record: RequestRecord
+        self,
+        scope: Scope,
+        head: RequestHead,
+        body: bytes,
+        record: RequestRecord,
+        entry: Entry | None,
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         look = await self._peek(path, method, body)
+        if entry is not None and method == "POST":
+            entry.tenant.allow(look.model)
         if look.guarded:
             body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
@@ -139,7 +165,7 @@ class ProxyApp:
         if path.startswith(RESPONSES):
             request.earlier_response = look.previous_response if path == RESPONSES else _response_id(path)
         record.model = look.model or ""
-        return Outbound(request, head, target, record)
+        return Outbound(request, head, target, record, entry)
 
     async def _screen(self, body: bytes) -> bytes:
         try:

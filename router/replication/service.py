@@ -20,8 +20,8 @@ from router.feeds.base import FeedState
 from router.feeds.manager import Followers
 from router.fleet.identity import EngineAddress
 from router.index.engine import EngineResidency
-from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
+from router.index.seats import EngineHit, Seat
 from router.placement.load import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
@@ -31,7 +31,7 @@ from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import EngineFacts, Registry
@@ -68,7 +68,7 @@ class SharedIndex:
     ) -> None:
         self.settings = settings
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
-        self._write_client, self._lookup_client = connect(settings), connect(settings)
+        self._write_client, self._lookup_client = Client(settings), Client(settings)
         self._stream = InflightStream(self._write_client)
         self._clock = clock
         self._started = secrets.randbits(40)
@@ -299,7 +299,7 @@ async def _restarting(work: Callable[[], Awaitable[None]]) -> None:
 
 async def check_index(settings: IndexSettings, model: str = "") -> str:
     """Why the index cannot be used; "" if it can. Raises ``IndexRefused`` for another schema."""
-    client: Client = connect(settings)
+    client: Client = Client(settings)
     try:
         if not await client.start(2 * settings.connect_timeout_s):
             return client.last_error or "no connection in time"

@@ -259,9 +259,11 @@ def message_shape(message: Message) -> int:
     """
     calls = message.get("tool_calls")
     parts = message.get("content")
+    outside = (message["role"], tuple(message), tuple(map(type, message.values())))
+    if not calls and isinstance(parts, str):
+        return hash(outside)
     kinds = (
-        message["role"],
-        tuple((key, type(value).__name__) for key, value in message.items()),
+        outside,
         frozenset((tuple(part), part["type"]) for part in parts) if isinstance(parts, list) else None,
         frozenset((tuple(call), tuple(call["function"]), value_kinds(call)) for call in calls or ()),
     )
