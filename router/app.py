@@ -8,6 +8,7 @@ upkeep, all in one task group, so nothing outlives the server.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -37,6 +38,7 @@ from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
 from router.http.server.cors import Cors
 from router.http.server.stats import ListenStats
+from router.http.tls import Certificates, client_context
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
@@ -89,6 +91,8 @@ class Router:
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
+        self.certificates = Certificates()
+        self._engine_tls = self._hold_engine_tls()
         self.gate = self._open_gate()
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
@@ -140,8 +144,28 @@ class Router:
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
         )
-        proxy = ProxyApp(planner, self.config.proxy, clock=self._clock, requests=requests, gate=self.gate)
+        proxy = ProxyApp(
+            planner,
+            self.config.proxy,
+            clock=self._clock,
+            requests=requests,
+            gate=self.gate,
+            tls=self._engine_tls,
+        )
         return planner, proxy
+
+    def _hold_engine_tls(self) -> ssl.SSLContext:
+        """Raises ``TlsError`` for files of no use."""
+        keys = "fleet.ca_file, client_cert_file or client_key_file"
+        files = self.config.fleet.tls
+        return self.certificates.hold(client_context(files, keys), files, keys)
+
+    def _session(self, headers: dict[str, str] | None = None) -> aiohttp.ClientSession:
+        """For the router's own questions to engines and render servers."""
+        connector = aiohttp.TCPConnector(ssl=self._engine_tls)
+        return aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=headers
+        )
 
     def _open_gate(self) -> KeyGate | None:
         """Raises ``KeyFileError`` for a key file of no use."""
@@ -208,10 +232,9 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
-        headers = self.config.fleet.headers()
         async with (
-            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers) as session,
-            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as in_clients_names,
+            self._session(self.config.fleet.headers()) as session,
+            self._session() as in_clients_names,
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             asyncio.TaskGroup() as tasks,
@@ -219,6 +242,7 @@ class Router:
             self._in_clients_names, self._tasks = in_clients_names, tasks
             poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
+            works.append(self.certificates.watch())
             if self.shared is not None:
                 works.append(self.shared.run())
             if self.config.prompts.renderers:
@@ -264,7 +288,7 @@ class Router:
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
         )
-        return AdminOffice(self.config.admin, desk, clock=self._clock)
+        return AdminOffice(self.config.admin, desk, clock=self._clock, certificates=self.certificates)
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 

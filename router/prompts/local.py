@@ -14,6 +14,7 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 
 from __future__ import annotations
 
+import sys
 from functools import cached_property
 from typing import Any, Final, cast
 
@@ -51,6 +52,7 @@ _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for so many."""
 _FASTER: Final = 4
 """fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
+_LOOKED_BACK: Final = 8
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -263,7 +265,7 @@ class LocalModel:
             raw = decode_message(msgspec.Raw(raws[index]), index)
             message = self._parsed(raw, template, orders_calls=orders_calls)
             conversation.append(message)
-            weights.append(kept_bytes(message))
+            weights.append(kept_bytes(message) + sys.getsizeof(raws[index]))
             shapes.add(message_shape(message))
         frozen = frozenset(shapes)
         if not conversation:
@@ -322,8 +324,8 @@ class LocalModel:
         """The last piece of ``parent`` before which both texts are equal and at which both are cut."""
         if not parent.starts:
             return 0
-        low, high = 0, len(parent.starts)  # texts are equal up to starts[low], maybe not up to starts[high]
-        middle = high - 1
+        middle = _same_segment(parent, text)
+        low, high = 0, middle + 1  # texts are equal up to starts[low], maybe not up to starts[high]
         while high - low > 1:
             if text.startswith(parent.text[: parent.starts[middle]]):
                 low = middle
@@ -349,6 +351,16 @@ class LocalModel:
             entry.inherit(parent, shared)
         self._cache.put(entry)
         return entry
+
+
+def _same_segment(parent: Entry, text: str) -> int:
+    """The last cut before which both texts may be equal: of a few, and by what is right before each."""
+    starts = parent.starts
+    last = len(starts) - 1
+    for cut in range(last, max(0, last - _LOOKED_BACK), -1):
+        if text.startswith(parent.text[starts[cut - 1] : starts[cut]], starts[cut - 1]):
+            return cut
+    return last
 
 
 def _by_the_clock(template: ChatTemplate | Family) -> bool:

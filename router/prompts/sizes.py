@@ -14,6 +14,7 @@ from publisher.block_hash import PromptExtras
 
 SHARE: Final = 4
 """Nothing is kept that takes more than one part in so many of a cache: one client would empty it."""
+_TEXTS: Final = frozenset({str, type(None)})
 _PLAIN_BYTES_MAX: Final = 256
 _ITEM_BYTES: Final = 200
 """A multimodal item besides its identifier."""
@@ -26,6 +27,8 @@ def compact(data: bytes) -> bytes:
 
 def kept_bytes(value: Any) -> int:
     """Memory of a decoded JSON value and all that is in it."""
+    if type(value) is dict and _TEXTS.issuperset(map(type, value.values())):  # most messages
+        return sum(map(sys.getsizeof, (value, *value, *value.values())))
     size, waiting = 0, [value]
     while waiting:
         current = waiting.pop()

@@ -8,6 +8,7 @@ that is not an engine's own answer is an ``ApiError`` in OpenAI's shape and carr
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from typing import cast
@@ -61,12 +62,13 @@ class ProxyApp:
         *,
         requests: RequestBook | None = None,
         gate: KeyGate | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
         self.requests = requests or RequestBook(clock)
         self._gate = gate
-        self.client = UpstreamClient(self.settings, self.stats, clock)
+        self.client = UpstreamClient(self.settings, self.stats, clock, tls)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
         )

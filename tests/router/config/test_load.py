@@ -264,6 +264,6 @@ def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
     loaded = load(None, environ={})
     check(loaded.config)
     text = describe(loaded)
-    for harmless in ("key_", "/var/run/secrets/"):
+    for harmless in ("key_", "keys.", "/var/run/secrets/"):
         text = text.replace(harmless, "")
     assert not re.search(r"key|token=|secret|password", text, re.IGNORECASE)
