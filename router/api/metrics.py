@@ -27,7 +27,7 @@ from router.index.models import Scopes
 from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
-from router.observe.requests import RequestBook
+from router.observe.requests import RequestTracker
 from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
 from router.proxy.stats import ProxyStats
@@ -77,7 +77,7 @@ class Sources(msgspec.Struct):
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
-    requests: RequestBook | None = None
+    requests: RequestTracker | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
 
@@ -353,7 +353,7 @@ _TIME_TEXTS = {
 }
 
 
-def _requests(book: RequestBook) -> Iterator[Metric]:
+def _requests(book: RequestTracker) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
