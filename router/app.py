@@ -42,6 +42,7 @@ from router.http.tls import Certificates, client_context
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
+from router.observe.traces import Traces
 from router.openai.errors import ApiError
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
@@ -95,6 +96,7 @@ class Router:
         self.certificates = Certificates()
         self._engine_tls = self._hold_engine_tls()
         self.gate = self._open_gate()
+        self.traces = Traces(config.traces) if config.traces.endpoint else None
         self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
@@ -119,6 +121,7 @@ class Router:
             self.proxy.requests,
             self.gate,
             self._aliases,
+            None if self.traces is None else self.traces.stats,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -146,6 +149,7 @@ class Router:
             self._clock,
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
+            traces=self.traces,
         )
         proxy = ProxyApp(
             planner,
@@ -264,6 +268,8 @@ class Router:
                 self._following.stop_all()
                 if self.accounts.access is not None:
                     await asyncio.to_thread(self.accounts.access.close)
+                if self.traces is not None:
+                    await asyncio.to_thread(self.traces.close)
                 self.proxy.close()
                 self.reader.close()
                 self._in_clients_names = self._tasks = self._poller = None

@@ -84,12 +84,16 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
         if request.method == "POST" and request.path in PROMPT_APIS:
+            if request.trace is not None:
+                request.trace.phase("read prompt")
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
             schemes = _schemes(engines)
             for scheme in schemes:
                 await self._reader.hashes(read, scheme)
+        if request.trace is not None:
+            request.trace.phase("decide")
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
         engines = [engine for engine in engines if not engine.closed]
         if not engines:  # they left while the prompt was being read

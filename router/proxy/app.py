@@ -99,6 +99,7 @@ class ProxyApp:
         try:
             client = scope.get("client")
             sent, scope = scope["headers"], self._cleaned(scope)
+            self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
@@ -170,6 +171,7 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
+        request.trace = record.trace
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         if path.startswith(RESPONSES):
