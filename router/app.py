@@ -8,6 +8,7 @@ upkeep, all in one task group, so nothing outlives the server.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -37,6 +38,7 @@ from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
 from router.http.server.cors import Cors
 from router.http.server.stats import ListenStats
+from router.http.tls import Certificates, client_context
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestBook
@@ -46,6 +48,7 @@ from router.placement.engine import Accounts, Engine
 from router.placement.load import OthersLoad
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
+from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
 from router.replication.service import SharedIndex
 
@@ -89,7 +92,10 @@ class Router:
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
+        self.certificates = Certificates()
+        self._engine_tls = self._hold_engine_tls()
         self.gate = self._open_gate()
+        self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._judge = Judge(
@@ -112,6 +118,7 @@ class Router:
             None if self.admin is None else self.admin.stats,
             self.proxy.requests,
             self.gate,
+            self._aliases,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -140,8 +147,29 @@ class Router:
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
         )
-        proxy = ProxyApp(planner, self.config.proxy, clock=self._clock, requests=requests, gate=self.gate)
+        proxy = ProxyApp(
+            planner,
+            self.config.proxy,
+            clock=self._clock,
+            requests=requests,
+            gate=self.gate,
+            aliases=self._aliases,
+            tls=self._engine_tls,
+        )
         return planner, proxy
+
+    def _hold_engine_tls(self) -> ssl.SSLContext:
+        """Raises ``TlsError`` for files of no use."""
+        keys = "fleet.ca_file, client_cert_file or client_key_file"
+        files = self.config.fleet.tls
+        return self.certificates.hold(client_context(files, keys), files, keys)
+
+    def _session(self, headers: dict[str, str] | None = None) -> aiohttp.ClientSession:
+        """For the router's own questions to engines and render servers."""
+        connector = aiohttp.TCPConnector(ssl=self._engine_tls)
+        return aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=headers
+        )
 
     def _open_gate(self) -> KeyGate | None:
         """Raises ``KeyFileError`` for a key file of no use."""
@@ -208,10 +236,9 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
-        headers = self.config.fleet.headers()
         async with (
-            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers) as session,
-            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as in_clients_names,
+            self._session(self.config.fleet.headers()) as session,
+            self._session() as in_clients_names,
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             asyncio.TaskGroup() as tasks,
@@ -219,6 +246,7 @@ class Router:
             self._in_clients_names, self._tasks = in_clients_names, tasks
             poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
+            works.append(self.certificates.watch())
             if self.shared is not None:
                 works.append(self.shared.run())
             if self.config.prompts.renderers:
@@ -264,7 +292,7 @@ class Router:
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
         )
-        return AdminOffice(self.config.admin, desk, clock=self._clock)
+        return AdminOffice(self.config.admin, desk, clock=self._clock, certificates=self.certificates)
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
@@ -289,6 +317,10 @@ class Router:
     def engine_down(self, engine: Engine) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
         engine.reset()
+
+    def engine_asleep(self, engine: Engine) -> None:
+        """See ``FleetListener``. Going to sleep empties vLLM's cache."""
+        engine.reset(cleared=True)
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""

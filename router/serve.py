@@ -27,6 +27,7 @@ from router.http.descriptors import connections_held
 from router.http.server.server import ProxyServer, listen_config
 from router.http.server.side_server import url_of
 from router.http.server.stats import ListenStats
+from router.http.tls import TlsError, server_context
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.replication.redis.errors import SettingsError
@@ -35,6 +36,7 @@ from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 
 _log = structlog.get_logger()
+_TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class ListenError(OSError):
@@ -88,13 +90,16 @@ def check(config: Config) -> Router:
         raise ConfigError(f"policy.policy: {error}") from None
     _try_access_log(config)
     try:
-        return Router(config)
-    except (AdminFileError, KeyFileError) as error:
+        router = Router(config)
+        if config.server.tls.given:
+            server_context(config.server.tls, _TLS_KEYS)
+    except (AdminFileError, KeyFileError, TlsError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
     except SettingsError as error:
         raise ConfigError(f"index: {error}") from None
+    return router
 
 
 def _try_access_log(config: Config) -> None:
@@ -172,6 +177,9 @@ def make_server(router: Router) -> RouterServer:
     stats = ListenStats()
     router.listen_stats = stats
     config = router.config
+    context, files = None, config.server.tls
+    if files.given:
+        context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
     held = connections_held(config.listen.connections_max)
     server = RouterServer(
         listen_config(
@@ -181,6 +189,7 @@ def make_server(router: Router) -> RouterServer:
             listen=msgspec.structs.replace(config.listen, connections_max=held),
             stats=stats,
             lifespan="on",
+            tls=context,
         )
     )
     router.draining = lambda: server.draining

@@ -78,7 +78,7 @@ class Placement(Attempt):
     ) -> None:
         engine, choice = decision.engine, decision.choice
         rank = engine.engine.dp_rank
-        cost = choice.costs[choice.index]
+        cost = choice.cost
         super().__init__(
             engine.engine_id,
             engine.engine.base_url,

@@ -62,7 +62,7 @@ class PromptStats(msgspec.Struct):
     rendered: int = 0
     """Chat templates rendered."""
     rendered_jinja2: int = 0
-    """Renderings by jinja2, the slower engine, because minijinja is not in use for that template."""
+    """Renderings by jinja2, the slower engine, because minijinja is not in use for that template or text."""
     template_checks: int = 0
     """Renderings done by both template engines for comparison."""
     template_mismatches: int = 0

@@ -20,8 +20,8 @@ from router.feeds.base import FeedState
 from router.feeds.manager import Followers
 from router.fleet.identity import EngineAddress
 from router.index.engine import EngineResidency
-from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
+from router.index.seats import EngineHit, Seat
 from router.placement.load import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
