@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from router import __version__
+from router.admission.gate import KeyGate
 from router.api.admin.stats import AdminStats
 from router.feeds.base import FeedState
 from router.fleet.discovery import FleetSources
@@ -29,6 +30,7 @@ from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestBook
 from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
@@ -53,6 +55,7 @@ _GAUGES = frozenset(
         "source_engines",
         "source_failing",
         "source_synced",
+        "tenant_active",
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
@@ -76,6 +79,10 @@ class Sources(msgspec.Struct):
     """Where engines come from."""
     admin: AdminStats | None = None
     requests: RequestBook | None = None
+    gate: KeyGate | None = None
+    """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
 
 
 class RouterCollector:
@@ -107,14 +114,17 @@ class RouterCollector:
         if s.accounts.access is not None:
             yield from _numbers("access_log", s.accounts.access.stats)
         if s.shared is not None:
-            yield from _numbers("lease", s.shared.keeper.stats)
-            yield from _numbers("look", s.shared.sight.stats)
-            yield from _numbers("flight", s.shared.inflight.flights)
+            yield from _numbers("lease", s.shared.lease_manager.stats)
+            yield from _numbers("look", s.shared.lookup.stats)
+            yield from _numbers("flight", s.shared.inflight.gossip_stats)
             yield from _by_label("model", "mirror", s.shared.mirror_stats())
         if s.origins is not None:
             yield from _by_label("source", "source", s.origins.stats)
         if s.admin is not None:
             yield from _numbers("admin", s.admin)
+        if s.gate is not None:
+            yield from _numbers("keys", s.gate.stats)
+            yield from _by_label("tenant", "tenant", s.gate.tenants())
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from router.admission.settings import KeySettings
 from router.api.admin.settings import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError
@@ -28,7 +29,7 @@ from router.observe.access_log import AccessLogSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
 from router.proxy.settings import ProxySettings
-from router.replication.redis.settings import has_password
+from router.replication.redis.url import has_password
 from router.replication.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
@@ -48,6 +49,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "prompts": PromptSettings,
     "index": IndexSettings,
     "admin": AdminSettings,
+    "keys": KeySettings,
     "access_log": AccessLogSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""

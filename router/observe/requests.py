@@ -144,6 +144,7 @@ class RequestRecord:
         "read_s",
         "request_id",
         "status",
+        "tenant",
         "times",
         "usage",
     )
@@ -156,6 +157,8 @@ class RequestRecord:
         self.model = ""
         self.request_id = ""
         self.label = ""
+        self.tenant = ""
+        """Whose key it came with, where clients have keys."""
         self.engine = ""
         self.attempts = 0
         self.status = 0
@@ -216,6 +219,7 @@ class RequestRecord:
             "method": self.method,
             "path": self.path[:_TEXT_MAX],
             "model": self.model[:_TEXT_MAX],
+            **({"tenant": self.tenant} if self.tenant else {}),
             "engine": self.engine,
             "status": self.status,
             "outcome": self.outcome,

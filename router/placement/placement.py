@@ -78,7 +78,7 @@ class Placement(Attempt):
     ) -> None:
         engine, choice = decision.engine, decision.choice
         rank = engine.engine.dp_rank
-        cost = choice.costs[choice.index]
+        cost = choice.cost
         super().__init__(
             engine.engine_id,
             engine.engine.base_url,
@@ -86,6 +86,7 @@ class Placement(Attempt):
             request,
             now=accounts.now,
             expected_s=cost.queue_s + cost.prefill_s + cost.load_s + cost.decode_s,
+            uncached_tokens=choice.uncached_tokens,
             engine_headers=() if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),),
             client_headers=client_headers,
         )

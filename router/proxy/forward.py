@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from router.admission.tenants import Entry
 from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
@@ -56,6 +57,8 @@ class Outbound(msgspec.Struct, gc=False):
     target: bytes
     """Path and query exactly as the client spelled them."""
     record: RequestRecord
+    entry: Entry | None = None
+    """Of the tenant it came from, where clients have keys."""
 
 
 class Refusal(msgspec.Struct, gc=False):
@@ -116,6 +119,8 @@ class Forwarder:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
             out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
+            if out.entry is not None:
+                out.entry.placed(placement.uncached_tokens)
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
@@ -186,7 +191,10 @@ class Forwarder:
         connection: UpstreamConnection | None = None
         try:
             connection = await self._ask(placement, out)
-            head = read_answer_headers(connection.headers, out.head.request_id, placement.client_headers)
+            own = placement.client_headers
+            if out.entry is not None:
+                own += out.entry.answer_headers()
+            head = read_answer_headers(connection.headers, out.head.request_id, own)
             if connection.status in _REFUSALS:
                 body = await self._read_refusal(connection)
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)

@@ -18,7 +18,7 @@ from router.feeds.wire import REASONS as MALFORMED
 from router.fleet.sources.kubernetes import picture
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.removals import Removals
-from router.index.model import Mode
+from router.index.seats import Mode
 from router.observe.access_log import AccessLogStats
 from router.observe.receipts import Outcome
 from router.openai.request import FAILURES

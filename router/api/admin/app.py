@@ -15,12 +15,20 @@ from router.api.admin.settings import AdminSettings
 from router.api.admin.stats import AdminStats
 from router.api.admin.tokens import TokenFile
 from router.http.server.side_server import SideServer
+from router.http.tls import Certificates
 
 
 class AdminOffice:
-    """``settings.enabled`` must be on. Raises ``AdminFileError`` for files of no use."""
+    """``settings.enabled`` must be on. Raises ``AdminFileError`` or ``TlsError`` for files of no use."""
 
-    def __init__(self, settings: AdminSettings, desk: FleetDesk, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: AdminSettings,
+        desk: FleetDesk,
+        *,
+        clock: Callable[[], float],
+        certificates: Certificates,
+    ) -> None:
         self.stats = AdminStats()
         self.server: SideServer | None = None
         tokens = TokenFile(Path(settings.token_file)) if settings.token_file is not None else None
@@ -32,7 +40,7 @@ class AdminOffice:
         )
         self._app: Any = create_admin(desk, door, self.stats)
         if settings.port is not None:
-            self.server = make_admin_server(self._app, settings)
+            self.server = make_admin_server(self._app, settings, certificates)
 
     def here(self, path: str) -> bool:
         """Whether the router's own port answers this path by ``__call__``."""

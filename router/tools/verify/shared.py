@@ -23,7 +23,7 @@ from router.index.base import Plane
 from router.replication.gossip.load import LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import Registry
@@ -42,7 +42,7 @@ class _Nothing:
     def follows(self, engine_id: str) -> bool:
         return False
 
-    def sure_of(self, engine_id: str) -> bool:
+    def holds_exclusively(self, engine_id: str) -> bool:
         return False
 
 
@@ -52,7 +52,7 @@ class SharedVerifier:
     def __init__(self, index: IndexSettings) -> None:
         self._settings = trace_settings(index.url, f"verify-{secrets.token_hex(6)}")
         self._runner = asyncio.Runner()
-        self._client: Client = connect(self._settings)
+        self._client: Client = Client(self._settings)
         self._traces = 0
         self._writer: subprocess.Popen[bytes] | None = None
 

@@ -17,7 +17,8 @@ import msgspec
 
 from router.fleet.identity import EngineAddress
 from router.index.learn.hash_scheme import Detection
-from router.index.model import EngineHit, FleetResidency
+from router.index.model import FleetResidency
+from router.index.seats import EngineHit
 from router.openai.apis import COMPLETION
 from router.openai.errors import ApiError
 from router.prompts.prompt import Prompt
