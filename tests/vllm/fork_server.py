@@ -2,15 +2,15 @@
 
     python tests/vllm/fork_server.py FD
 
-Runs under vLLM's own interpreter only. Every vLLM process spends 12 s of CPU in imports and a server is three
-processes; one forked here starts in seconds. It is otherwise what ``python -m`` runs: in a session and process
-group of its own, with the environment, folder and files it was given. Engine core and worker are forked too,
+Runs under vLLM's own interpreter only. Every vLLM process spends 12 s of CPU in imports, and a server is
+three processes; one forked here starts in seconds. It is otherwise what ``python -m`` runs: in a session and
+process group of its own, with the environment, folder and files it was given. Engine core and worker are forked too,
 which vLLM does by itself where there is no CPU backend.
 
 FD is a socket. A request is one message, answered with one. ``{"run": [module, word...], "cwd": ..., "env":
 {...}}`` brings three files, stdin, stdout and stderr of the process, and gives ``{"pid": ...}``.
-``{"poll": pid}`` gives ``{"status": ...}``, null while it runs, negative for a signal. Where the socket ends all
-processes are killed.
+``{"poll": pid}`` gives ``{"status": ...}``, null while it runs, negative for a signal. Where the socket
+ends all processes are killed.
 """
 
 from __future__ import annotations
