@@ -4,8 +4,8 @@
 
 Runs under vLLM's own interpreter only. Every vLLM process spends 12 s of CPU in imports, and a server is
 three processes; one forked here starts in seconds. It is otherwise what ``python -m`` runs: in a session and
-process group of its own, with the environment, folder and files it was given. Engine core and worker are forked too,
-which vLLM does by itself where there is no CPU backend.
+process group of its own, with the environment, folder and files it was given. Engine core and worker are
+forked too, which vLLM does by itself where there is no CPU backend.
 
 FD is a socket. A request is one message, answered with one. ``{"run": [module, word...], "cwd": ..., "env":
 {...}}`` brings three files, stdin, stdout and stderr of the process, and gives ``{"pid": ...}``.
