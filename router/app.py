@@ -48,6 +48,7 @@ from router.placement.engine import Accounts, Engine
 from router.placement.load import OthersLoad
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
+from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
 from router.replication.service import SharedIndex
 
@@ -94,6 +95,7 @@ class Router:
         self.certificates = Certificates()
         self._engine_tls = self._hold_engine_tls()
         self.gate = self._open_gate()
+        self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._judge = Judge(
@@ -116,6 +118,7 @@ class Router:
             None if self.admin is None else self.admin.stats,
             self.proxy.requests,
             self.gate,
+            self._aliases,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -150,6 +153,7 @@ class Router:
             clock=self._clock,
             requests=requests,
             gate=self.gate,
+            aliases=self._aliases,
             tls=self._engine_tls,
         )
         return planner, proxy
@@ -313,6 +317,10 @@ class Router:
     def engine_down(self, engine: Engine) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
         engine.reset()
+
+    def engine_asleep(self, engine: Engine) -> None:
+        """See ``FleetListener``. Going to sleep empties vLLM's cache."""
+        engine.reset(cleared=True)
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""

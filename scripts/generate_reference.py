@@ -61,6 +61,16 @@ tokenizer = "/models/my-model"
 [proxy]
 first_byte_timeout_s = 300
 """
+_ALIASES = """\
+```toml
+[aliases]
+"gpt-4o" = "gpt-oss-20b"
+
+[aliases."gpt-next"]
+"gpt-oss-20b" = 0.95
+"gpt-oss-120b" = 0.05
+```
+"""
 _MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
 _CLI = """\
 Status: 0 done; 1 the answer is no, or it could not be done; 2 bad arguments or configuration; 130
@@ -170,6 +180,9 @@ def configuration_page() -> str:
         '### `[models."NAME".shadow]`\n',
         f"{prose(ShadowConfig.__doc__)}\n",
         _keys(ShadowConfig),
+        "## `[aliases]`\n",
+        f"{prose(_text_of(Config, 'aliases'))}\n",
+        _ALIASES,
     ]
     for name, struct in SECTIONS.items():
         parts += [f"## `[{name}]`\n", f"{prose(struct.__doc__)}\n", _keys(struct, section=name)]

@@ -30,6 +30,7 @@ from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestBook
 from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
@@ -80,6 +81,8 @@ class Sources(msgspec.Struct):
     requests: RequestBook | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
 
 
 class RouterCollector:

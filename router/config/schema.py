@@ -211,6 +211,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
+    aliases: dict[str, str | dict[str, float]] = {}
+    """Name that clients may use for a model -> the served model, or several with the shares of requests that
+    they get. Requests with the same `x-session-id` go to the same one."""
     fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()
@@ -226,6 +229,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    def alias_shares(self) -> dict[str, dict[str, float]]:
+        """``aliases``, each with shares."""
+        return {n: {to: 1.0} if isinstance(to, str) else to for n, to in self.aliases.items()}
 
     @property
     def ops_tokens(self) -> tuple[str, str] | None:

@@ -20,6 +20,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     stream: bool = False
     request_id: bytes = b""
     """The client's ``x-request-id``, or the one made for it."""
+    pinned: str | None = None
+    """The engine that the client has chosen, where it may."""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
 

@@ -21,7 +21,7 @@ from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.index.seats import EngineHit
 from router.openai.apis import PROMPT_APIS
-from router.openai.errors import model_not_found, no_ready_engine
+from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
 from router.placement.candidate import Ask, PolicySettings, ask
@@ -141,6 +141,8 @@ class Planner:
     ) -> list[Engine]:
         """Those of the engines that can go on from an earlier response: the one that made it, where that is
         known. Any other one would say that there is none."""
+        if request.pinned is not None:
+            return self._pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
         found = None if holder is None else self._fleet.get(holder)
         if found is None:
@@ -148,6 +150,13 @@ class Planner:
         if not found.up or found.engine_id in exclude:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
         return [found]
+
+    @staticmethod
+    def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
+        found = [engine for engine in engines if engine.engine_id == engine_id]
+        if not found:
+            raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
+        return found
 
     def _asked(
         self,
