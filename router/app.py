@@ -42,12 +42,14 @@ from router.http.tls import Certificates, client_context
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestTracker
+from router.observe.traces import Traces
 from router.openai.errors import ApiError
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.placement.load import OthersLoad
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
+from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
 from router.replication.service import SharedIndex
 
@@ -94,6 +96,8 @@ class Router:
         self.certificates = Certificates()
         self._engine_tls = self._hold_engine_tls()
         self.gate = self._open_gate()
+        self.traces = Traces(config.traces) if config.traces.endpoint else None
+        self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._readiness_check = ReadinessCheck(
@@ -116,6 +120,8 @@ class Router:
             None if self.admin is None else self.admin.stats,
             self.proxy.requests,
             self.gate,
+            self._aliases,
+            None if self.traces is None else self.traces.stats,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
@@ -145,6 +151,7 @@ class Router:
             self._clock,
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
+            traces=self.traces,
         )
         proxy = ProxyApp(
             planner,
@@ -152,6 +159,7 @@ class Router:
             clock=self._clock,
             requests=requests,
             gate=self.gate,
+            aliases=self._aliases,
             tls=self._engine_tls,
         )
         return planner, proxy
@@ -262,6 +270,8 @@ class Router:
                 self._following.stop_all()
                 if self.accounts.access is not None:
                     await asyncio.to_thread(self.accounts.access.close)
+                if self.traces is not None:
+                    await asyncio.to_thread(self.traces.close)
                 self.proxy.close()
                 self.reader.close()
                 self._in_clients_names = self._tasks = self._poller = None
@@ -315,6 +325,10 @@ class Router:
     def engine_down(self, engine: Engine) -> None:
         """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
         engine.reset()
+
+    def engine_asleep(self, engine: Engine) -> None:
+        """See ``FleetListener``. Going to sleep empties vLLM's cache."""
+        engine.reset(cleared=True)
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""

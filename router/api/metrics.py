@@ -28,8 +28,10 @@ from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestTracker
+from router.observe.traces import TraceStats
 from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
@@ -80,6 +82,9 @@ class Sources(msgspec.Struct):
     requests: RequestTracker | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
+    traces: TraceStats | None = None
 
 
 class RouterCollector:
@@ -119,6 +124,8 @@ class RouterCollector:
             yield from _by_label("source", "source", s.origins.stats)
         if s.admin is not None:
             yield from _numbers("admin", s.admin)
+        if s.traces is not None:
+            yield from _numbers("traces", s.traces)
         if s.gate is not None:
             yield from _numbers("keys", s.gate.stats)
             yield from _by_label("tenant", "tenant", s.gate.tenants())

@@ -14,8 +14,10 @@ import structlog
 
 from router.observe.histogram import Histogram
 from router.observe.log_throttle import LogThrottle
+from router.observe.traces import RequestTrace, Traces
 from router.openai.request import Usage
 
+Fields = list[tuple[bytes, bytes]]
 _log = structlog.get_logger()
 MODELS_MAX = 256
 OTHER = "other"
@@ -68,9 +70,11 @@ class RequestTracker:
         *,
         here: Callable[[str], bool] = lambda _: True,
         log: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         self.clock = clock
         self.log = log
+        self.traces = traces
         self.counts: dict[tuple[str, str, str], int] = {}
         """(model, engine, status) -> requests that ended so."""
         self.models: dict[str, ModelTimes] = {}
@@ -80,6 +84,13 @@ class RequestTracker:
     def begin(self, method: str, path: str) -> RequestRecord:
         """A request's head was read."""
         return RequestRecord(self, method, path)
+
+    def trace(self, record: RequestRecord, fields: Fields) -> None:
+        """Trace this request, with these header fields, if it is one of those to be traced."""
+        if self.traces is not None:
+            record.trace = self.traces.begin(fields, record.method, record.path)
+            if record.trace is not None:
+                record.trace.phase("read body")
 
     def label(self, model: str | None) -> str:
         """The label of a model that an engine serves."""
@@ -104,6 +115,9 @@ class RequestTracker:
         times = record.times
         if times is not None and record.outcome.startswith("2"):
             times.whole.observe(now - record.arrived_s)
+        if record.trace is not None:
+            failed = record.outcome if record.outcome[0] == "5" or record.broken else ""
+            record.trace.end(record.facts(), failed=failed)
         if self.log:
             _log.info("request", **record.log_fields(now))
 
@@ -145,6 +159,7 @@ class RequestRecord:
         "status",
         "tenant",
         "times",
+        "trace",
         "tracker",
         "usage",
     )
@@ -172,6 +187,7 @@ class RequestRecord:
         self.last_s = 0.0
         self.usage: Usage | None = None
         self.times: ModelTimes | None = None
+        self.trace: RequestTrace | None = None
 
     def read(self, size: int) -> None:
         """The request is whole."""
@@ -199,6 +215,8 @@ class RequestRecord:
         if self.first_s is None:
             self.first_s = now
             times.first_token.observe(now - self.arrived_s)
+            if self.trace is not None:
+                self.trace.first_token()
         else:
             times.between.observe(now - self.last_s)
         self.last_s = now
@@ -211,6 +229,21 @@ class RequestRecord:
         if self.gone or not self.status:
             return GONE
         return str(self.status)
+
+    def facts(self) -> dict[str, Any]:
+        """Attributes of its span, by OpenTelemetry's names where there are some."""
+        usage = self.usage
+        return {
+            "http.request.method": self.method,
+            "http.response.status_code": self.status or None,
+            "gen_ai.request.model": self.model or None,
+            "gen_ai.usage.input_tokens": None if usage is None else usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": None if usage is None else usage.completion_tokens,
+            "kvatlas.hit_tokens": None if usage is None else usage.cached_tokens,
+            "kvatlas.outcome": self.outcome,
+            "kvatlas.tenant": self.tenant or None,
+            "kvatlas.request_id": self.request_id,
+        }
 
     def log_fields(self, now: float) -> dict[str, Any]:
         """The fields of the log line."""

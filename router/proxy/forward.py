@@ -121,6 +121,8 @@ class Forwarder:
             out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
             if out.entry is not None:
                 out.entry.placed(placement.uncached_tokens)
+            if out.record.trace is not None:
+                placement.engine_headers += out.record.trace.asks(placement.engine_id, placement.facts())
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
