@@ -31,7 +31,7 @@ from router.api.answers import (
     refer,
     view_receipt,
 )
-from router.api.metrics import Sources, render_metrics
+from router.api.metrics.page import Sources, render_metrics
 from router.api.readiness import Readiness
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
