@@ -17,10 +17,11 @@ from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
 from router.openai.errors import bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
+from router.placement.load import NO_OTHERS, OthersLoad
 
 
 class FleetDesk:
-    """``apply`` makes the fleet what the roster says."""
+    """``apply`` makes the fleet what the roster says; ``others`` is what sibling workers have in flight."""
 
     def __init__(
         self,
@@ -30,7 +31,9 @@ class FleetDesk:
         *,
         sources: Callable[[], Mapping[str, SourceStats]],
         apply: Callable[[], None],
+        others: Callable[[], Mapping[str, OthersLoad]] = dict,
     ) -> None:
+        self._others = others
         self._roster = roster
         self._fleet = fleet
         self._now = now
@@ -97,8 +100,9 @@ class FleetDesk:
 
     def _in_flight(self, status: Engine) -> int:
         """Requests of this router that are at the engine now."""
-        load = status.load.at(self._now())
-        return max(0, load.running + load.waiting - load.foreign)
+        load, others = status.load.at(self._now()), self._others().get(status.engine_id, NO_OTHERS)
+        own = max(0, load.running + load.waiting - load.foreign)
+        return own + others.running + others.waiting
 
     def _describe(self, status: Engine) -> dict[str, Any]:
         return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,21 @@ from router.http.server.side_server import SideServer
 
 
 class AdminOffice:
-    """``settings.enabled`` must be on. Raises ``AdminFileError`` for files of no use."""
+    """``settings.enabled`` must be on. ``port`` False: another process has the API's own port; ``sock``
+    listens there already. ``settled`` is waited for before a change is answered. Raises ``AdminFileError``
+    for files of no use."""
 
-    def __init__(self, settings: AdminSettings, desk: FleetDesk, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: AdminSettings,
+        desk: FleetDesk,
+        *,
+        clock: Callable[[], float],
+        port: bool = True,
+        sock: socket.socket | None = None,
+        settled: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._public = settings.port is None
         self.stats = AdminStats()
         self.server: SideServer | None = None
         tokens = TokenFile(Path(settings.token_file)) if settings.token_file is not None else None
@@ -30,13 +43,13 @@ class AdminOffice:
             per_minute=settings.requests_per_minute,
             clock=clock,
         )
-        self._app: Any = create_admin(desk, door, self.stats)
-        if settings.port is not None:
-            self.server = make_admin_server(self._app, settings)
+        self._app: Any = create_admin(desk, door, self.stats, settled)
+        if port and settings.port is not None:
+            self.server = make_admin_server(self._app, settings, sock)
 
     def here(self, path: str) -> bool:
         """Whether the router's own port answers this path by ``__call__``."""
-        return self.server is None and path.startswith(PREFIX)
+        return self._public and path.startswith(PREFIX)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""

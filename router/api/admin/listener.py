@@ -7,6 +7,7 @@ certificate of it.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from typing import Any
 
@@ -26,8 +27,9 @@ class _Connection(ClientConnection):
             self._scope[PEER] = common_name(certificate)
 
 
-def make_admin_server(app: Any, settings: AdminSettings) -> SideServer:
-    """The server of the separate port. Raises ``AdminFileError`` for TLS files of no use."""
+def make_admin_server(app: Any, settings: AdminSettings, sock: socket.socket | None = None) -> SideServer:
+    """The server of the separate port; ``sock`` listens already. Raises ``AdminFileError`` for TLS files of
+    no use."""
     config = ListenConfig(
         app,
         protocol=_Connection,
@@ -44,7 +46,7 @@ def make_admin_server(app: Any, settings: AdminSettings) -> SideServer:
         config.load()
     except OSError as error:  # ssl.SSLError is one
         raise AdminFileError(f"admin.tls_cert_file, tls_key_file or client_ca_file: {error}") from None
-    return SideServer(config, name="admin API", key="admin.port")
+    return SideServer(config, name="admin API", key="admin.port", sock=sock)
 
 
 def common_name(certificate: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ nobody known there is one line a second at most, with the number of those it sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,8 +40,14 @@ class _Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
 
 
-def create_admin(desk: FleetDesk, door: Doorkeeper, stats: AdminStats) -> FastAPI:
-    """The application for paths under ``PREFIX``."""
+def create_admin(
+    desk: FleetDesk,
+    door: Doorkeeper,
+    stats: AdminStats,
+    settled: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """The application for paths under ``PREFIX``; a change is answered once ``settled`` has been waited
+    for."""
     app = FastAPI(
         title="kvatlas admin",
         version=__version__,
@@ -51,7 +57,7 @@ def create_admin(desk: FleetDesk, door: Doorkeeper, stats: AdminStats) -> FastAP
         redirect_slashes=False,
     )
     add_errors(app)
-    _add_routes(app, desk, _Audit(door, stats))
+    _add_routes(app, desk, _Audit(door, stats), settled)
     return app
 
 
@@ -107,7 +113,17 @@ class _Audit:
         _log.info("admin", action=action, who=who, engine=engine[:_TEXT_MAX], client=client, **more)
 
 
-def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
+def _add_routes(
+    app: FastAPI, desk: FleetDesk, audit: _Audit, settled: Callable[[], Awaitable[None]] | None
+) -> None:
+    async def changed(
+        request: Request, action: str, who: str, engine: str, work: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        outcome = audit.change(request, action, who, engine, work)
+        if settled is not None:
+            await settled()
+        return outcome
+
     async def body(request: Request, action: str, who: str, kind: type[_T]) -> _T:
         try:
             return _decode(await read_body(request, _BODY_BYTES_MAX), kind)
@@ -135,28 +151,29 @@ def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
             status = 201 if changed else 200
             return outcome
 
-        return json_answer(audit.change(request, "add", who, engine.engine_id, work), status)
+        outcome = await changed(request, "add", who, engine.engine_id, work)
+        return json_answer(outcome, status)
 
     @app.delete("/admin/engines")
     async def remove(request: Request) -> Response:
         """Remove a server: ``?engine=http://host:port``."""
         who = await audit.enter(request, "remove")
         name = request.query_params.get("engine", "").rstrip("/")
-        return json_answer(audit.change(request, "remove", who, name, lambda: desk.remove(name, who)))
+        return json_answer(await changed(request, "remove", who, name, lambda: desk.remove(name, who)))
 
     @app.post("/admin/engines/drain")
     async def drain(request: Request) -> Response:
         """No new requests there: ``{"engine": ...}``."""
         who = await audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
-        return json_answer(audit.change(request, "drain", who, name, lambda: desk.drain(name, who)))
+        return json_answer(await changed(request, "drain", who, name, lambda: desk.drain(name, who)))
 
     @app.post("/admin/engines/undrain")
     async def undrain(request: Request) -> Response:
         """New requests again: ``{"engine": ...}``."""
         who = await audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
-        return json_answer(audit.change(request, "undrain", who, name, lambda: desk.undrain(name)))
+        return json_answer(await changed(request, "undrain", who, name, lambda: desk.undrain(name)))
 
 
 def _decode(raw: bytes, kind: type[_T]) -> _T:

@@ -81,7 +81,7 @@ class GossipedInflight(InflightPrefixes):
     """A book of prompts in flight that tells of its own and hears of others'.
 
     ``tell`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether this
-    replica follows an engine itself.
+    replica follows an engine itself; ``served`` hears of each prompt that another replica has an answer to.
     """
 
     def __init__(
@@ -92,9 +92,11 @@ class GossipedInflight(InflightPrefixes):
         *,
         is_local: Callable[[str], bool],
         clock: Callable[[], float],
+        served: Callable[[InflightPrompt], None] = lambda prompt: None,
     ) -> None:
         super().__init__()
         self.flights = GossipStats()
+        self._served = served
         self._me = me
         self._started = started
         self._tell = tell
@@ -158,6 +160,12 @@ class GossipedInflight(InflightPrefixes):
             super().drop(flight.prompt)
         self.flights.others = len(self._others)
 
+    def lost(self, replica: str) -> None:
+        """A replica ended: so did its requests."""
+        for name in [name for name in self._others if name[0] == replica]:
+            super().drop(self._others.pop(name).prompt)
+        self.flights.others = len(self._others)
+
     def _hear(self, told: GossipEntry, now: float) -> None:
         self.flights.heard += 1
         name = (told.replica, told.started, told.number)
@@ -173,6 +181,7 @@ class GossipedInflight(InflightPrefixes):
             return
         del self._others[name]
         if told.what is Happened.ENDED:
+            self._served(flight.prompt)
             super().end(flight.prompt, now)
         else:
             super().drop(flight.prompt)
