@@ -28,6 +28,7 @@ from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.body import peek
 from router.openai.request import InboundRequest
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
+from router.serve import share_the_interpreter, tame_garbage_collection
 
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()
@@ -189,16 +190,16 @@ async def measure(tokenizer: Path, fast: str, seconds: float) -> PromptReader:
     print(f"{tokenizer.name}: {local.tokenizer.name}, {template.engine if template else None},", end="")
     print(f" loaded in {time.process_time() - start:.1f} s; microseconds of CPU:")
     text = Text()
-    for kilobytes in SIZES_KB:
+    for kilobytes in SIZES_KB if seconds else ():
         for api in MAKE:
             await costs(reader, text, api, kilobytes, seconds)
     return reader
 
 
-async def main(tokenizers: list[Path], seconds: float) -> None:
-    for tokenizer in tokenizers:
-        for fast in ("off", "auto"):
-            reader = await measure(tokenizer, fast, seconds)
+async def main(tokenizers: list[Path], seconds: float, *, only_holds: bool) -> None:
+    for tokenizer in tokenizers[-1:] if only_holds else tokenizers:
+        for fast in ("auto",) if only_holds else ("off", "auto"):
+            reader = await measure(tokenizer, fast, 0 if only_holds else seconds)
             if tokenizer is tokenizers[-1] and fast == "auto":
                 await holds(reader)
             reader.close()
@@ -206,6 +207,8 @@ async def main(tokenizers: list[Path], seconds: float) -> None:
 
 async def holds(reader: PromptReader) -> None:
     """Every shape three times as a request never seen before; the least of the three is printed."""
+    tame_garbage_collection()  # as the router does
+    share_the_interpreter()
     print("longest hold of the event loop, shape by shape:")
     text = Text()
     for name, make in SHAPES.items():
@@ -330,7 +333,9 @@ def installed() -> list[Path]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, help="a Hugging Face directory instead")
+    parser.add_argument("--only-holds", action="store_true", help="how long the loop is held, and no costs")
     parser.add_argument("--seconds", type=float, default=1.0, help="at most so long per number")
     arguments = parser.parse_args()
     random.seed(1)
-    asyncio.run(main([arguments.tokenizer] if arguments.tokenizer else installed(), arguments.seconds))
+    chosen = [arguments.tokenizer] if arguments.tokenizer else installed()
+    asyncio.run(main(chosen, arguments.seconds, only_holds=arguments.only_holds))

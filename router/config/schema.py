@@ -22,6 +22,7 @@ from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
+from router.observe.traces import TraceSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -211,6 +212,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
+    aliases: dict[str, str | dict[str, float]] = {}
+    """Name that clients may use for a model -> the served model, or several with the shares of requests that
+    they get. Requests with the same `x-session-id` go to the same one."""
     fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()
@@ -221,11 +225,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
     keys: KeySettings = KeySettings()
+    traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    def alias_shares(self) -> dict[str, dict[str, float]]:
+        """``aliases``, each with shares."""
+        return {n: {to: 1.0} if isinstance(to, str) else to for n, to in self.aliases.items()}
 
     @property
     def ops_tokens(self) -> tuple[str, str] | None:

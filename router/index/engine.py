@@ -132,6 +132,11 @@ class EngineResidency:
         return self._detector.doubted
 
     @property
+    def unproven(self) -> bool:
+        """Whether nothing is known of its hashes for sure; see ``SchemeDetector``."""
+        return self._detector.unproven
+
+    @property
     def learned(self) -> LearnedKeys | None:
         """The translation to use for look-ups; None in native mode."""
         return self._learned if self._detector.state is Detection.LEARNED else None

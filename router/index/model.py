@@ -275,7 +275,7 @@ class FleetResidency:
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
         doubted = engine.doubted and self._remembered_mode == "assumed"
-        if self._remembered is not None and engine.detection is Detection.WAITING and not doubted:
+        if self._remembered is not None and engine.unproven and not doubted:
             scheme, layout = _assumed(*self._remembered, layout)
             mode = self._remembered_mode
         elif layout is None and self.facts.shared_stores:
@@ -288,8 +288,7 @@ class FleetResidency:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit("unknown", why_unknown=why)
         slot = self.index.slot(engine.engine_id)
-        proven = engine.detection is not Detection.WAITING
-        place = slot or NOWHERE
+        place, proven = slot or NOWHERE, not engine.unproven
         return Seat(
             engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
         )

@@ -21,7 +21,7 @@ from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.index.seats import EngineHit
 from router.openai.apis import PROMPT_APIS
-from router.openai.errors import model_not_found, no_ready_engine
+from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
 from router.placement.candidate import Ask, PolicySettings, ask
@@ -84,12 +84,16 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
         if request.method == "POST" and request.path in PROMPT_APIS:
+            if request.trace is not None:
+                request.trace.phase("read prompt")
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
             schemes = _schemes(engines)
             for scheme in schemes:
                 await self._reader.hashes(read, scheme)
+        if request.trace is not None:
+            request.trace.phase("decide")
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
         engines = [engine for engine in engines if not engine.closed]
         if not engines:  # they left while the prompt was being read
@@ -141,6 +145,8 @@ class Planner:
     ) -> list[Engine]:
         """Those of the engines that can go on from an earlier response: the one that made it, where that is
         known. Any other one would say that there is none."""
+        if request.pinned is not None:
+            return self._pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
         found = None if holder is None else self._fleet.get(holder)
         if found is None:
@@ -148,6 +154,13 @@ class Planner:
         if not found.up or found.engine_id in exclude:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
         return [found]
+
+    @staticmethod
+    def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
+        found = [engine for engine in engines if engine.engine_id == engine_id]
+        if not found:
+            raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
+        return found
 
     def _asked(
         self,

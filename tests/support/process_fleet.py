@@ -81,7 +81,7 @@ class Clients:
             member = self.members[self._turn % len(self.members)]
             self._turn += 1
             try:
-                timeout = aiohttp.ClientTimeout(total=20, Client=2, sock_read=1.5)
+                timeout = aiohttp.ClientTimeout(total=20, connect=2, sock_read=1.5)
                 url = f"{member.url}/v1/chat/completions"
                 async with self._session.post(url, json=body, timeout=timeout) as answer:
                     payload = await answer.read()

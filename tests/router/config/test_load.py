@@ -135,7 +135,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
             "access_log.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
         ),
         ("[access_log]\nqueue_len_max = 0", "access_log.queue_len_max = 0: expected a finite number"),
-        ("[polcy]\nbeta = 1", "unknown key polcy; known: access_log, admin, cors, engines,"),
+        ("[polcy]\nbeta = 1", "unknown key polcy; known: access_log, admin, aliases, cors, engines,"),
         ("policy = 3", "policy: expected a table of settings, got 3"),
         ('[policy]\nbeta = "high"', "policy.beta = 'high': Expected `float`"),
         ("[policy]\nbeta = 2", "policy.beta must lie in 0..1, got 2"),
