@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from router import __version__
+from router.admission.key_file import KeyFileError
 from router.api.admin.tokens import AdminFileError
 from router.app import Router
 from router.config.errors import ConfigError
@@ -27,10 +28,13 @@ from router.http.descriptors import connections_held
 from router.http.server.server import ProxyServer, listen_config
 from router.http.server.side_server import address_url, url_of
 from router.http.server.stats import ListenStats
+from router.http.tls import TlsError, server_context
 from router.observe.prefix_ids import read_key
+from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.replication.redis.settings import SettingsError, redacted
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 from router.workers.seat import WorkerSeat, WorkerSockets, cores
@@ -39,6 +43,7 @@ from router.workers.supervisor import Supervisor
 _log = structlog.get_logger()
 _STOP_S = 10.0
 """How long a worker may take to end beyond its drain."""
+_TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class ListenError(OSError):
@@ -109,13 +114,16 @@ def check(config: Config) -> Router:
         raise ConfigError(f"policy.policy: {error}") from None
     _try_access_log(config)
     try:
-        return Router(config)
-    except AdminFileError as error:
+        router = Router(config)
+        if config.server.tls.given:
+            server_context(config.server.tls, _TLS_KEYS)
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
     except SettingsError as error:
         raise ConfigError(f"index: {error}") from None
+    return router
 
 
 def _try_access_log(config: Config) -> None:
@@ -158,6 +166,11 @@ def tame_garbage_collection() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def share_the_interpreter() -> None:
+    """Worker threads give way to the event loop after 1 ms, not 5."""
+    sys.setswitchinterval(0.001)
+
+
 def serve(config: Config) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     configure_logging(config.server.log_level, config.server.log_format)
@@ -165,6 +178,7 @@ def serve(config: Config) -> int:
     check_shared_index(config)
     workers = cores() if config.server.workers == "auto" else config.server.workers
     tame_garbage_collection()
+    share_the_interpreter()
     _log.info(
         "kvatlas starts",
         version=__version__,
@@ -175,7 +189,7 @@ def serve(config: Config) -> int:
         if (library := router.reader.tokenized_by(model)) is not None:
             _log.info("tokenizer", model=model, library=library)
     if workers > 1:
-        router.reader.close()
+        router.discard()
         return _supervise(config, min(workers, WORKERS_MAX))
     return _run(make_server(router))
 
@@ -203,7 +217,7 @@ def _supervise(config: Config, workers: int) -> int:
     if config.access_log.path:
         with contextlib.suppress(OSError):  # said by whoever writes
             read_key(Path(_key_file(config)))
-    url = address_url(sockets.public[0][0].getsockname())
+    url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
     return Supervisor(
         sockets,
         lambda seat: _work(config, seat),
@@ -251,6 +265,9 @@ def make_server(router: Router) -> RouterServer:
     stats = ListenStats()
     router.listen_stats = stats
     config = router.config
+    context, files = None, config.server.tls
+    if files.given:
+        context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
     held = connections_held(config.listen.connections_max)
     server = RouterServer(
         listen_config(
@@ -260,6 +277,7 @@ def make_server(router: Router) -> RouterServer:
             listen=msgspec.structs.replace(config.listen, connections_max=held),
             stats=stats,
             lifespan="on",
+            tls=context,
         )
     )
     router.draining = lambda: server.draining

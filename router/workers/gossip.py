@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 
 from publisher.block_hash import HashScheme
+from router.admission.gate import KeyGate
+from router.admission.tenants import Spent
 from router.fleet.response_holders import ResponseHolders
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt
@@ -53,6 +55,8 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     """(response id, engine id)."""
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
+    spent: dict[str, Spent] = {}
+    """What tenants used, by tenant."""
 
 
 class WorkerGossipStats(msgspec.Struct):
@@ -108,7 +112,8 @@ class SiblingGossip:
     """A ``SharedView`` of the load at the siblings, and the books that are shared with them.
 
     ``whole`` False: prompts in flight and load go through a shared index. ``served`` hears of prompts that
-    an engine has computed for a sibling.
+    an engine has computed for a sibling; ``gate`` has the limits of tenants, which hold for all workers
+    together.
     """
 
     def __init__(
@@ -119,7 +124,9 @@ class SiblingGossip:
         clock: Callable[[], float],
         whole: bool = True,
         served: Callable[[InflightPrompt], None] = lambda prompt: None,
+        gate: KeyGate | None = None,
     ) -> None:
+        self._gate = gate
         self.stats = WorkerGossipStats()
         self.delays = Histogram(DELAY_BUCKETS)
         self._clock = clock
@@ -190,8 +197,7 @@ class SiblingGossip:
             self._flush(hello=True)
             while True:
                 await asyncio.sleep(_REPEAT_S)
-                if self._whole:
-                    self._flush()
+                self._flush()
         finally:
             self._loop = None
             self._mesh.close()
@@ -237,10 +243,11 @@ class SiblingGossip:
         if self._whole and now >= self._load_due_s and self._loop is not None:
             load = self.load.field(now) or b""
             self._load_due_s = now + max(_LOAD_S, _LOAD_TIMES * (self._clock() - now))
-        if not (self._bytes or load or hello):
+        spent = {} if self._gate is None else self._gate.spent()
+        if not (self._bytes or load or spent or hello):
             return
         message = WorkerMessage(
-            self._life, self._since_s or now, self._flights, load, self._responses, self._texts
+            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, spent
         )
         self._begin()
         encoded = _ENCODE.encode(message)
@@ -251,7 +258,7 @@ class SiblingGossip:
         self.stats.sent += 1
         self.stats.missed += missed
         if load:
-            self.load.wrote(load, now)
+            self.load.sent(load, now)
 
     # -- hearing ---------------------------------------------------------------------------------------
 
@@ -268,14 +275,18 @@ class SiblingGossip:
             self._lives[sibling] = message.life
             self._fields.pop(name, None)
             self.inflight.lost(name)
+            if self._gate is not None:
+                self._gate.forget_worker(sibling)
             self._count_at_s = 0.0
         if message.load:
             self._fields[name] = message.load
             self._count_at_s = 0.0
         if message.flights:
-            self.inflight.hear(message.flights, now)
+            self.inflight.receive(message.flights, now)
         for response_id, engine_id in message.responses:
             self.responses.hear(response_id, engine_id)
         for keys, engine_id in message.texts:
             self.affinity.hear(np.frombuffer(keys, "<u8").tolist(), engine_id)
+        if message.spent and self._gate is not None:
+            self._gate.spent_elsewhere(sibling, message.spent)
         self.delays.observe(max(0.0, now - message.sent_s))

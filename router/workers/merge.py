@@ -3,7 +3,7 @@
 What each worker counts of its own requests is added up. What all of them see alike (engines, feeds, the
 index, sources) is not: of that the largest value counts. Always true: a sum never falls, neither when a
 worker dies (what was last heard of its counts stays in) nor when one does not answer in time (its last answer
-counts), and what was last heard outlives the worker that merges (``Ledger``).
+counts), and what was last heard outlives the worker that merges (``CountLedger``).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def is_alike(name: str, *, shared_index: bool) -> bool:
     return name.startswith(_ALIKE)
 
 
-class Ledger:
+class CountLedger:
     """What was last heard of every worker's counts. ``file``: a descriptor that outlives this process."""
 
     def __init__(self, file: int | None = None) -> None:
@@ -125,7 +125,7 @@ class Ledger:
         self._last = {slot: (life, dict(counts)) for slot, life, counts in last}
 
 
-def merged(pages: Iterable[WorkerPage], ledger: Ledger, *, shared_index: bool) -> list[Metric]:
+def merged(pages: Iterable[WorkerPage], ledger: CountLedger, *, shared_index: bool) -> list[Metric]:
     """One set of families; the first page's order comes first."""
     families: dict[str, WorkerFamily] = {}
     values: dict[str, dict[Key, float]] = {}

@@ -16,7 +16,7 @@ from router.http.server.stats import ListenStats
 from router.observe.histogram import Histogram
 from router.workers.calls import SiblingCalls
 from router.workers.gossip import WorkerGossipStats
-from router.workers.merge import Ledger, WorkerPage, merged, page_of
+from router.workers.merge import CountLedger, WorkerPage, merged, page_of
 from router.workers.seat import WorkerSeat
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
@@ -31,7 +31,7 @@ class WholeView:
         self._sources = sources
         self._own = OwnView(sources)
         self._calls = calls
-        self._ledger: Ledger | None = None
+        self._ledger: CountLedger | None = None
         self._lives: dict[int, int] = {}
 
     def own_page(self) -> bytes:
@@ -52,7 +52,7 @@ class WholeView:
         pages = [page_of(self._seat.slot, self._seat.life, families(self._sources))]
         pages += [_PAGE.decode(answer) for answer in answers.values()]
         if self._ledger is None:
-            self._ledger = Ledger(self._seat.ledger)
+            self._ledger = CountLedger(self._seat.ledger)
         found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered

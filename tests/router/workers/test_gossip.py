@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
 import socket
@@ -14,12 +15,24 @@ from pathlib import Path
 import pytest
 
 from publisher.events import BlockHash
+from router.admission.gate import KeyGate
+from router.admission.key_file import KeyFile
+from router.openai.errors import ApiError
 from router.placement.load import OthersLoad
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 from tests.support.waiting import run, until
 
 E = "http://e"
+KEYS = f"""
+[tenants.ada]
+requests_per_minute = 2
+concurrent_requests = 1
+[[keys]]
+tenant = "ada"
+sha256 = "{hashlib.sha256(b"kva-ada").hexdigest()}"
+"""
+FIELDS = [(b"authorization", b"Bearer kva-ada")]
 HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
 
 
@@ -59,7 +72,7 @@ def seats(count: int) -> Iterator[list[WorkerSeat]]:
 class Worker:
     """One worker's gossip, and its load."""
 
-    def __init__(self, seat: WorkerSeat, life: int = 0) -> None:
+    def __init__(self, seat: WorkerSeat, life: int = 0, gate: KeyGate | None = None) -> None:
         self.load: dict[str, OthersLoad] = {}
         self.served: list[str] = []
         place = {name: getattr(seat, name) for name in seat.__struct_fields__}
@@ -68,6 +81,7 @@ class Worker:
             lambda now: self.load,
             clock=time.monotonic,
             served=lambda prompt: self.served.append(prompt.engine_id),
+            gate=gate,
         )
 
     @asynccontextmanager
@@ -164,5 +178,29 @@ def test_a_message_that_cannot_be_read_is_counted(message: bytes) -> None:
                 places[0].mesh[1].send(message)
                 await until(lambda: two.gossip.stats.malformed == 1, "counted")
                 assert two.gossip.others() == {}
+
+    run(main())
+
+
+def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+
+    async def main() -> None:
+        with seats(2) as places:
+            gates = [
+                KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
+            ]
+            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+            async with one.running(), two.running():
+                entry = gates[0].enter(FIELDS)
+                await until(gates[1].tenants, "the other has heard")
+                with pytest.raises(ApiError, match="concurrent"):
+                    gates[1].enter(FIELDS)
+                entry.leave(None)
+                heard = two.gossip.stats.heard
+                await until(lambda: two.gossip.stats.heard > heard, "it is told that the request left")
+                gates[1].enter(FIELDS).leave(None)
+                with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
+                    gates[1].enter(FIELDS)
 
     run(main())
