@@ -133,12 +133,15 @@ class LocalModel:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What engines find out about the template when they start; where code renders, about the one that
-        they were given, if any."""
+        """What engines find out about the template when they start, or were told; where code renders, about
+        the template that they were given, if any."""
         sources = [None if one is None else one.source for one in self.templates.values()]
         if self._renderer not in {"hf", "harmony"} and self._config.chat_template is None:
             sources = [None]
-        return TemplateTraits(any(map(wants_system_first, sources)), disabled_effort(self._short_chat))
+        effort = self._config.anthropic_disabled_thinking_effort
+        if effort == "auto":
+            effort = disabled_effort(self._short_chat)
+        return TemplateTraits(any(map(wants_system_first, sources)), effort)
 
     def _short_chat(self, effort: str) -> str | list[int] | None:
         body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)

@@ -68,6 +68,7 @@ def ask_vllm(python: str, families: list[str], seed: int, count: int, folder: Pa
         }
         for family in families
     ]
+    folder.mkdir(exist_ok=True)
     source, target = folder / "jobs.json", folder / "answers.json"
     source.write_text(json.dumps(jobs))
     environment = {
