@@ -161,10 +161,16 @@ class Field:
             self.close()
 
 
-def measure(machine: Machine, scale: Scale, say: Callable[[str], None]) -> Iterator[Cell]:
+Clock = Callable[[], float]
+"""Seconds since any moment."""
+
+
+def measure(
+    machine: Machine, scale: Scale, say: Callable[[str], None], clock: Clock = time.perf_counter
+) -> Iterator[Cell]:
     """Every cell, also those that failed; stops early, and says so, when the time is over.
 
-    Raises StuckError.
+    ``clock``: what rounds are timed by. Raises StuckError.
     """
     until = time.monotonic() + scale.budget_s
     for piece_bytes in scale.piece_bytes:
@@ -183,7 +189,7 @@ def measure(machine: Machine, scale: Scale, say: Callable[[str], None]) -> Itera
                 except Exception as error:  # noqa: BLE001  # any failure is a line of the report
                     cell.errors = dict.fromkeys(("engine", "one copy"), _text(error))
                 else:
-                    _fill(cell, place, scale)
+                    _fill(cell, place, scale, clock)
                 yield cell
                 if cell.errors and place is not None:  # what failed may have left it useless
                     place.close()
@@ -200,7 +206,7 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _fill(cell: Cell, place: Field, scale: Scale) -> None:
+def _fill(cell: Cell, place: Field, scale: Scale, clock: Clock) -> None:
     """Measure each column; one that fails leaves its error. Raises StuckError."""
     direction, pieces = cell.direction, cell.pieces
     size = pieces * place.piece_bytes
@@ -235,12 +241,12 @@ def _fill(cell: Cell, place: Field, scale: Scale) -> None:
 
     first = moves[directions[0]][0]
     columns: dict[str, Callable[[], float | None]] = {
-        "one copy": lambda: _rate(whole, total, scale.rounds),
-        "engine": lambda: _rate(by_engine, total, scale.rounds),
+        "one copy": lambda: _rate(whole, total, scale.rounds, clock),
+        "engine": lambda: _rate(by_engine, total, scale.rounds, clock),
     }
     if direction is not None:
-        columns["call per piece"] = lambda: _each(place, direction, first, scale)
-        columns["torch index"] = lambda: _indexed(place, direction, first, scale)
+        columns["call per piece"] = lambda: _each(place, direction, first, scale, clock)
+        columns["torch index"] = lambda: _indexed(place, direction, first, scale, clock)
     for column, measure_column in columns.items():
         try:
             cell.rates[column] = measure_column()
@@ -250,7 +256,7 @@ def _fill(cell: Cell, place: Field, scale: Scale) -> None:
             cell.errors[column] = _text(error)
 
 
-def _each(place: Field, direction: Direction, moves: GroupMoves, scale: Scale) -> float | None:
+def _each(place: Field, direction: Direction, moves: GroupMoves, scale: Scale, clock: Clock) -> float | None:
     if len(moves.slots) > scale.each_pieces_max:
         return None
     device = place.memory.address + moves.block_ids * place.piece_bytes
@@ -264,10 +270,12 @@ def _each(place: Field, direction: Direction, moves: GroupMoves, scale: Scale) -
         for _ in range(repeats):
             place.machine.copy_each(direction, src, dst, sizes)
 
-    return _rate(run, total * repeats, min(scale.rounds, 3))
+    return _rate(run, total * repeats, min(scale.rounds, 3), clock)
 
 
-def _indexed(place: Field, direction: Direction, moves: GroupMoves, scale: Scale) -> float | None:
+def _indexed(
+    place: Field, direction: Direction, moves: GroupMoves, scale: Scale, clock: Clock
+) -> float | None:
     total = len(moves.slots) * place.piece_bytes
     if total > scale.indexed_bytes_max:
         return None
@@ -275,14 +283,14 @@ def _indexed(place: Field, direction: Direction, moves: GroupMoves, scale: Scale
     def run() -> None:
         place.machine.copy_indexed(direction, place.memory, place.pool, moves.block_ids, moves.slots)
 
-    return _rate(run, total, min(scale.rounds, 3))
+    return _rate(run, total, min(scale.rounds, 3), clock)
 
 
-def _rate(run: Callable[[], None], size: int, rounds: int) -> float:
+def _rate(run: Callable[[], None], size: int, rounds: int, clock: Clock) -> float:
     run()
     best = float("inf")
     for _ in range(rounds):
-        started = time.perf_counter()
+        started = clock()
         run()
-        best = min(best, time.perf_counter() - started)
+        best = min(best, clock() - started)
     return size / best

@@ -229,6 +229,40 @@ def index_verify(
     )
 
 
+keys_app = App(
+    name="keys", help="Keys of clients: make one, look at the file that has them (docs/tenants.md)."
+)
+app.command(keys_app)
+
+_KeyFileFlag = Annotated[
+    Path, Parameter(name="--file", help="The key file (keys.file of the routers); made if it is not there.")
+]
+
+
+@keys_app.command(name="add")
+def keys_add(
+    *,
+    file: _KeyFileFlag,
+    tenant: Annotated[str, Parameter(help="Whose key it is; a new tenant has no limits yet.")],
+    name: Annotated[str, Parameter(help="What the key is for; people read it in the file.")] = "",
+    stdin: Annotated[
+        bool, Parameter(help="Take a key that exists already from standard input.", negative="")
+    ] = False,
+) -> int:
+    """Make a key and enter it; it is printed once and stored nowhere."""
+    from router.tools.keys import run_add
+
+    return run_add(file, tenant=tenant, name=name, stdin=stdin)
+
+
+@keys_app.command(name="list")
+def keys_list(*, file: _KeyFileFlag) -> int:
+    """Tenants, their limits and their keys' digests; status 2 if a router would refuse the file."""
+    from router.tools.keys import run_list
+
+    return run_list(file)
+
+
 @app.command
 def engine(
     *,

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from router import __version__
+from router.admission.key_file import KeyFileError
 from router.api.admin.tokens import AdminFileError
 from router.app import Router
 from router.config.errors import ConfigError
@@ -26,13 +27,17 @@ from router.http.descriptors import connections_held
 from router.http.server.server import ProxyServer, listen_config
 from router.http.server.side_server import url_of
 from router.http.server.stats import ListenStats
+from router.http.tls import TlsError, server_context
+from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.replication.redis.settings import SettingsError, redacted
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 
 _log = structlog.get_logger()
+_TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class ListenError(OSError):
@@ -86,13 +91,16 @@ def check(config: Config) -> Router:
         raise ConfigError(f"policy.policy: {error}") from None
     _try_access_log(config)
     try:
-        return Router(config)
-    except AdminFileError as error:
+        router = Router(config)
+        if config.server.tls.given:
+            server_context(config.server.tls, _TLS_KEYS)
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
     except SettingsError as error:
         raise ConfigError(f"index: {error}") from None
+    return router
 
 
 def _try_access_log(config: Config) -> None:
@@ -135,6 +143,11 @@ def tame_garbage_collection() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def share_the_interpreter() -> None:
+    """Worker threads give way to the event loop after 1 ms, not 5."""
+    sys.setswitchinterval(0.001)
+
+
 def serve(config: Config) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     configure_logging(config.server.log_level, config.server.log_format)
@@ -142,6 +155,7 @@ def serve(config: Config) -> int:
     check_shared_index(config)
     server = make_server(router)
     tame_garbage_collection()
+    share_the_interpreter()
     _log.info(
         "kvatlas starts",
         version=__version__,
@@ -164,6 +178,9 @@ def make_server(router: Router) -> RouterServer:
     stats = ListenStats()
     router.listen_stats = stats
     config = router.config
+    context, files = None, config.server.tls
+    if files.given:
+        context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
     held = connections_held(config.listen.connections_max)
     server = RouterServer(
         listen_config(
@@ -173,6 +190,7 @@ def make_server(router: Router) -> RouterServer:
             listen=msgspec.structs.replace(config.listen, connections_max=held),
             stats=stats,
             lifespan="on",
+            tls=context,
         )
     )
     router.draining = lambda: server.draining

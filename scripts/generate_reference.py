@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -22,6 +24,8 @@ from struct_source import Field, code, fields, prose, shown, table
 
 from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
+from router.admission.gate import KeyGate
+from router.admission.key_file import KeyFile
 from router.api.admin.stats import AdminStats
 from router.api.metrics import RouterCollector, Sources
 from router.app import Router
@@ -34,6 +38,7 @@ from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings
 from router.observe.receipts import Outcome
+from router.observe.traces import TraceStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
 
@@ -56,6 +61,16 @@ tokenizer = "/models/my-model"
 
 [proxy]
 first_byte_timeout_s = 300
+"""
+_ALIASES = """\
+```toml
+[aliases]
+"gpt-4o" = "gpt-oss-20b"
+
+[aliases."gpt-next"]
+"gpt-oss-20b" = 0.95
+"gpt-oss-120b" = 0.05
+```
 """
 _MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
 _CLI = """\
@@ -166,6 +181,9 @@ def configuration_page() -> str:
         '### `[models."NAME".shadow]`\n',
         f"{prose(ShadowConfig.__doc__)}\n",
         _keys(ShadowConfig),
+        "## `[aliases]`\n",
+        f"{prose(_text_of(Config, 'aliases'))}\n",
+        _ALIASES,
     ]
     for name, struct in SECTIONS.items():
         parts += [f"## `[{name}]`\n", f"{prose(struct.__doc__)}\n", _keys(struct, section=name)]
@@ -270,9 +288,19 @@ def _sources() -> Sources:
         router.fleet_sources,
         AdminStats(),
         router.proxy.requests,
+        _gate(),
+        traces=TraceStats(),
     )
     router.reader.close()
     return sources
+
+
+def _gate() -> KeyGate:
+    """With one tenant, who was refused something."""
+    with tempfile.NamedTemporaryFile() as file:
+        gate = KeyGate(KeyFile(Path(file.name), clock=time.monotonic), clock=time.monotonic)
+    gate.account("tenant").stats.refused["model"] = 0
+    return gate
 
 
 PAGES = {"cli.md": cli_page, "configuration.md": configuration_page, "metrics.md": metrics_page}

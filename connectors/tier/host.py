@@ -76,21 +76,16 @@ class HostTier:
         return frozenset(key for key in keys if (e := entries.get(key)) is not None and self._is_held(e))
 
     def begin_store(self, chain: Sequence[bytes], lineage: Sequence[bytes] = ()) -> list[tuple[bytes, int]]:
-        asked = frozenset(chain)
-        reserved: list[tuple[bytes, int]] = []
         self._policy.begin_chain(chain, lineage)
-        for key in chain:
-            if key in self._entries:
-                continue
-            slot = self._take_slot(asked)
-            if slot is None:
-                self.counters.dropped_for_room += sum(
-                    other not in self._entries for other in list(dict.fromkeys(chain))
-                )
-                break
+        wanted = [key for key in dict.fromkeys(chain) if key not in self._entries]
+        if len(wanted) > len(self._free):
+            self._make_room(len(wanted), frozenset(chain))
+        taken = wanted[: len(self._free)]
+        self.counters.dropped_for_room += len(wanted) - len(taken)
+        reserved = [(key, self._free.pop()) for key in taken]
+        for key, slot in reserved:
             self._entries[key] = _Entry(slot)
-            reserved.append((key, slot))
-        self._policy.end_chain([key for key, _ in reserved])
+        self._policy.end_chain(taken)
         return reserved
 
     def end_store(self, key: bytes, *, ok: bool) -> None:
@@ -174,24 +169,20 @@ class HostTier:
     def _is_held(self, entry: _Entry) -> bool:
         return not entry.storing and not entry.condemned
 
-    def _take_slot(self, asked: frozenset[bytes]) -> int | None:
-        if self._free:
-            return self._free.pop()
-        if not self._evictable:
-            return None
+    def _make_room(self, slots: int, asked: frozenset[bytes]) -> None:
+        """Let others go until so many slots are free, or nothing else may."""
         entries = self._entries
 
         def spared(key: bytes) -> bool:
             entry = entries[key]
             return entry.storing or entry.pins > 0 or key in asked
 
-        victim = self._policy.victim(spared)
-        if victim is None:
-            return None
-        self._evictable -= 1
-        self.counters.evictions += 1
-        self._changes.append((False, victim))
-        return entries.pop(victim).slot
+        missing = min(slots - len(self._free), self._evictable)
+        for victim in self._policy.victims(missing, spared):
+            self._evictable -= 1
+            self.counters.evictions += 1
+            self._changes.append((False, victim))
+            self._free.append(entries.pop(victim).slot)
 
     def _condemn(self, key: bytes, entry: _Entry) -> None:
         if entry.condemned:

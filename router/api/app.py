@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import __version__
+from router.admission.tenants import Tenant
 from router.api.answers import (
     DocumentedApi,
     EngineBrief,
@@ -33,7 +34,7 @@ from router.api.answers import (
 from router.api.metrics import Sources, render_metrics
 from router.api.readiness import Readiness
 from router.fleet.sources.base import SourceStats
-from router.fleet.status import Fleet, ModelCard
+from router.fleet.status import ModelCard
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import decode_leniently, peek_any_size
 from router.openai.errors import (
@@ -51,6 +52,8 @@ from router.placement.decide import Planner
 from router.placement.engine import Engine
 from router.placement.explain import explain
 
+TENANT = "kvatlas.tenant"
+"""Where the ASGI scope has the ``Tenant`` whose key a request came with."""
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -107,7 +110,7 @@ def _create(
     )
     add_errors(app)
     _add_health(app, sources, readiness)
-    _add_models(app, sources.fleet)
+    _add_models(app, sources)
     return app
 
 
@@ -184,19 +187,30 @@ def _add_metrics(app: FastAPI, sources: Sources) -> None:
         return Response(render_metrics(sources), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_models(app: FastAPI, fleet: Fleet[Engine]) -> None:
+def _add_models(app: FastAPI, sources: Sources) -> None:
     @_get(app, "/v1/models", refer(ModelList))
-    async def models() -> Response:
-        """Models of all engines that are up."""
-        return json_answer(ModelList(list(fleet.model_cards())))
+    async def models(request: Request) -> Response:
+        """Models of all engines that are up, of those that the client's key is good for."""
+        return json_answer(ModelList(_cards(sources, request)))
 
     @_get(app, "/v1/models/{model:path}", refer(ModelCard))
-    async def model(model: str) -> Response:
+    async def model(model: str, request: Request) -> Response:
         """One model's card."""
-        card = next((card for card in fleet.model_cards() if card.id == model), None)
+        card = next((card for card in _cards(sources, request) if card.id == model), None)
         if card is None:
             raise model_not_found(model)
         return json_answer(card)
+
+
+def _cards(sources: Sources, request: Request) -> list[ModelCard]:
+    """Of the models served, and of their aliases, that the client may use."""
+    tenant: Tenant | None = request.scope.get(TENANT)
+    cards = {card.id: card for card in sources.fleet.model_cards()}
+    for name, models in () if sources.aliases is None else sources.aliases.items():
+        behind = next((cards[to] for to in models if to in cards), None)
+        if behind is not None:
+            cards[name] = msgspec.structs.replace(behind, id=name, root=behind.id)
+    return [card for card in cards.values() if tenant is None or tenant.may_use(card.id)]
 
 
 def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from router import __version__
+from router.admission.gate import KeyGate
 from router.api.admin.stats import AdminStats
 from router.feeds.base import FeedState
 from router.fleet.discovery import FleetSources
@@ -26,9 +27,11 @@ from router.index.models import Scopes
 from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
-from router.observe.requests import RequestBook
+from router.observe.requests import RequestTracker
+from router.observe.traces import TraceStats
 from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
@@ -53,6 +56,7 @@ _GAUGES = frozenset(
         "source_engines",
         "source_failing",
         "source_synced",
+        "tenant_active",
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
@@ -75,7 +79,12 @@ class Sources(msgspec.Struct):
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
-    requests: RequestBook | None = None
+    requests: RequestTracker | None = None
+    gate: KeyGate | None = None
+    """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
+    traces: TraceStats | None = None
 
 
 class RouterCollector:
@@ -107,14 +116,19 @@ class RouterCollector:
         if s.accounts.access is not None:
             yield from _numbers("access_log", s.accounts.access.stats)
         if s.shared is not None:
-            yield from _numbers("lease", s.shared.keeper.stats)
-            yield from _numbers("look", s.shared.sight.stats)
-            yield from _numbers("flight", s.shared.inflight.flights)
+            yield from _numbers("lease", s.shared.lease_manager.stats)
+            yield from _numbers("look", s.shared.lookup.stats)
+            yield from _numbers("flight", s.shared.inflight.gossip_stats)
             yield from _by_label("model", "mirror", s.shared.mirror_stats())
         if s.origins is not None:
             yield from _by_label("source", "source", s.origins.stats)
         if s.admin is not None:
             yield from _numbers("admin", s.admin)
+        if s.traces is not None:
+            yield from _numbers("traces", s.traces)
+        if s.gate is not None:
+            yield from _numbers("keys", s.gate.stats)
+            yield from _by_label("tenant", "tenant", s.gate.tenants())
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources
@@ -346,7 +360,7 @@ _TIME_TEXTS = {
 }
 
 
-def _requests(book: RequestBook) -> Iterator[Metric]:
+def _requests(book: RequestTracker) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.shadow import Shadow
+from router.proxy.aliases import Aliases
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -117,10 +119,8 @@ def check_config(config: Config) -> None:
         _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
     _check_admin(config)
     _check_renderers(config.prompts.renderers)
-    try:
-        config.fleet.headers()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    _check_by_making("", config.fleet.headers)
+    _check_by_making("aliases.", lambda: Aliases(config.alias_shares()))
     for name, model in config.models.items():
         if model.tokenizer is not None and not _has_tokenizer(Path(model.tokenizer)):
             where = f"models.{name}.tokenizer"
@@ -137,6 +137,13 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
         _check_kinds(name, model)
         _check_shadow(name, model)
+
+
+def _check_by_making(section: str, make: Callable[[], object]) -> None:
+    try:
+        make()
+    except ValueError as error:
+        raise ConfigError(f"{section}{error}") from None
 
 
 def _check_renderers(urls: tuple[str, ...]) -> None:

@@ -12,14 +12,17 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
+from router.admission.settings import KeySettings
 from router.api.admin.settings import AdminSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
+from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
+from router.observe.traces import TraceSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -170,6 +173,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     `admin.token_file`; that file is used where this is not set and `ops_host` is not a loopback address."""
     ops_open: bool = False
     """Answer everybody who reaches the ops port, on any address: for where a firewall guards it."""
+    tls_cert_file: str | None = None
+    """Certificate chain of `port`, PEM: clients then speak HTTPS. Read again when it changes, as its key."""
+    tls_key_file: str | None = None
+    """Private key of that certificate, PEM."""
+    client_ca_file: str | None = None
+    """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
     """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
     log_level: str = "info"
@@ -179,6 +188,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,
     times, tokens, request id. Never text of a prompt or an answer."""
+
+    def __post_init__(self) -> None:
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
+
+    @property
+    def tls(self) -> TlsFiles:
+        """Of the public port; none given: it speaks plain HTTP."""
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
 
     @property
     def ops_listens_on(self) -> int | None:
@@ -195,6 +212,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
+    aliases: dict[str, str | dict[str, float]] = {}
+    """Name that clients may use for a model -> the served model, or several with the shares of requests that
+    they get. Requests with the same `x-session-id` go to the same one."""
     fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()
@@ -204,11 +224,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
+    keys: KeySettings = KeySettings()
+    traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    def alias_shares(self) -> dict[str, dict[str, float]]:
+        """``aliases``, each with shares."""
+        return {n: {to: 1.0} if isinstance(to, str) else to for n, to in self.aliases.items()}
 
     @property
     def ops_tokens(self) -> tuple[str, str] | None:

@@ -7,6 +7,8 @@ below; errors of an engine are passed through as bytes and never come here.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -181,6 +183,36 @@ def engine_not_found(name: str) -> ApiError:
     return ApiError(
         404, "engine_not_found", message, kind="not_found_error", param="engine", headers=_NO_RETRY
     )
+
+
+def invalid_key(*, given: bool) -> ApiError:
+    """401: no key, or one that nobody has."""
+    said = "The key sent is not known here" if given else "No key was sent"
+    message = f"{said}: send Authorization: Bearer with a key that the operator of this router gave you."
+    headers = ((b"www-authenticate", b'Bearer realm="kvatlas"'), *_NO_RETRY)
+    return ApiError(401, "invalid_api_key", message, kind="authentication_error", headers=headers)
+
+
+def model_not_allowed(model: str | None) -> ApiError:
+    """403: the model is served, but not to this tenant."""
+    return ApiError(
+        403,
+        "model_not_allowed",
+        "This key is for some models only, and no model is named."
+        if model is None
+        else f"The model {echoed(model)} is not open to this key.",
+        kind="permission_error",
+        param="model",
+        headers=_NO_RETRY,
+    )
+
+
+def rate_limited(tenant: str, setting: str, limit: int, wait_s: float, headers: Headers) -> ApiError:
+    """429: the tenant has used what it may; ``wait_s`` until there is room again."""
+    retry = (b"retry-after", b"%d" % max(1, math.ceil(wait_s)))
+    message = f"Limit of {tenant} reached: {setting} = {limit}. Try again in {max(0.001, wait_s):.3f} s."
+    kind = "tokens" if "tokens" in setting else "requests"
+    return ApiError(429, "rate_limit_exceeded", message, kind=kind, headers=(retry, *headers))
 
 
 def head_too_large(limit_bytes: int) -> ApiError:

@@ -12,9 +12,11 @@ from router.openai.errors import ApiError
 
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
+    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 _SEQUENCE: Final = re.compile(rb'"sequence_number":\s*(\d{1,18})')

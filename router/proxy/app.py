@@ -8,13 +8,16 @@ that is not an engine's own answer is an ``ApiError`` in OpenAI's shape and carr
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from typing import cast
 
+from router.admission.gate import KeyGate
+from router.admission.tenants import Entry
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.observe.requests import RequestBook, RequestRecord
+from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
@@ -30,6 +33,7 @@ from router.openai.errors import (
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
+from router.proxy.aliases import Aliases, with_model
 from router.proxy.forward import Forwarder, Outbound, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import POST_PATHS, Verdict, judge
@@ -37,6 +41,8 @@ from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
+PIN = b"x-kvatlas-engine"
+"""A client's choice of an engine; the same name tells it in the answer."""
 _NO_PEEK = Peek()
 _UNREAD = Peek(guarded=True)
 _LARGE_BYTES = 4 * 1024 * 1024
@@ -57,12 +63,17 @@ class ProxyApp:
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        requests: RequestBook | None = None,
+        requests: RequestTracker | None = None,
+        gate: KeyGate | None = None,
+        aliases: Aliases | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.requests = requests or RequestBook(clock)
-        self.client = UpstreamClient(self.settings, self.stats, clock)
+        self.requests = requests or RequestTracker(clock)
+        self._gate = gate
+        self._aliases = aliases
+        self.client = UpstreamClient(self.settings, self.stats, clock, tls)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
         )
@@ -84,13 +95,19 @@ class ProxyApp:
         watch = DisconnectWatch()
         request_id: bytes | None = None
         record = self.requests.begin(scope["method"], scope["path"])
+        entry: Entry | None = None
         try:
             client = scope.get("client")
+            sent, scope = scope["headers"], self._cleaned(scope)
+            self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
+            if self._gate is not None:
+                entry = self._gate.enter(sent)
+                record.tenant = entry.tenant.name
             self._check(scope["path"], scope["method"], head)
-            out = await self._outbound(scope, head, await self._read_body(head, receive), record)
+            out = await self._outbound(scope, head, await self._read_body(head, receive), record, entry)
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
@@ -107,8 +124,16 @@ class ProxyApp:
             record.gone = True
         finally:
             watch.stop()
+            if entry is not None:
+                entry.leave(record.usage)
             self.stats.requests_active -= 1
             self.requests.end(record)
+
+    def _cleaned(self, scope: Scope) -> Scope:
+        """Without what must not reach engines."""
+        if self._gate is None:
+            return scope
+        return {**scope, "headers": self._gate.for_engines(scope["headers"])}
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
         """What is refused before the body is read."""
@@ -124,22 +149,41 @@ class ProxyApp:
             raise encoding_not_supported(head.encoding.decode("latin-1"))
 
     async def _outbound(
-        self, scope: Scope, head: RequestHead, body: bytes, record: RequestRecord
+        self,
+        scope: Scope,
+        head: RequestHead,
+        body: bytes,
+        record: RequestRecord,
+        entry: Entry | None,
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         look = await self._peek(path, method, body)
+        if entry is not None and method == "POST":
+            entry.tenant.allow(look.model)
+        model = look.model
+        if self._aliases is not None and (behind := self._aliases.model_for(model, scope["headers"])):
+            model, body = behind, await self._named(body, behind)
         if look.guarded:
             body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
-            method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
+            method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
+        request.trace = record.trace
+        if self.settings.pin_header:
+            request.pinned = _pinned(scope["headers"])
         if path.startswith(RESPONSES):
             request.earlier_response = look.previous_response if path == RESPONSES else _response_id(path)
-        record.model = look.model or ""
-        return Outbound(request, head, target, record)
+        record.model = model or ""
+        return Outbound(request, head, target, record, entry)
+
+    async def _named(self, body: bytes, model: str) -> bytes:
+        try:
+            return await at_leisure(with_model(body, model))
+        except TooManyStepsError:
+            raise body_too_complex(STEPS_MAX) from None
 
     async def _screen(self, body: bytes) -> bytes:
         try:
@@ -195,7 +239,7 @@ class ProxyApp:
     ) -> None:
         self.stats.count_error(error.status, error.code)
         if error.status >= 500 and not record.explained:
-            self.requests.tell(
+            self.requests.warn(
                 "request not served",
                 record,
                 error.code,
@@ -214,6 +258,10 @@ class ProxyApp:
             headers.append((b"x-request-id", request_id))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _pinned(fields: list[tuple[bytes, bytes]]) -> str | None:
+    return next((value.decode("latin-1") for name, value in fields if name == PIN), None)
 
 
 def _response_id(path: str) -> str | None:

@@ -9,6 +9,7 @@ changes nothing but the breaker.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import xxhash
 
@@ -25,7 +26,7 @@ class Attempt:
 
     __slots__ = (
         *("_breaker", "_heard", "_open", "asked_s", "base_url", "client_headers", "engine_headers"),
-        *("engine_id", "expected_s", "now", "request"),
+        *("engine_id", "expected_s", "now", "request", "uncached_tokens"),
     )
 
     def __init__(
@@ -37,6 +38,7 @@ class Attempt:
         *,
         now: Callable[[], float],
         expected_s: float = 0.0,
+        uncached_tokens: int = 0,
         engine_headers: Fields = (),
         client_headers: Fields = (),
     ) -> None:
@@ -47,12 +49,18 @@ class Attempt:
         self.engine_headers = engine_headers
         self.client_headers = client_headers
         self.expected_s = expected_s
+        self.uncached_tokens = uncached_tokens
+        """Prompt tokens that the engine should have to compute."""
         self.now = now
         self._breaker = breaker
         self._heard = False
         self._open = True
         self.asked_s = now()
         breaker.begin(self.asked_s, streams=request.stream)
+
+    def facts(self) -> dict[str, Any]:
+        """Why this engine, for a trace: attribute -> value."""
+        return {}
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from router.admission.tenants import Entry
 from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
@@ -56,6 +57,8 @@ class Outbound(msgspec.Struct, gc=False):
     target: bytes
     """Path and query exactly as the client spelled them."""
     record: RequestRecord
+    entry: Entry | None = None
+    """Of the tenant it came from, where clients have keys."""
 
 
 class Refusal(msgspec.Struct, gc=False):
@@ -116,6 +119,10 @@ class Forwarder:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
             out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
+            if out.entry is not None:
+                out.entry.placed(placement.uncached_tokens)
+            if out.record.trace is not None:
+                placement.engine_headers += out.record.trace.asks(placement.engine_id, placement.facts())
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
@@ -136,7 +143,7 @@ class Forwarder:
     ) -> None:
         """Before ``record`` is told of the next engine."""
         if outcome is not None and not _broke(outcome):  # that is said elsewhere
-            record.book.tell(
+            record.tracker.warn(
                 "request retried",
                 record,
                 record.engine,
@@ -186,7 +193,10 @@ class Forwarder:
         connection: UpstreamConnection | None = None
         try:
             connection = await self._ask(placement, out)
-            head = read_answer_headers(connection.headers, out.head.request_id, placement.client_headers)
+            own = placement.client_headers
+            if out.entry is not None:
+                own += out.entry.answer_headers()
+            head = read_answer_headers(connection.headers, out.head.request_id, own)
             if connection.status in _REFUSALS:
                 body = await self._read_refusal(connection)
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
@@ -342,7 +352,7 @@ class Forwarder:
         self._failed(placement, error)
         engine_id = placement.engine_id
         record.broken = True
-        record.book.tell("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
+        record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
 
     async def _break_stream(
         self, relay: SseRelay, placement: Attempt, record: RequestRecord, error: UpstreamError, send: Send

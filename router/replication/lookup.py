@@ -1,8 +1,8 @@
 """Look-ups in the shared index: one round trip per prompt, and a fallback for every failure.
 
 Engines that this replica follows are predicted from its own memory, which is ahead of the index by the time
-a write takes; all others from the index. Always true: a look raises nothing and waits no longer than the
-look-up deadline; an engine whose writer has fallen silent is marked stale; what cannot be known is
+a write takes; all others from the index. Always true: a look-up raises nothing and waits no longer than its
+deadline; an engine without a live writer is marked stale; where no prediction is possible the hit is
 ``unknown`` with the reason.
 """
 
@@ -20,8 +20,9 @@ from router.feeds.base import FeedState
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
 from router.index.media import is_shared
-from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
+from router.index.model import HashedPrompt
 from router.index.rules.offload import shared_part
+from router.index.seats import EngineHit, Seat, seat_hits
 from router.placement.engine import NO_LOOK, Look
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.gossip.load import LoadGossip
@@ -34,7 +35,7 @@ _log = structlog.get_logger()
 _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})
 
 
-class SightStats(msgspec.Struct):
+class LookupStats(msgspec.Struct):
     """Counters for metrics."""
 
     looks: int = 0
@@ -48,37 +49,38 @@ class SightStats(msgspec.Struct):
 
 
 class Ownership(Protocol):
-    """Which engines this replica follows; see ``LeaseKeeper``."""
+    """Which engines this replica follows; see ``LeaseManager``."""
 
     others_alive: bool
 
     def follows(self, engine_id: str) -> bool:
         """Its feed runs here."""
 
-    def sure_of(self, engine_id: str) -> bool:
+    def holds_exclusively(self, engine_id: str) -> bool:
         """Its feed runs here, and nobody else can be following it."""
 
 
 class IndexLookup:
-    """See ``router.placement.engine.SharedView``. ``reader`` gives the reader; asked in a running loop."""
+    """See ``router.placement.engine.SharedView``. ``reader`` returns the reader; it is called in the event
+    loop."""
 
     def __init__(
         self,
         reader: Callable[[], SharedReader],
         own: Ownership,
-        exchange: LoadGossip,
+        load_gossip: LoadGossip,
         *,
-        hear: Callable[[Sequence[bytes]], None] = lambda flights: None,
+        receive_inflight: Callable[[Sequence[bytes]], None] = lambda inflight: None,
         clock: Callable[[], float],
     ) -> None:
-        self.stats = SightStats()
+        self.stats = LookupStats()
         self.problem = ""
-        """Why the last look got no answer; "" if it did."""
+        """Why the last look-up failed; "" if it did not."""
         self.breaker = Breaker(BreakerSettings(open_s_max=5.0))
         self._reader = reader
         self._own = own
-        self._exchange = exchange
-        self._hear = hear
+        self._load_gossip = load_gossip
+        self._receive_inflight = receive_inflight
         self._clock = clock
         self._models: dict[str, str] = {}
 
@@ -95,7 +97,7 @@ class IndexLookup:
         return self._models.get(engine_id)
 
     def known(self, engine_id: str) -> SharedEngine | None:
-        """What was last heard of an engine, from whoever follows it; asks nobody."""
+        """An engine's description as of the last look-up; sends nothing."""
         model = self._models.get(engine_id)
         return None if model is None else self._reader().engines(model).get(engine_id)
 
@@ -117,47 +119,48 @@ class IndexLookup:
         self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
     ) -> Look:
         """See ``SharedView``."""
-        elsewhere = {e: model for e, model in engines.items() if not self._own.sure_of(e)}
-        if not elsewhere and not self._own.others_alive:
+        remote = {e: model for e, model in engines.items() if not self._own.holds_exclusively(e)}
+        if not remote and not self._own.others_alive:
             return NO_LOOK
         if not self.breaker.allows(self._clock()):
-            return self._fallback("circuit", elsewhere)
+            return self._fallback("circuit", remote)
         self.breaker.begin(self._clock())
         hits: dict[str, EngineHit] = {}
         load: dict[str, bytes] = {}
         stores: dict[str, dict[HashScheme, Rows]] = {}
         try:
             for model in dict.fromkeys(engines.values()):
-                ids = [e for e, its in elsewhere.items() if its == model]
+                ids = [e for e, its in remote.items() if its == model]
                 found = await self._look_up(model, prompt, ids, hits, stores, detail=detail)
                 load |= found.load
-                if found.flights:
-                    self._hear(found.flights)
+                if found.inflight:
+                    self._receive_inflight(found.inflight)
         except IndexUnavailable as error:
             self.breaker.record(False, self._clock())
-            return self._fallback(error.reason, elsewhere)
+            return self._fallback(error.reason, remote)
         except IndexRefused:
             self.breaker.record(False, self._clock())
-            return self._fallback("refused", elsewhere)
+            return self._fallback("refused", remote)
         except Exception:  # noqa: BLE001  # whatever it is, no request may fail because of the index
             _log.exception("shared index look-up failed")
             self.breaker.record(False, self._clock())
-            return self._fallback("fault", elsewhere)
+            return self._fallback("fault", remote)
         self.breaker.record(True, self._clock())
         self.problem = ""
         self.stats.looks += 1
-        return Look(hits, self._exchange.others(load, self._clock()), stores)
+        return Look(hits, self._load_gossip.others(load, self._clock()), stores)
 
     async def refresh(self) -> None:
-        """Look at the books of every model, without a prompt; never raises."""
+        """Read the registry of every model, without a prompt; never raises."""
         await self.look(None, dict(self._models))
 
-    def _fallback(self, reason: str, elsewhere: Mapping[str, str]) -> Look:
-        """What is left: engines whose feed runs here are known from memory, the others not at all."""
+    def _fallback(self, reason: str, remote: Mapping[str, str]) -> Look:
+        """The answer without the index: engines followed here are known from memory, the others
+        ``unknown``."""
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
         self.problem = reason
         why = f"the shared index did not answer ({reason})"
-        lost = [engine_id for engine_id in elsewhere if not self._own.follows(engine_id)]
+        lost = [engine_id for engine_id in remote if not self._own.follows(engine_id)]
         return Look({e: EngineHit("unknown", why_unknown=why) for e in lost}, problem=reason)
 
     async def _look_up(
@@ -170,8 +173,8 @@ class IndexLookup:
         *,
         detail: bool,
     ) -> SharedRows:
-        """Hits of ``ids`` added to ``hits``, what is told of shared stores to ``stores``; looks again where a
-        scheme turned out to be new."""
+        """Adds the hits of ``ids`` to ``hits`` and rows of shared stores to ``stores``; repeats the look-up
+        where an engine turned out to have a new hash scheme."""
         reader = self._reader()
         schemes = _schemes(reader.engines(model), ids)
         while True:
@@ -182,11 +185,11 @@ class IndexLookup:
                 spans[scheme] = len(asked), len(asked) + len(hashes)
                 asked += hashes
             found = await reader.lookup(asked, model)
-            news = _schemes(found.engines, ids)
-            if prompt is None or news <= schemes:
+            new_schemes = _schemes(found.engines, ids)
+            if prompt is None or new_schemes <= schemes:
                 break
             self.stats.repeats += 1
-            schemes |= news
+            schemes |= new_schemes
         if prompt is not None:
             hits |= self._hits(found, prompt, ids, spans, detail=detail)
             if any(is_shared(plane.medium) for plane, _ in found.rows.columns):
@@ -227,7 +230,7 @@ def _span(rows: Rows, start: int, end: int) -> Rows:
 
 
 def _trusted(known: SharedEngine) -> bool:
-    """Whether what the index holds of this engine is kept up to date now."""
+    """Whether the index is kept up to date for this engine now."""
     return not known.stale and known.feed_state in _TRUSTED
 
 
@@ -237,7 +240,7 @@ def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashSch
 
 
 def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
-    """All a prediction needs, or the answer that there can be none and why."""
+    """What a prediction needs, or an ``unknown`` hit with the reason."""
     if known is None:
         return EngineHit("unknown", why_unknown="no replica follows this engine yet")
     if known.mode == "learned":

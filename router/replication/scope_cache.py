@@ -1,7 +1,7 @@
-"""A reader's copy of one scope's registry, and what follows from them at a moment.
+"""A reader's copy of one model's registry, and the engines that it describes.
 
-Always true: an engine is not stale only while the lease last seen has not run out by the server's clock,
-and only on the servers the books were written to.
+Always true: an engine is fresh only while the lease last read has not expired by the server's clock, and only
+on the servers that the registry was written to.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class SharedEngine(NamedTuple):
     holder: str
     """The replica that writes it; empty if none does."""
     stale: bool
-    """Nobody vouches for it now: its hits may be shown, but must not be trusted."""
+    """No live writer keeps it up to date: its hits may be shown, but not relied on."""
     stores: frozenset[str] = frozenset()
     """Shared stores that it loads from."""
 
 
 class ScopeCache:
-    """One scope's books as last fetched, and what follows from them."""
+    """One model's registry as last fetched."""
 
     def __init__(self, keys: ScopeKeys) -> None:
         self.keys = keys
@@ -50,45 +50,45 @@ class ScopeCache:
         self.leases: dict[str, Lease] = {}
         self.leases_at = float("-inf")
         self.engines: dict[str, SharedEngine] = {}
-        self.flights_at: bytes | None = None
-        """The last entry of the stream of flights that was read; None: none was looked for yet."""
-        self.changes_at = 0.0
+        self.inflight_position: bytes | None = None
+        """Id of the last entry read from the stream of prompts in flight; None before the first read."""
+        self.next_expiry = 0.0
         """When the next engine becomes stale if no lease is renewed."""
         self._layouts: dict[CacheLayout, CacheLayout] = {}
 
     @property
-    def stamp(self) -> tuple[bytes | None, bytes | None]:
+    def version(self) -> tuple[bytes | None, bytes | None]:
         return (None, None) if self.view is None else (self.view.scope.epoch, self.view.version)
 
-    def learn(self, view: ScopeView | None, identity: str) -> None:
-        self.view, self.identity, self.changes_at = view, identity, 0.0
+    def update(self, view: ScopeView | None, identity: str) -> None:
+        self.view, self.identity, self.next_expiry = view, identity, 0.0
         if view is None:
             self.decoder = Decoder(1, {}, {})
             return
-        generations = {seat.number: seat.generation for seat in view.seats.values()}
+        generations = {slot.number: slot.generation for slot in view.slots.values()}
         self.decoder = Decoder(view.scope.code_bytes, generations, view.patterns)
 
-    def learn_leases(self, leases: dict[str, Lease], now: float) -> None:
-        self.leases, self.leases_at, self.changes_at = leases, now, 0.0
+    def update_leases(self, leases: dict[str, Lease], now: float) -> None:
+        self.leases, self.leases_at, self.next_expiry = leases, now, 0.0
 
     def engines_at(self, now: float) -> Mapping[str, SharedEngine]:
-        """Every engine that has a seat, stale or not at this moment."""
-        if now >= self.changes_at:
+        """Every engine that has a slot, with ``stale`` as of this moment."""
+        if now >= self.next_expiry:
             view = self.view
-            self.engines = {} if view is None else {e: self._engine(view, e, now) for e in view.seats}
+            self.engines = {} if view is None else {e: self._engine(view, e, now) for e in view.slots}
             ends = (lease.expires_in_s + self.leases_at for lease in self.leases.values())
-            self.changes_at = min((end for end in ends if end > now), default=float("inf"))
+            self.next_expiry = min((end for end in ends if end > now), default=float("inf"))
         return self.engines
 
     def _engine(self, view: ScopeView, engine_id: str, now: float) -> SharedEngine:
-        seat, facts = view.seats[engine_id], view.facts.get(engine_id, EngineFacts())
+        slot, facts = view.slots[engine_id], view.facts.get(engine_id, EngineFacts())
         lease = self.leases.get(engine_id)
         held = lease is not None and lease.expires_in_s + self.leases_at > now
         layout = None if facts.layout is None else self._layouts.setdefault(facts.layout, facts.layout)
         return SharedEngine(
             engine_id,
-            seat.slot,
-            seat.generation,
+            slot.slot,
+            slot.generation,
             layout,
             facts.scheme,
             facts.mode,
@@ -96,6 +96,6 @@ class ScopeCache:
             facts.feed_state,
             facts.missing_batches,
             lease.holder if lease is not None and held else "",
-            not held or view.scope.home != self.identity,
+            not held or view.scope.server_identity != self.identity,
             frozenset(facts.stores),
         )

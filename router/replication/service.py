@@ -2,7 +2,7 @@
 
 One per router. It owns the connections (one client for writing, one for look-ups) and a ``MirroredIndex``
 per model, which the feeds write to. Always true: a feed runs only while its engine's lease is held here;
-nothing in here ends the router, whatever the server does.
+no failure in here ends the router.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 import structlog
 
 from router.feeds.base import FeedState
-from router.feeds.manager import Followers
+from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
 from router.index.engine import EngineResidency
-from router.index.model import EngineHit, Seat
 from router.index.models import Scopes
+from router.index.seats import EngineHit, Seat
 from router.placement.load import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
@@ -31,7 +31,7 @@ from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import EngineFacts, Registry
@@ -41,23 +41,23 @@ from router.replication.writer.mirror import MirroredIndex
 
 _log = structlog.get_logger()
 _DESCRIBE_S = 0.02
-"""How soon other replicas hear of a feed's new state or an engine's new layout."""
-_WATCH_S = 0.5
-_LEAVE_S_MAX = 2.0
-_LOAD_KEPT_S = 60
-_AFTER_FAULT_S = 0.5
+"""Delay until other replicas are told a feed's new state or an engine's new layout."""
+_REFRESH_S = 0.5
+_SHUTDOWN_S_MAX = 2.0
+_LOAD_TTL_S = 60
+_RESTART_PAUSE_S = 0.5
 
 
 class _Scope(NamedTuple):
-    """What one model has of the shared index."""
+    """The shared index of one model."""
 
     mirror: MirroredIndex
-    desk: ModelLeases
+    leases: ModelLeases
     keys: ScopeKeys
 
 
 class SharedIndex:
-    """See the module. ``attach`` before ``run``; ``sight`` is what the planner asks."""
+    """See the module. ``attach`` before ``run``; placement asks ``lookup``."""
 
     def __init__(
         self,
@@ -68,64 +68,69 @@ class SharedIndex:
     ) -> None:
         self.settings = settings
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
-        self._client, self._looking = connect(settings), connect(settings)
-        self._stream = InflightStream(self._client)
+        self._write_client, self._lookup_client = Client(settings), Client(settings)
+        self._stream = InflightStream(self._write_client)
         self._clock = clock
         self._started = secrets.randbits(40)
         self._scopes: dict[str, _Scope] = {}
-        self._followers: Followers | None = None
+        self._feeds: FeedManager | None = None
         self._residency: Scopes | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
-        self._told: dict[str, EngineFacts] = {}
-        self.exchange = LoadGossip(self.replica, own_load, started=self._started)
-        self.keeper = LeaseManager(
+        self._published: dict[str, EngineFacts] = {}
+        self.load_gossip = LoadGossip(self.replica, own_load, started=self._started)
+        self.lease_manager = LeaseManager(
             self.replica,
-            lambda model: self.scope(model).desk,
+            lambda model: self.scope(model).leases,
             self,
             lease_s=settings.lease_s,
             renew_s=settings.renew_s,
             clock=clock,
         )
-        self.sight = IndexLookup(
+        self.lookup = IndexLookup(
             self.reader,
-            self.keeper,
-            self.exchange,
+            self.lease_manager,
+            self.load_gossip,
             clock=clock,
-            hear=lambda flights: self.inflight.hear(flights, clock()),
+            receive_inflight=lambda entries: self.inflight.receive(entries, clock()),
         )
         self.inflight = GossipedInflight(
-            self.replica, self._started, self._tell_flight, is_local=self.keeper.follows, clock=clock
+            self.replica,
+            self._started,
+            self._publish_inflight,
+            is_local=self.lease_manager.follows,
+            clock=clock,
         )
 
-    def attach(self, followers: Followers, residency: Scopes) -> None:
-        """Whom to start and stop with the leases, and what to tell of."""
-        self._followers, self._residency = followers, residency
+    def attach(self, feeds: FeedManager, residency: Scopes) -> None:
+        """Set the feeds to start and stop with the leases, and the residency to describe to other
+        replicas."""
+        self._feeds, self._residency = feeds, residency
 
     def scope(self, model: str) -> _Scope:
-        """What a model has of the shared index, made on first use."""
+        """The shared index of a model, created on first use."""
         found = self._scopes.get(model)
         if found is None:
             keys = ScopeKeys(self.settings.namespace, model)
-            roll = Membership(
-                self._client.command,
+            membership = Membership(
+                self._write_client.command,
                 keys.replicas,
                 self.replica,
                 started=self._started,
                 lease_s=self.settings.lease_s,
                 clock=self._clock,
             )
-            mirror = MirroredIndex(self._client, model, on_lost=self.keeper.lost)
-            desk = ModelLeases(Leases(self._client, model, self.replica), roll)
-            found = self._scopes[model] = _Scope(mirror, desk, keys)
+            mirror = MirroredIndex(self._write_client, model, on_lost=self.lease_manager.lost)
+            leases = ModelLeases(Leases(self._write_client, model, self.replica), membership)
+            found = self._scopes[model] = _Scope(mirror, leases, keys)
             if self._tasks is not None:
-                self._tasks.create_task(_kept_up(mirror.run), name=f"mirror {model}")
+                self._tasks.create_task(_restarting(mirror.run), name=f"mirror {model}")
         return found
 
     def reader(self) -> SharedReader:
-        """The one that looks; made in the running loop."""
+        """The reader; created in the running event loop."""
         if self._reader is None:
-            self._reader = SharedReader(self._looking)
+            self._reader = SharedReader(self._lookup_client)
         return self._reader
 
     def index_of(self, model: str) -> MirroredIndex:
@@ -135,160 +140,166 @@ class SharedIndex:
     # -- the engines ----------------------------------------------------------------------------------
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
-        """See ``Following``: here or elsewhere."""
-        return self.keeper.wants(engine, model)
+        """See ``Following``: by this replica or another."""
+        return self.lease_manager.is_candidate(engine, model)
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
-        """See ``Following``: here, if the lease can be had."""
+        """See ``Following``: here, if the lease can be acquired."""
         del tasks  # feeds come and go with their leases
-        self.sight.assign(engine.engine_id, model)
-        self.keeper.want(engine, model)
+        self.lookup.assign(engine.engine_id, model)
+        self.lease_manager.add_candidate(engine, model)
 
     def stop(self, engine_id: str) -> None:
         """See ``Following``."""
-        self.keeper.unwant(engine_id)
-        self.sight.remove(engine_id)
+        self.lease_manager.remove_candidate(engine_id)
+        self.lookup.remove(engine_id)
 
     def follower(self, engine_id: str) -> str | None:
-        """The replica that follows an engine, as last heard; None where nobody does."""
-        if self.keeper.follows(engine_id):
+        """The replica that follows an engine, as of the last look-up; None if none does."""
+        if self.lease_manager.follows(engine_id):
             return self.replica
-        known = self.sight.known(engine_id)
+        known = self.lookup.known(engine_id)
         return None if known is None else known.holder or None
 
     def stop_all(self) -> None:
-        """See ``Following``. Leases are given back by ``close``."""
-        for engine_id in list(self.keeper.held):
-            self.keeper.unwant(engine_id)
+        """See ``Following``. ``close`` releases the leases."""
+        for engine_id in list(self.lease_manager.held):
+            self.lease_manager.remove_candidate(engine_id)
 
     def mirror_stats(self) -> dict[str, MirrorStats]:
-        """Counters of the writers, by model."""
+        """The writers' counters, by model."""
         return {model: scope.mirror.counters for model, scope in self._scopes.items()}
 
     @property
     def problem(self) -> str:
         """Why the shared index cannot be used now; "" while it can."""
-        if self._looking.last_error:
-            return self._looking.last_error
-        return self.sight.problem
+        if self._lookup_client.last_error:
+            return self._lookup_client.last_error
+        return self.lookup.problem
 
-    # -- what comes and goes with a lease (``Estate``) --------------------------------------------------
+    # -- ``LeaseListener`` ------------------------------------------------------------------------------
 
-    async def enter(self, wanted: LeaseCandidate, token: int, *, again: bool) -> None:
-        """See ``Estate``."""
-        engine_id = wanted.engine.engine_id
-        await self.scope(wanted.model).mirror.take_over(engine_id, token)
-        self._told.pop(engine_id, None)
-        if not again and self._followers is not None and self._tasks is not None:
-            self._followers.follow(wanted.engine, wanted.model, self._tasks)
+    async def lease_acquired(self, candidate: LeaseCandidate, token: int, *, again: bool) -> None:
+        """See ``LeaseListener``."""
+        engine_id = candidate.engine.engine_id
+        await self.scope(candidate.model).mirror.take_over(engine_id, token)
+        self._published.pop(engine_id, None)
+        if not again and self._feeds is not None and self._tasks is not None:
+            self._feeds.follow(candidate.engine, candidate.model, self._tasks)
 
-    def leave(self, model: str, engine_id: str) -> None:
-        """See ``Estate``."""
-        self._told.pop(engine_id, None)
+    def lease_ended(self, model: str, engine_id: str) -> None:
+        """See ``LeaseListener``."""
+        self._published.pop(engine_id, None)
         self.scope(model).mirror.drop(engine_id)
-        if self._followers is not None:
-            self._followers.stop(engine_id)
+        if self._feeds is not None:
+            self._feeds.stop(engine_id)
 
     # -- background -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep everything going until cancelled."""
-        await self._client.start()
-        await self._looking.start()
+        """Run all tasks until cancelled."""
+        await self._write_client.start()
+        await self._lookup_client.start()
         async with asyncio.TaskGroup() as self._tasks:
             for model, scope in self._scopes.items():
-                self._tasks.create_task(_kept_up(scope.mirror.run), name=f"mirror {model}")
-            for work in (self.keeper.run, self._describe, self._watch, self._tell_load, self._stream.run):
-                self._tasks.create_task(_kept_up(work), name=f"shared index: {work.__name__}")
+                self._tasks.create_task(_restarting(scope.mirror.run), name=f"mirror {model}")
+            for work in (
+                self.lease_manager.run,
+                self._describe_engines,
+                self._refresh_periodically,
+                self._report_load,
+                self._stream.run,
+            ):
+                self._tasks.create_task(_restarting(work), name=f"shared index: {work.__name__}")
 
-    async def retire(self) -> None:
-        """Give the leases away, so that others take over at once; what they know is looked up then."""
+    async def release_leases(self) -> None:
+        """Release the leases, so that others take over at once; from then on engines are looked up."""
         try:
-            async with asyncio.timeout(_LEAVE_S_MAX):
-                await self.keeper.leave()
+            async with asyncio.timeout(_SHUTDOWN_S_MAX):
+                await self.lease_manager.release_all()
         except (IndexUnavailable, TimeoutError) as error:
             _log.warning("leases not released", problem=str(error))
 
     async def close(self) -> None:
-        """Retire, and hang up."""
-        await self.retire()
+        """Release the leases and close the connections."""
+        await self.release_leases()
         try:
-            async with asyncio.timeout(_LEAVE_S_MAX):
+            async with asyncio.timeout(_SHUTDOWN_S_MAX):
                 for scope in self._scopes.values():
-                    await self._client.command("HDEL", scope.keys.load, self.replica)
+                    await self._write_client.command("HDEL", scope.keys.load, self.replica)
         except (IndexUnavailable, TimeoutError) as error:
             _log.warning("in-flight load not withdrawn", problem=str(error))
-        await self._client.close()
-        await self._looking.close()
+        await self._write_client.close()
+        await self._lookup_client.close()
 
-    async def _describe(self) -> None:
-        """Tell the others of each engine followed here what changed."""
+    async def _describe_engines(self) -> None:
+        """Publish what changed of each engine followed here."""
         while True:
-            for engine_id, held in list(self.keeper.held.items()):
+            for engine_id, held in list(self.lease_manager.held.items()):
                 self._describe_engine(engine_id, held.model)
             await asyncio.sleep(_DESCRIBE_S)
 
     def _describe_engine(self, engine_id: str, model: str) -> None:
-        if self._residency is None or self._followers is None:
+        if self._residency is None or self._feeds is None:
             return
-        engine, feed = self._residency.engine(engine_id), self._followers.stats.get(engine_id)
+        engine, feed = self._residency.engine(engine_id), self._feeds.stats.get(engine_id)
         if engine is None or feed is None:
             return
         seat = self._residency.scope(model).residency(engine_id).seat()
         facts = engine_facts(engine, seat, feed.state, feed.missing_batches)
-        mirror, told = self.scope(model).mirror, self._told.get(engine_id)
-        if facts != told:
-            caught_up = told is not None and told.feed_state == facts.feed_state
+        mirror, published = self.scope(model).mirror, self._published.get(engine_id)
+        if facts != published:
+            caught_up = published is not None and published.feed_state == facts.feed_state
             if facts.feed_state == FeedState.READY and not caught_up and not mirror.written(engine_id):
-                return  # not before all that was replayed is there to be found
-            self._told[engine_id] = facts
+                return  # READY only once everything replayed has been written
+            self._published[engine_id] = facts
             mirror.describe(engine_id, facts)
 
-    async def _watch(self) -> None:
-        """Look now and then also while no requests come, so that what is said of engines stays true."""
+    async def _refresh_periodically(self) -> None:
+        """Read the registry also while no requests come, so that explain and metrics stay current."""
         while True:
-            await self.sight.refresh()
-            await asyncio.sleep(_WATCH_S)
+            await self.lookup.refresh()
+            await asyncio.sleep(_REFRESH_S)
 
-    def _tell_flight(self, engine_id: str, entry: bytes) -> bool:
-        """Put one entry on its way to the other replicas, if there are any; nobody waits for the answer."""
-        model = self.sight.model_of(engine_id)
-        if model is None or not self.keeper.others_alive or self._client.last_error:
+    def _publish_inflight(self, engine_id: str, entry: bytes) -> bool:
+        """Queue one entry for the other replicas, if there are any."""
+        model = self.lookup.model_of(engine_id)
+        if model is None or not self.lease_manager.others_alive or self._write_client.last_error:
             return False
-        return self._stream.put(self.scope(model).keys.flights, entry)
+        return self._stream.put(self.scope(model).keys.inflight, entry)
 
-    async def _tell_load(self) -> None:
+    async def _report_load(self) -> None:
         while True:
             try:
-                await self._tell_load_once()
+                await self._report_load_once()
                 await asyncio.sleep(self.settings.load_interval_s)
             except IndexUnavailable:
-                await asyncio.sleep(_AFTER_FAULT_S)
+                await asyncio.sleep(_RESTART_PAUSE_S)
 
-    async def _tell_load_once(self) -> None:
+    async def _report_load_once(self) -> None:
         now = self._clock()
-        field = self.exchange.field(now)
+        field = self.load_gossip.field(now)
         if field is None:
             return
         for scope in self._scopes.values():
-            await self._client.command("HSET", scope.keys.load, self.replica, field)
-            await self._client.command("EXPIRE", scope.keys.load, _LOAD_KEPT_S)
-        self.exchange.wrote(field, now)
+            await self._write_client.command("HSET", scope.keys.load, self.replica, field)
+            await self._write_client.command("EXPIRE", scope.keys.load, _LOAD_TTL_S)
+        self.load_gossip.sent(field, now)
 
 
-async def _kept_up(work: Callable[[], Awaitable[None]]) -> None:
-    """``work`` until cancelled, begun again whatever ends it: a fault of ours must not end the router."""
+async def _restarting(work: Callable[[], Awaitable[None]]) -> None:
+    """Run ``work`` until cancelled, starting it again whatever ends it: a bug must not end the router."""
     while True:
         try:
             await work()
         except Exception:  # noqa: BLE001  # see above
             _log.exception("task of the shared index failed, restarting it")
-        await asyncio.sleep(_AFTER_FAULT_S)
+        await asyncio.sleep(_RESTART_PAUSE_S)
 
 
 async def check_index(settings: IndexSettings, model: str = "") -> str:
-    """ "" if the index can be used, else what the trouble is. Raises ``IndexRefused`` for another schema."""
-    client: Client = connect(settings)
+    """Why the index cannot be used; "" if it can. Raises ``IndexRefused`` for another schema."""
+    client: Client = Client(settings)
     try:
         if not await client.start(2 * settings.connect_timeout_s):
             return client.last_error or "no connection in time"
@@ -303,7 +314,7 @@ async def check_index(settings: IndexSettings, model: str = "") -> str:
 def engine_facts(
     engine: EngineResidency, seat: Seat | EngineHit, feed_state: FeedState, missing: int
 ) -> EngineFacts:
-    """What the other replicas need to predict this engine, or why they cannot."""
+    """What other replicas need to predict this engine's hits, or why they cannot."""
     state = str(feed_state)
     if isinstance(seat, Seat) and seat.mode == "assumed":
         why = "hash scheme not proven yet, only assumed"

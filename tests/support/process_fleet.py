@@ -14,11 +14,11 @@ import msgspec
 
 from publisher.engine import EngineSettings
 from router.demo.run import engine_process
-from router.replication.redis.client import connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.index.command import verify_scope
-from router.tools.index.scan import read_books
+from router.tools.index.scan import read_scope
 from router.tools.index.verify import EngineDiff
 from tests.support.processes import Replica, replicas
 from tests.support.waiting import until
@@ -139,16 +139,17 @@ class Fleet:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def holders(self) -> dict[str, str]:
-        """Engine -> the replica whose lease has not run out, by books that were written to these servers."""
-        client = connect(IndexSettings(url=self.index))
+        """Engine -> the replica whose lease has not expired, by a registry that was written to these
+        servers."""
+        client = Client(IndexSettings(url=self.index))
         try:
             if not await client.start(2.0):
                 return {}
-            books = await read_books(client, MODEL)
-            if books is None or books.view.scope.home != client.identity:
+            snapshot = await read_scope(client, MODEL)
+            if snapshot is None or snapshot.view.scope.server_identity != client.identity:
                 return {}
-            whole = books.view.seats.keys() & books.addresses.keys()
-            return {e: lease.holder for e, lease in books.leases.items() if lease.held and e in whole}
+            complete = snapshot.view.slots.keys() & snapshot.addresses.keys()
+            return {e: lease.holder for e, lease in snapshot.leases.items() if lease.held and e in complete}
         except IndexUnavailable:
             return {}
         finally:
@@ -158,7 +159,7 @@ class Fleet:
         """Every engine is followed by one of ``among`` (default: any replica), and known to be caught up."""
         names = among or {member.name for member in self.members}
 
-        async def whole() -> bool:
+        async def complete() -> bool:
             held = await self.holders()
             if set(held) != set(self.engines) or not set(held.values()) <= names:
                 return False
@@ -170,16 +171,16 @@ class Fleet:
                         return False
             return True
 
-        await until(whole, f"every engine followed by {names}")
+        await until(complete, f"every engine followed by {names}")
 
     async def verify(self) -> list[EngineDiff]:
         """``kvatlas index verify`` on a fleet at work; every difference that stays."""
-        client = connect(IndexSettings(url=self.index))
+        client = Client(IndexSettings(url=self.index))
         try:
             assert await client.start(5.0)
-            books = await read_books(client, MODEL)
-            assert books is not None
-            return await verify_scope(client, books, {}, 5.0)
+            snapshot = await read_scope(client, MODEL)
+            assert snapshot is not None
+            return await verify_scope(client, snapshot, {}, 5.0)
         finally:
             await client.close()
 

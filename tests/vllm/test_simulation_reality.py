@@ -2,7 +2,9 @@
 
 The simulator tells tokens apart in units of 512; these prompts are shorter, so everything is scaled:
 one real token is sixteen simulated ones, in prompts, blocks, windows, chunks and rates alike, and one id is
-one block of 32 real tokens. Hits scale with it exactly.
+one block of 32 real tokens. Only the last token of an answer is one, as it is sampled and never computed: of
+sixteen all but one would be, into a block that no engine takes where the token before them fills the last.
+Hits scale with it exactly.
 
 Stated: placed as the router placed them, the simulated engines' hits are those that vLLM reported, to the
 token, for every request; placed by the policies themselves at the fitted rates, the simulated fleet puts the
@@ -183,7 +185,7 @@ def workload(sent: list[Sent]) -> list[Request]:
             Request(
                 at_s=one.at_s - sent[0].at_s,
                 input_tokens=SCALE * len(one.prompt),
-                output_tokens=SCALE * len(one.answer),
+                output_tokens=SCALE * (len(one.answer) - 1) + 1,
                 ids=tuple(ids.setdefault(block, len(ids)) for block in named),
             )
         )

@@ -26,7 +26,7 @@ class EvictionPolicy(Protocol):
         """These keys, all here, are loaded for one request."""
 
     def remove(self, key: bytes) -> None:
-        """The key is gone for another reason than ``victim``."""
+        """The key is gone for another reason than ``victims``."""
 
-    def victim(self, spared: Spared) -> bytes | None:
-        """Choose one key and forget it; None where all that are here are spared."""
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        """Choose up to ``count`` keys and forget them; fewer where the others that are here are spared."""

@@ -8,7 +8,7 @@ or a boundary above can still be resumed. Heads of prefixes thus live longest, a
 boundary counts as an end where nothing follows, where prompts part, or where loads ended more than once.
 
 What always holds: every key added is in exactly one node; a key is chosen at most once; the work per choice
-is bounded by the longest window, in boundaries, amortised.
+is bounded by the longest window, in boundaries, amortised, and a step's by the blocks it stores.
 
 What it brings: ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group, shared
 system prompts, conversations and one-off prompts, seeded), share of prompt tokens that could be loaded::
@@ -33,6 +33,8 @@ from connectors.tier.eviction.prefix_tree import Node, PrefixTree
 
 _SCAN_MAX = 64
 """Spared keys looked at in a queue before another queue is asked."""
+_RUN_MAX = 256
+"""Nodes given up at once: a very long prompt is given up in parts, each when its rows are needed."""
 
 
 class BoundaryPolicy:
@@ -50,6 +52,8 @@ class BoundaryPolicy:
         self._order = count()
         self._placed: dict[bytes, Node] = {}
         self._made: list[Node] = []
+        self._named: dict[Node, None] = {}
+        """Of the chain that is being stored: the node of each key, the nodes made for it, and all of both."""
         # Ordered dicts: the head of a plain one is found slowly once many before it are gone.
         self._cut_keys: OrderedDict[bytes, None] = OrderedDict()
         self._doomed: OrderedDict[bytes, None] = OrderedDict()
@@ -61,44 +65,37 @@ class BoundaryPolicy:
         self._clock += 1
         placed, self._made = self.tree.place(chain, lineage)
         self._placed = dict(zip(chain, placed, strict=True))
+        self._named = dict.fromkeys([*placed, *self._made])
         self._recut(self._made)
-        for node in (*placed, *self._made):
+        self._touch(self._named)
+        for node in self._named:
             node.pending = True
-        above = [node.parent for node in self._made if node.parent is not None]
-        for node in dict.fromkeys([*placed, *self._made, *above]):
-            self._touch(node)
-        for key in chain:
-            self._doomed.pop(key, None)
+        if self._made and (above := self._made[0].parent) is not None:
+            self._touch([above])
+        self._keep(chain)
 
     def end_chain(self, added: Sequence[bytes]) -> None:
+        self._recut(self.tree.add(added, self._placed))
         for key in added:
-            node = self._placed[key]
-            self._recut(self.tree.add(key, node))
-            if node.cut:
+            if self._placed[key].cut:
                 self._cut_keys[key] = None
-        if self._made:
-            self._pass_by(self._made)
-        nodes = dict.fromkeys([*self._placed.values(), *self._made])
-        for node in nodes:
+        self._pass_by(self._made)
+        for node in reversed(self._named):
             node.pending = False
-        for node in reversed(nodes):
-            self._prune(node)
-        for node in nodes:
-            self._settle(node)
-        self._placed = {}
-        self._made = []
+            if not (node.keys or node.children):
+                self._prune(node)
+        self._settle(self._named)
+        self._placed, self._made, self._named = {}, [], {}
 
     def use(self, keys: Sequence[bytes]) -> None:
         self._clock += 1
         nodes = dict.fromkeys(self.tree.node_of[key] for key in keys)
+        self._touch(nodes)
         for node in nodes:
-            self._touch(node)
             if not node.children & nodes.keys():
                 node.loads += 1
-        for key in keys:
-            self._doomed.pop(key, None)
-        for node in nodes:
-            self._settle(node)
+        self._keep(keys)
+        self._settle(nodes)
 
     def remove(self, key: bytes) -> None:
         self._cut_keys.pop(key, None)
@@ -107,15 +104,16 @@ class BoundaryPolicy:
         self._recut(cut)
         self._prune(node)
 
-    def victim(self, spared: Spared) -> bytes | None:
-        while True:
-            for queue in (self._cut_keys, self._doomed):
-                key = _next(queue, spared)
-                if key is not None:
-                    self.remove(key)
-                    return key
-            if not self._doom_more():
-                return None
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen: list[bytes] = []
+        while (missing := count - len(chosen)) > 0:
+            going = _oldest(self._cut_keys, missing, spared) or _oldest(self._doomed, missing, spared)
+            for key in going:
+                self.remove(key)
+            chosen += going
+            if not going and not self._doom_more():
+                break
+        return chosen
 
     # -- choosing ----------------------------------------------------------------------------------------
 
@@ -139,11 +137,9 @@ class BoundaryPolicy:
     def _doom_tails(self, node: Node) -> bool:
         """Doom the tails in a node that no end below it needs."""
         tails = [(key, self._span[group]) for key, group in node.keys.items() if group in self._span]
-        if not tails:
-            return False  # most nodes of a long prompt: the way down is long, and there is nothing to drop
-        distance, below = 0, node
-        while not below.is_end and distance < self._span_max:
-            (below,) = below.children
+        distance, below, span_max = 0, node, self._span_max
+        while distance < span_max and not (below.branched or below.loads > 1 or not below.children):
+            (below,) = below.children  # not by is_end: this runs for every tail of a long prompt
             distance += 1
         if not distance:
             return False
@@ -153,49 +149,69 @@ class BoundaryPolicy:
         return bool(spare)
 
     def _doom_run(self, leaf: Node) -> None:
-        """Doom an end of a prompt and all that only leads to it."""
-        for node in leaf.up():
-            in_use = node.stamp == self._clock
-            if node is not leaf and (in_use or len(node.children) > 1 or self._can_resume(node)):
-                return
+        """Doom an end of a prompt and what only leads to it, but not more than ``_RUN_MAX`` nodes at once:
+        the rest ends in a leaf when these are gone."""
+        doomed, tails, lacking = self._doomed, len(self._tails), 0
+        for at, node in enumerate(leaf.up()):
+            if at:
+                if at >= _RUN_MAX or node.stamp == self._clock or len(node.children) > 1:
+                    return
+                # Every tail that can be resumed has a key in the node itself.
+                if at > lacking and not node.cut and len(node.keys) - node.full_blocks >= tails:
+                    distance = self._to_missing_tail(node)
+                    if distance is None:
+                        return
+                    lacking = at + distance
             node.doomed = True
-            for key in sorted(node.keys, key=lambda k: node.keys[k] not in self._span):
-                self._doomed[key] = None
+            if len(node.keys) > node.full_blocks:
+                for key, group in node.keys.items():
+                    if group in self._span:
+                        doomed[key] = None
+            for key in node.keys:
+                doomed[key] = None
 
-    def _can_resume(self, node: Node) -> bool:
-        """Every group's tail at this boundary is here, and the prefix is."""
-        if node.cut or len(node.keys) - node.full_blocks < len(self._tails):
-            return False  # every tail has a key in the node itself
+    def _to_missing_tail(self, node: Node) -> int | None:
+        """How many nodes above this one a tail is missing that a hit here needs: no boundary up to there can
+        be resumed either. None: every group's tail at this boundary is here."""
         for group, shape in self._tails.items():
             left = shape.span_tokens
             if shape.kind is GroupKind.STATE:
                 left = min(left, shape.block_tokens)
-            for above in node.up():
+            for distance, above in enumerate(node.up()):
                 needed = -(-min(left, self._boundary_tokens) // shape.block_tokens)
-                if sum(g == group for g in above.keys.values()) < needed:
-                    return False
+                if list(above.keys.values()).count(group) < needed:
+                    return distance
                 left -= self._boundary_tokens
                 if left <= 0:
                     break
-        return True
+        return None
 
     # -- keeping the queues right ------------------------------------------------------------------------
 
-    def _touch(self, node: Node) -> None:
-        node.stamp = self._clock
-        for above in node.up():
-            if not above.doomed:
-                return
-            above.doomed = False
-            for key in above.keys:
+    def _touch(self, nodes: Iterable[Node]) -> None:
+        clock = self._clock
+        for node in nodes:
+            node.stamp = clock
+            above: Node | None = node
+            while above is not None and above.doomed:
+                above.doomed = False
+                self._keep(above.keys)
+                above = above.parent
+
+    def _keep(self, keys: Iterable[bytes]) -> None:
+        if self._doomed:
+            for key in keys:
                 self._doomed.pop(key, None)
 
-    def _settle(self, node: Node) -> None:
-        """Put a node that was just used back where it is found when room is needed."""
-        self._offer(node)
-        self._passed.pop(node, None)
-        if node.keys and node.children and self._tails:
-            self._passed[node] = None
+    def _settle(self, nodes: Iterable[Node]) -> None:
+        """Put nodes that were just used back where they are found when room is needed."""
+        passed = self._passed
+        for node in nodes:
+            if not node.children:
+                self._offer(node)
+            elif len(node.keys) > node.full_blocks:
+                passed[node] = None
+                passed.move_to_end(node)
 
     def _offer(self, node: Node) -> None:
         """Let a leaf be found by its age."""
@@ -207,38 +223,41 @@ class BoundaryPolicy:
             heapq.heapify(self._leaves)
 
     def _pass_by(self, made: Sequence[Node]) -> None:
-        """A prompt went on over these nodes: tails in them, and just above them, may have become spare."""
-        if not self._tails:
+        """A prompt went on over these nodes: tails just above them may have become spare."""
+        if not made or made[0].parent is None:
             return
-        above = made[0].parent
-        if above is not None:
-            for _, node in zip(range(self._span_max + 1), above.up(), strict=False):
-                self._passed[node] = None
-        for node in made:
-            if node.children:
+        for _, node in zip(range(self._span_max + 1), made[0].parent.up(), strict=False):
+            if len(node.keys) > node.full_blocks:
                 self._passed[node] = None
 
     def _prune(self, node: Node) -> None:
+        if node.keys or node.children or node.pending:
+            return
         dropped, parent = self.tree.prune(node)
         for gone in dropped:
             self._passed.pop(gone, None)
-        if parent is not None:
+        if parent is not None and not parent.doomed:
             self._offer(parent)
 
     def _recut(self, changed: Iterable[Node]) -> None:
         for node in changed:
-            for key in node.keys:
-                if node.cut:
+            if node.cut:
+                for key in node.keys:
                     self._cut_keys[key] = None
-                else:
+            elif self._cut_keys:
+                for key in node.keys:
                     self._cut_keys.pop(key, None)
 
 
-def _next(queue: OrderedDict[bytes, None], spared: Spared) -> bytes | None:
-    """The oldest key that may go; those that may not move to the end."""
-    for _ in range(min(_SCAN_MAX, len(queue))):
-        key = next(iter(queue))
-        if not spared(key):
-            return key
-        queue.move_to_end(key)
-    return None
+def _oldest(queue: OrderedDict[bytes, None], count: int, spared: Spared) -> list[bytes]:
+    """Take out the oldest keys that may go, up to ``count``; those that may not move to the end."""
+    found: list[bytes] = []
+    for _ in range(min(count + _SCAN_MAX, len(queue))):
+        key, _none = queue.popitem(last=False)
+        if spared(key):
+            queue[key] = None
+            continue
+        found.append(key)
+        if len(found) == count:
+            break
+    return found

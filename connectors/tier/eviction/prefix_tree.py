@@ -9,7 +9,7 @@ chain is being stored over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.hits.group_shapes import GroupKind, GroupShape
@@ -85,8 +85,8 @@ class PrefixTree:
         last = len(lineage) // self._hashes_per_node * self._hashes_per_node - 1
         deepest = min(max(ends.values(), default=-1), last)
         made = self._make_path(lineage, deepest)
-        placed: list[Node] = []
-        for h in hashes:
+        nodes: dict[bytes, Node] = {}
+        for h in dict.fromkeys(hashes):
             end = min(ends.get(h, -1), last)
             node = self._nodes.get(lineage[end]) if end >= 0 else None
             if node is None:
@@ -94,18 +94,24 @@ class PrefixTree:
             if node is None:
                 node = self._nodes[h] = Node(h, loose=True)
                 made.append(node)
-            placed.append(node)
-        return placed, made
+            nodes[h] = node
+        return [nodes[h] for h in hashes], made
 
-    def add(self, key: bytes, node: Node) -> list[Node]:
-        """Put a key into its node. Returns the nodes that are no longer cut by it."""
-        group_idx = group_of(key)
-        node.keys[key] = group_idx
-        self.node_of[key] = node
-        if group_idx not in self._full:
-            return []
-        node.full_blocks += 1
-        return self._spread(node) if node.cut else []
+    def add(self, keys: Iterable[bytes], node_of: Mapping[bytes, Node]) -> list[Node]:
+        """Put keys into the nodes that ``place`` gave. Returns the nodes that are no longer cut by it."""
+        completed: list[Node] = []
+        for key in keys:
+            node = self.node_of[key] = node_of[key]
+            group_idx = node.keys[key] = group_of(key)
+            if group_idx in self._full:
+                node.full_blocks += 1
+                if node.full_blocks == self._full_blocks:
+                    completed.append(node)
+        changed: list[Node] = []
+        for node in completed:
+            if node.cut:
+                changed += self._spread(node)
+        return changed
 
     def remove(self, key: bytes) -> tuple[Node, list[Node]]:
         """Take a key out. Returns the node it had and the nodes that are cut by it. ``prune`` follows."""
@@ -113,7 +119,9 @@ class PrefixTree:
         if node.keys.pop(key) not in self._full:
             return node, []
         node.full_blocks -= 1
-        return node, [] if node.cut else self._spread(node)
+        if node.cut or node.loose or not (node.keys or node.children or node.pending):
+            return node, []
+        return node, self._spread(node)
 
     def prune(self, node: Node) -> tuple[list[Node], Node | None]:
         """Drop the node and those above it that have nothing left; also gives the one that lost a child."""
@@ -130,27 +138,27 @@ class PrefixTree:
 
     def _make_path(self, lineage: Sequence[bytes], deepest: int) -> list[Node]:
         """Make and link what is missing of the path to the node that ends at this index of the lineage."""
-        missing: list[tuple[bytes, Node | None]] = []
+        missing: list[bytes] = []
         above: Node | None = None
         for end in range(deepest, -1, -self._hashes_per_node):
-            node = self._nodes.get(lineage[end])
-            if node is not None and not node.loose:
-                above = node
+            name = lineage[end]
+            above = self._nodes.get(name)
+            if above is not None and not above.loose:
                 break
-            missing.append((lineage[end], node))
+            above = None
+            missing.append(name)
         if len(self._nodes) + len(missing) > self._nodes_max:
             self.unplaced_chains += 1
             return []
         made: list[Node] = []
-        for name, loose in reversed(missing):
-            node = loose or Node(name)
-            node.loose = False
-            node.parent = above
+        for name in reversed(missing):
+            node = self._nodes.setdefault(name, Node(name, above))
             if above is not None:
-                above.branched = above.branched or bool(above.children)
+                if above.children:
+                    above.branched = True
                 above.children.add(node)
-            self._nodes[name] = node
-            node.cut = self._must_be_cut(node)
+            node.loose, node.parent = False, above
+            node.cut = node.full_blocks < self._full_blocks or (above is not None and above.cut)
             made.append(node)
             above = node
         return made
@@ -179,9 +187,10 @@ def _positions(hashes: Iterable[bytes], lineage: Sequence[bytes]) -> dict[bytes,
     """Hash -> its index in the lineage, for those that are there."""
     wanted = set(hashes)
     found: dict[bytes, int] = {}
-    for i in range(len(lineage) - 1, -1, -1):
-        if len(found) == len(wanted):
-            break
-        if lineage[i] in wanted:
-            found[lineage[i]] = i
+    at = len(lineage)
+    while wanted and at:
+        at -= 1
+        if (block_hash := lineage[at]) in wanted:
+            found[block_hash] = at
+            wanted.remove(block_hash)
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from connectors.tier.eviction.base import Spared
 
@@ -32,11 +33,11 @@ class LruPolicy:
     def remove(self, key: bytes) -> None:
         del self._order[key]
 
-    def victim(self, spared: Spared) -> bytes | None:
-        key = _first(self._order, spared)
-        if key is not None:
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen = list(islice((key for key in self._order if not spared(key)), count))
+        for key in chosen:
             del self._order[key]
-        return key
+        return chosen
 
 
 class ArcPolicy:
@@ -78,7 +79,13 @@ class ArcPolicy:
         else:
             del self._again[key]
 
-    def victim(self, spared: Spared) -> bytes | None:
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen: list[bytes] = []
+        while len(chosen) < count and (key := self._victim(spared)) is not None:
+            chosen.append(key)
+        return chosen
+
+    def _victim(self, spared: Spared) -> bytes | None:
         first = self._once if len(self._once) > self._once_share else self._again
         for here in (first, self._again if first is self._once else self._once):
             key = _first(here, spared)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from pathlib import Path
 
 import structlog
+
+from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
 _LENGTH_MIN = 16
@@ -29,9 +30,8 @@ class TokenFile:
     """``key`` is the setting that names it. Raises ``AdminFileError`` for a file of no use at the start."""
 
     def __init__(self, path: Path, key: str = "admin.token_file") -> None:
-        self._path = path
+        self._watched = WatchedFile(path)
         self._key = key
-        self._stamp = _stamp(path)
         self._digests = read_tokens(path, key)
 
     def who(self, token: bytes) -> str | None:
@@ -45,12 +45,10 @@ class TokenFile:
         return found
 
     def _refresh(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        if not self._watched.changed():
             return
-        self._stamp = stamp
         try:
-            self._digests = read_tokens(self._path, self._key)
+            self._digests = read_tokens(self._watched.path, self._key)
             _log.info("admin tokens reloaded", key=self._key, tokens=len(self._digests))
         except AdminFileError as error:
             _log.warning("admin tokens not reloaded, the old ones stay valid", problem=str(error))
@@ -82,11 +80,3 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
     if not 0 < len(found) <= _TOKENS_MAX:
         raise AdminFileError(f"{key}: {path} has {len(found)} tokens; 1 to {_TOKENS_MAX} are possible")
     return found
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size

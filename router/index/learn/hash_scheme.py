@@ -12,8 +12,9 @@ is *unknown* and the engine is read in learned mode.
 
 Only a *plain* root event (every block listed, no extra keys) shows all that its hashes cover, so only such an
 event can disprove anything: that a search could still succeed, or that a settled scheme holds. Engines that
-show none are searched with the best of their other evidence after ``_WEAK_PATIENCE`` pieces of it, or given
-up after ``_PATIENCE`` root events.
+show none are searched with the best of their other evidence: at once with a first block that shows all of
+its extra keys, or with a placed prompt, else after ``_WEAK_PATIENCE`` pieces. They are given up after
+``_PATIENCE`` root events.
 
 Until a scheme is proven the likeliest one is *assumed* once ``_ASSUME_AFTER`` events told nothing of it, or
 the algorithm is proven. Hashes of a wrong scheme match nothing, so what rests on the assumption is never too
@@ -47,7 +48,7 @@ _CHEAP_TOKENS = 512
 
 _PATIENCE = 64
 _WEAK_PATIENCE = 8
-_WEAK_SEARCHES_MAX = 2
+_WEAK_SEARCHES_MAX = 3
 _OFFERS_MAX = 64
 """Pairings of prompts and told blocks that are tried before no more are."""
 
@@ -120,7 +121,7 @@ class SchemeDetector:
         where it is too early, or receipts spoke against it. ``hidden``: no event of this layout need ever
         show anything, so nothing is waited for."""
         early = not hidden and self._algorithm is None and self._events_seen < _ASSUME_AFTER
-        if self.state is not Detection.WAITING or early or self.doubted:
+        if not self.unproven or early or self.doubted:
             return None
         first = HashScheme(ALGORITHMS[0], self._seeds[0], unit, lookahead)
         if self._algorithm is not None:
@@ -176,12 +177,18 @@ class SchemeDetector:
 
     def confirm(self, scheme: HashScheme) -> None:
         """Hashes under this scheme are held by the engine: it is the engine's."""
-        if self.state is Detection.WAITING:
+        if self.unproven:
             self._found(scheme)
 
     def doubt(self) -> None:
         """A receipt reported more than the assumption made expect."""
-        self._doubts += self.state is Detection.WAITING
+        self._doubts += self.unproven
+
+    @property
+    def unproven(self) -> bool:
+        """Whether nothing is proven or given up: a search on weak evidence changes nothing until it finds."""
+        weak = self._search is not None and self._given_up_after is Detection.WAITING
+        return self.state is Detection.WAITING or weak
 
     @property
     def doubted(self) -> bool:
@@ -235,9 +242,10 @@ class SchemeDetector:
         if self._weak_searches >= _WEAK_SEARCHES_MAX:
             return False
         seen = max(self._weak_seen, self._unmatched)
-        if seen < _WEAK_PATIENCE:
-            return False
         evidence = self._weak or self._pending.evidence()
+        good = self._weak is not None and (self._weak.legible or self._weak_placed)
+        if seen < _WEAK_PATIENCE and (self._weak_searches or not good):
+            return False
         if evidence is None or evidence.cost > (_CHEAP_TOKENS if seen < _PATIENCE else _SEARCH_TOKENS_MAX):
             return False
         self._weak, self._weak_seen = None, 0

@@ -43,6 +43,13 @@ class RootEvent(msgspec.Struct, frozen=True):
         return self.full and self.extras == NO_EXTRAS
 
     @property
+    def legible(self) -> bool:
+        """Whether the first block shows all that its hash covers, if a bare key is a salt (a digest of prompt
+        embeddings looks the same). How far a multimodal item reaches is not shown."""
+        within = self.block_size + self.lookahead
+        return self.full and not any(item.offset < within for item in self.extras.multimodal)
+
+    @property
     def first_block(self) -> RootEvent:
         """What a full event shows of its first block alone; without extra keys there it is plain."""
         extras = NO_EXTRAS if self.keyed else self.extras

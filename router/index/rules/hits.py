@@ -20,10 +20,10 @@ operations per class whatever the number of engines.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from publisher.groups import Family, SpecClass
@@ -42,13 +42,35 @@ from router.index.rules.eagle import (
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
 
-class WordHits(msgspec.Struct, frozen=True):
-    """Hits of the 64 engines of one word; tokens, indexed by bit. ``trunk`` is the full-attention prefix."""
+Ends = list[tuple[int, int]]
+"""Tokens, and the engines (as bits of a word) whose prefix ends there; without those that have none."""
 
-    hit: list[int]
-    trunk: list[int]
-    by_class: list[list[int]]
-    """Per spec class, in the layout's order, the largest boundary valid in that class alone."""
+
+class WordHits:
+    """Hits of the 64 engines of one word, in tokens: ``hit_ends``, and the full-attention prefixes,
+    ``trunk_ends``; ``hit`` and ``trunk`` are the same by bit."""
+
+    __slots__ = ("_hit", "_trunk", "by_class", "hit_ends", "trunk_ends")
+
+    def __init__(self, hit_ends: Ends, trunk_ends: Ends, by_class: list[list[int]]) -> None:
+        self.hit_ends = hit_ends
+        self.trunk_ends = trunk_ends
+        self.by_class = by_class
+        """Per spec class, in the layout's order, the largest boundary valid in that class alone, by bit."""
+        self._hit: list[int] | None = None
+        self._trunk: list[int] | None = None
+
+    @property
+    def hit(self) -> list[int]:
+        if self._hit is None:
+            self._hit = _by_bit(self.hit_ends)
+        return self._hit
+
+    @property
+    def trunk(self) -> list[int]:
+        if self._trunk is None:
+            self._trunk = _by_bit(self.trunk_ends)
+        return self._trunk
 
 
 class _ClassPlan(NamedTuple):
@@ -109,7 +131,7 @@ def evaluate(
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
         tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
-        hit = [boundary * alignment for boundary in fixed_point(tables, boundaries)]
+        hit = _ends_of([boundary * alignment for boundary in fixed_point(tables, boundaries)])
     else:
         joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
         hit = _largest(joint, alignment)
@@ -118,7 +140,7 @@ def evaluate(
         trunk = _largest(valid[plan.full[0]], alignment)
     elif plan.full:
         trunk = _largest(np.bitwise_and.reduce([valid[number] for number in plan.full]), alignment)
-    by_class = [_largest(v, alignment) for v in valid] if detail else []
+    by_class = [_by_bit(_largest(v, alignment)) for v in valid] if detail else []
     return WordHits(hit, trunk, by_class)
 
 
@@ -226,8 +248,9 @@ def _window(blocks: Words, needed: int) -> Words:
     run, length = blocks, 1
     while length < needed:
         stride = min(length, needed - length)
-        run = run.copy()
-        run[stride:] &= run[:-stride].copy()
+        longer = run.copy()
+        np.bitwise_and(run[stride:], run[:-stride], out=longer[stride:])
+        run = longer
         length += stride
     return run
 
@@ -246,18 +269,40 @@ def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -
     return valid
 
 
-def _largest(valid: Words, alignment: int) -> list[int]:
-    """For each bit: tokens of the last boundary where it is set; 0 where it never is."""
-    tokens = [0] * WORD_BITS
+def _largest(valid: Words, alignment: int) -> Ends:
+    """The last boundary where each bit is set."""
+    if not len(valid):
+        return []
     seen = np.bitwise_or.accumulate(valid[::-1])
-    if not len(seen) or not seen[-1]:
-        return tokens
     new = seen.copy()
-    new[1:] &= ~seen[:-1]
-    for reverse in new.nonzero()[0].tolist():
-        bits, boundary = int(new[reverse]), len(valid) - reverse
-        while bits:
-            low = bits & -bits
-            tokens[low.bit_length() - 1] = boundary * alignment
-            bits ^= low
+    new[1:] ^= seen[:-1]
+    grows = new.nonzero()[0]
+    last = len(valid) * alignment
+    return [
+        (last - back * alignment, bits)
+        for back, bits in zip(grows.tolist(), new[grows].tolist(), strict=True)
+    ]
+
+
+def bits_of(bits: int) -> Iterator[int]:
+    """The numbers of the bits set."""
+    while bits:
+        last = bits.bit_length() - 1
+        yield last
+        bits ^= 1 << last
+
+
+def _by_bit(ends: Ends) -> list[int]:
+    tokens = [0] * WORD_BITS
+    for end, bits in ends:
+        for bit in bits_of(bits):
+            tokens[bit] = end
     return tokens
+
+
+def _ends_of(tokens: list[int]) -> Ends:
+    ends: dict[int, int] = {}
+    for bit, end in enumerate(tokens):
+        if end:
+            ends[end] = ends.get(end, 0) | 1 << bit
+    return list(ends.items())

@@ -1,12 +1,12 @@
 """Exchanges prompts in flight between replicas, so that all know what an engine will soon hold.
 
-A stream in the index: every replica appends what happens to its own prompts (sent, first token seen, ended,
-failed), and reads what is new with each look-up. What others sent is kept in the same book as one's own
-(``InflightPrefixes``). At engines that another replica follows, what a prompt leaves counts as coming for
-``_INDEX_LAG_S`` more, until the index must have it. Two siblings that reach two replicas within one round
-trip do not see each other; the later one then hits more than was predicted. Always true: telling waits for
-nobody and fails nothing; what a replica told of a prompt and never ended counts no longer than
-``_AGE_S_MAX``; nothing told is told again.
+Every replica appends the events of its own prompts (sent, first token seen, ended, failed) to a stream in the
+index, and reads new entries with each look-up. Other replicas' prompts are kept in the same tree as its own
+(``InflightPrefixes``). At engines that another replica follows, the blocks of a prefilled prompt count as
+coming for ``_INDEX_LAG_S`` more, until they can be read from the index. Two prompts with the same prefix that
+reach two replicas within one round trip do not see each other; the later one hits more than was predicted.
+Always true: publishing never waits and never fails a request; another replica's prompt whose end was not
+published counts no longer than ``_AGE_S_MAX``; entries of others are not published again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from publisher.events import BlockHash
 from router.placement.inflight import Common, InflightPrefixes, InflightPrompt
 
 _BLOCKS_MAX = 8192
-"""Hash blocks told of one prompt, 8 bytes each: the longest prefix that others can match."""
+"""Hash blocks published of one prompt, 8 bytes each: the longest prefix that others can match."""
 _OTHERS_MAX = 8192
 _AGE_S_MAX = 60.0
 _INDEX_LAG_S = 0.05
-"""Time for what an engine published to be read from the index, by way of the replica that follows it."""
+"""Upper estimate of the time from an engine's event until other replicas can read it from the index."""
 
 
-class Happened(IntEnum):
-    """What a replica tells of one of its prompts."""
+class InflightEvent(IntEnum):
+    """What happened to a prompt in flight."""
 
     SENT = 0
     PREFILLED = 1
@@ -40,12 +40,12 @@ class Happened(IntEnum):
 
 
 class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One entry of the stream; ``number`` names the prompt among those of its replica's life ``started``."""
+    """One entry of the stream; (``replica``, ``started``, ``number``) identifies the prompt."""
 
     replica: str
     started: int
     number: int
-    what: Happened
+    event: InflightEvent
     engine_id: str = ""
     keeps: tuple[int, ...] = ()
     hashes: bytes = b""
@@ -69,7 +69,7 @@ class GossipStats(msgspec.Struct):
     """Messages of other routers that could not be decoded."""
 
 
-class _Flight(NamedTuple):
+class _RemotePrompt(NamedTuple):
     prompt: InflightPrompt
     since_s: float
 
@@ -78,32 +78,32 @@ _DECODE = msgspec.msgpack.Decoder(GossipEntry)
 
 
 class GossipedInflight(InflightPrefixes):
-    """A book of prompts in flight that tells of its own and hears of others'.
+    """Prompts in flight that publishes this replica's own and receives those of the others.
 
-    ``tell`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether this
-    replica follows an engine itself.
+    ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether
+    this replica follows an engine itself.
     """
 
     def __init__(
         self,
         me: str,
         started: int,
-        tell: Callable[[str, bytes], bool],
+        publish: Callable[[str, bytes], bool],
         *,
         is_local: Callable[[str], bool],
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
-        self.flights = GossipStats()
+        self.gossip_stats = GossipStats()
         self._me = me
         self._started = started
-        self._tell = tell
+        self._publish = publish
         self._is_local = is_local
         self._clock = clock
         self._lagging: deque[tuple[float, InflightPrompt]] = deque()
         self._number = 0
         self._own: dict[InflightPrompt, int] = {}
-        self._others: OrderedDict[tuple[str, int, int], _Flight] = OrderedDict()
+        self._remote: OrderedDict[tuple[str, int, int], _RemotePrompt] = OrderedDict()
 
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
@@ -111,28 +111,28 @@ class GossipedInflight(InflightPrefixes):
         prompt = super().add(engine_id, hashes, now, keeps)
         self._number += 1
         packed = np.array(hashes[:_BLOCKS_MAX], "<u8").tobytes()
-        told = GossipEntry(
-            self._me, self._started, self._number, Happened.SENT, engine_id, prompt.keeps, packed
+        entry = GossipEntry(
+            self._me, self._started, self._number, InflightEvent.SENT, engine_id, prompt.keeps, packed
         )
-        if prompt.kept and self._send(engine_id, told):
+        if prompt.kept and self._send(engine_id, entry):
             self._own[prompt] = self._number
         return prompt
 
     def prefilled(self, prompt: InflightPrompt) -> None:
         if not prompt.keeps:
             return
-        self._happened(prompt, Happened.PREFILLED)
+        self._publish_event(prompt, InflightEvent.PREFILLED)
         if self._is_local(prompt.engine_id):
             super().prefilled(prompt)
         else:
             self._lagging.append((self._clock() + _INDEX_LAG_S, prompt))
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
-        self._happened(prompt, Happened.ENDED)
+        self._publish_event(prompt, InflightEvent.ENDED)
         super().end(prompt, now)
 
     def drop(self, prompt: InflightPrompt) -> None:
-        self._happened(prompt, Happened.FAILED)
+        self._publish_event(prompt, InflightEvent.FAILED)
         super().drop(prompt)
 
     def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
@@ -140,54 +140,55 @@ class GossipedInflight(InflightPrefixes):
             super().prefilled(self._lagging.popleft()[1])
         return super().common(hashes, now)
 
-    def hear(self, entries: Iterable[bytes], now: float) -> None:
-        """Take in what the stream had that is new."""
-        for entry in entries:
+    def receive(self, entries: Iterable[bytes], now: float) -> None:
+        """Apply new entries of the stream."""
+        for encoded in entries:
             try:
-                told = _DECODE.decode(entry)
-                if (told.replica, told.started) != (self._me, self._started):
-                    self._hear(told, now)
+                entry = _DECODE.decode(encoded)
+                if (entry.replica, entry.started) != (self._me, self._started):
+                    self._apply(entry, now)
             except (msgspec.DecodeError, ValueError):
-                self.flights.malformed += 1
-        while self._others:
-            flight = next(iter(self._others.values()))
-            if now - flight.since_s < _AGE_S_MAX and len(self._others) <= _OTHERS_MAX:
+                self.gossip_stats.malformed += 1
+        while self._remote:
+            remote = next(iter(self._remote.values()))
+            if now - remote.since_s < _AGE_S_MAX and len(self._remote) <= _OTHERS_MAX:
                 break
-            self.flights.expired += 1
-            self._others.popitem(last=False)
-            super().drop(flight.prompt)
-        self.flights.others = len(self._others)
+            self.gossip_stats.expired += 1
+            self._remote.popitem(last=False)
+            super().drop(remote.prompt)
+        self.gossip_stats.others = len(self._remote)
 
-    def _hear(self, told: GossipEntry, now: float) -> None:
-        self.flights.heard += 1
-        name = (told.replica, told.started, told.number)
-        if told.what is Happened.SENT:
-            hashes = [BlockHash(value) for value in np.frombuffer(told.hashes, "<u8").tolist()]
-            self._others[name] = _Flight(super().add(told.engine_id, hashes, now, told.keeps), now)
+    def _apply(self, entry: GossipEntry, now: float) -> None:
+        self.gossip_stats.heard += 1
+        name = (entry.replica, entry.started, entry.number)
+        if entry.event is InflightEvent.SENT:
+            hashes = [BlockHash(value) for value in np.frombuffer(entry.hashes, "<u8").tolist()]
+            self._remote[name] = _RemotePrompt(super().add(entry.engine_id, hashes, now, entry.keeps), now)
             return
-        flight = self._others.get(name)
-        if flight is None:
+        remote = self._remote.get(name)
+        if remote is None:
             return
-        if told.what is Happened.PREFILLED:
-            self.prefilled(flight.prompt)
+        if entry.event is InflightEvent.PREFILLED:
+            self.prefilled(remote.prompt)
             return
-        del self._others[name]
-        if told.what is Happened.ENDED:
-            super().end(flight.prompt, now)
+        del self._remote[name]
+        if entry.event is InflightEvent.ENDED:
+            super().end(remote.prompt, now)
         else:
-            super().drop(flight.prompt)
+            super().drop(remote.prompt)
 
-    def _happened(self, prompt: InflightPrompt, what: Happened) -> None:
-        """Tell it of an own prompt that others know of; the last thing told of it ends that."""
+    def _publish_event(self, prompt: InflightPrompt, event: InflightEvent) -> None:
+        """Publish an event of an own prompt that was published before; ``ENDED`` and ``FAILED`` are the
+        last."""
         number = self._own.get(prompt)
         if number is None:
             return
-        if what is not Happened.PREFILLED:
+        if event is not InflightEvent.PREFILLED:
             del self._own[prompt]
-        self._send(prompt.engine_id, GossipEntry(self._me, self._started, number, what))
+        self._send(prompt.engine_id, GossipEntry(self._me, self._started, number, event))
 
-    def _send(self, engine_id: str, told: GossipEntry) -> bool:
-        sent = self._tell(engine_id, msgspec.msgpack.encode(told))
-        self.flights.told += sent
-        self.flights.untold += not sent
+    def _send(self, engine_id: str, entry: GossipEntry) -> bool:
+        sent = self._publish(engine_id, msgspec.msgpack.encode(entry))
+        self.gossip_stats.told += sent
+        self.gossip_stats.untold += not sent
         return sent

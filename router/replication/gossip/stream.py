@@ -1,8 +1,7 @@
-"""Sends entries to the streams of prompts in flight, without anybody waiting for it.
+"""Appends entries to the streams of prompts in flight, without blocking the caller.
 
-Always true: entries of one stream are sent in order and at once, as another replica may be about to place a
-prompt with the same prefix; those that the server does not take are dropped, as replicas stop counting a
-prompt by themselves.
+Always true: entries of one stream are sent in order and immediately, as another replica may be about to place
+a prompt with the same prefix; entries that cannot be sent are dropped, as replicas expire prompts themselves.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _SEND_S = 0.5
 
 
 class InflightStream:
-    """``put`` and go on; ``run`` as a task."""
+    """``put`` queues an entry; ``run`` sends what is queued."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._waiting: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue(_WAITING_MAX)
 
     def put(self, key: bytes, entry: bytes) -> bool:
-        """Have an entry sent to the stream at ``key``; False if too many wait."""
+        """Queue an entry for the stream at ``key``; False if the queue is full."""
         try:
             self._waiting.put_nowait((key, entry))
         except asyncio.QueueFull:
@@ -36,7 +35,7 @@ class InflightStream:
         return True
 
     async def run(self) -> None:
-        """Send what waits, until cancelled; replies are not waited for."""
+        """Send queued entries until cancelled, without waiting for replies."""
         while True:
             key, entry = await self._waiting.get()
             add = pack("XADD", key, "MAXLEN", "~", _ENTRIES_KEPT, "*", "f", entry)

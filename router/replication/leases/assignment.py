@@ -1,11 +1,11 @@
-"""Which engines a replica follows: its own decision, from state that all replicas share.
+"""Which engines a replica follows: its own decision, computed from state that all replicas share.
 
-No replica is told by another. Engines that nobody follows are dealt out, one after the other, to the live
-replica that wants it and has fewest; every replica deals from the same picture and takes what falls to
-itself, and where pictures differ the lease decides. Who has two more than another that wants one of them
-gives it away, one at a time. Pure. Always true: an engine that a live replica wants is followed by one in the
-end, also where pictures differ (after ``patience_s`` anybody takes it); when nothing changes outside, moves
-end.
+There is no coordinator. Engines without holder are assigned, one after the other, to the live replica that
+wants the engine and holds fewest; every replica computes the same assignment and acquires its own part, and
+where their views differ the lease decides. A replica that holds at least two more than another releases one
+that the other wants, one at a time. Pure. Always true: an engine that a live replica wants gets a holder in
+the end, also where views differ (after ``patience_s`` anybody acquires it); while nothing changes outside,
+the assignment becomes stable.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What to do now, engine ids."""
+    """What to do now: ids of the leases to acquire, and the one to release."""
 
-    take: tuple[str, ...] = ()
-    give: str | None = None
+    acquire: tuple[str, ...] = ()
+    release: str | None = None
 
 
-def divide(
+def plan_assignment(
     me: str,
     holder_of: Mapping[str, str | None],
     members: Mapping[str, Member],
@@ -38,36 +38,38 @@ def divide(
     free_s: Mapping[str, float],
     patience_s: float,
 ) -> Assignment:
-    """What replica ``me`` is to take and to give away.
+    """What replica ``me`` is to acquire and to release.
 
     ``holder_of``: the engines this replica wants, and which replica holds each. ``members``: all live
     replicas, this one among them. ``free_s``: for how long an engine has been without holder, in seconds.
     """
     free = sorted(engine for engine, holder in holder_of.items() if holder is None)
-    dealt = _deal(free, members)
-    take = tuple(e for e in free if dealt.get(e) == me or free_s.get(e, 0.0) >= patience_s)
+    assigned = _assign_free(free, members)
+    acquire = tuple(e for e in free if assigned.get(e) == me or free_s.get(e, 0.0) >= patience_s)
     mine = [engine for engine, holder in holder_of.items() if holder == me]
-    return Assignment(take, None if take else _surplus(me, mine, members))
+    return Assignment(acquire, None if acquire else _to_release(me, mine, members))
 
 
-def _deal(free: list[str], members: Mapping[str, Member]) -> dict[str, str]:
-    """Who is to take each free engine."""
+def _assign_free(free: list[str], members: Mapping[str, Member]) -> dict[str, str]:
+    """Engine without holder -> the replica that is to acquire it."""
     held = {replica: member.held for replica, member in members.items()}
-    dealt = {}
+    assigned = {}
     for engine in free:
         who = [replica for replica, member in members.items() if engine in member.wants]
         if who:
             taker = min(who, key=lambda replica: (held[replica], _weight(replica, engine)))
             held[taker] += 1
-            dealt[engine] = taker
-    return dealt
+            assigned[engine] = taker
+    return assigned
 
 
-def _surplus(me: str, mine: list[str], members: Mapping[str, Member]) -> str | None:
-    """One of mine that a replica with at least two less wants; None where there is no such replica."""
-    poorer = [member for replica, member in members.items() if replica != me and member.held + 2 <= len(mine)]
+def _to_release(me: str, mine: list[str], members: Mapping[str, Member]) -> str | None:
+    """One of ``mine`` that a replica with at least two fewer wants; None where there is no such replica."""
+    less_loaded = [
+        member for replica, member in members.items() if replica != me and member.held + 2 <= len(mine)
+    ]
     for engine in sorted(mine, key=lambda engine: _weight(me, engine)):
-        if any(engine in member.wants for member in poorer):
+        if any(engine in member.wants for member in less_loaded):
             return engine
     return None
 

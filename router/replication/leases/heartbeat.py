@@ -1,8 +1,8 @@
-"""Whether somebody who keeps writing a number is still alive, told without comparing two machines' clocks.
+"""Whether a replica that keeps writing a number is alive, without comparing two machines' clocks.
 
-Every replica counts up in what it writes; whoever reads notes, by its own clock, when the number last
+Every replica increases the number in what it writes; a reader notes, by its own clock, when the number last
 changed. Always true: a writer that stopped counts as dead ``limit_s`` after the reader first saw its last
-number, and a record found for the first time is given the benefit of the doubt for that long.
+number; a record seen for the first time counts as alive for that long.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-class Heartbeat:
-    """Last beats by name."""
+class HeartbeatMonitor:
+    """Last number and when it changed, by replica."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._seen: dict[str, tuple[int, float]] = {}
 
     def beat(self, name: str, number: int, now: float) -> bool:
-        """Note the number that ``name`` shows at ``now``; whether it is alive."""
+        """Note the number that ``name`` shows at ``now``; returns whether it is alive."""
         seen = self._seen.get(name)
         if seen is None or seen[0] != number:
             self._seen[name] = number, now
@@ -31,6 +31,6 @@ class Heartbeat:
         return 0.0 if seen is None else now - seen[1]
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget those that are gone."""
+        """Forget all other names."""
         for name in self._seen.keys() - set(names):
             del self._seen[name]

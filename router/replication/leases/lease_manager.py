@@ -1,10 +1,10 @@
-"""Keeps this replica's leases: renews, takes, gives and loses them, and has the feeds follow.
+"""Acquires, renews, releases and loses this replica's leases; the feeds start and stop with them.
 
-One tick every ``renew_s``. Whoever holds the lease of an engine is the only one whose writes the
-server accepts (the token fences them), and follows its feed. Always true: a feed runs here only after its
-lease was had; once a lease is known to be lost nothing more of that engine is written and it is dropped at
-once; trouble with the server costs ticks, never the task. A lease that ran out while the server was away is
-won back under a new token if nobody took it, and the engine's residency is mirrored anew.
+One round every ``renew_s``. Only the holder of an engine's lease follows its feed, and the server accepts
+nobody else's writes (the token fences them). Always true: a feed runs here only after its lease was acquired;
+once a lease is known to be lost nothing more of that engine is written and it is dropped at once; an
+unreachable server costs rounds, never the task. A lease that expired while the server was away is acquired
+again under a new token if nobody else has it, and the engine's residency is mirrored again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from router.fleet.identity import EngineAddress
-from router.replication.leases.assignment import Member, divide
+from router.replication.leases.assignment import Member, plan_assignment
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
 from router.replication.redis.errors import IndexUnavailable
@@ -63,73 +63,74 @@ class LeaseCandidate(NamedTuple):
 
 
 class ModelLeases(NamedTuple):
-    """Where the leases of one model are had, and who else wants them."""
+    """The leases of one model, and the replicas that share them."""
 
     leases: Leases
-    roll: Membership
+    membership: Membership
 
 
 class LeaseListener(Protocol):
-    """What comes and goes with a lease."""
+    """Starts and stops what depends on a lease."""
 
-    async def enter(self, wanted: LeaseCandidate, token: int, *, again: bool) -> None:
-        """The lease was had: take over at the server, then follow the feed (``again``: it runs already)."""
+    async def lease_acquired(self, candidate: LeaseCandidate, token: int, *, again: bool) -> None:
+        """Take over as writer at the server, then follow the feed (``again``: it runs already)."""
 
-    def leave(self, model: str, engine_id: str) -> None:
-        """The lease is gone, or is about to be given: write nothing more and forget the engine."""
+    def lease_ended(self, model: str, engine_id: str) -> None:
+        """The lease is lost, or about to be released: write nothing more and forget the engine."""
 
 
 class LeaseManager:
     def __init__(
         self,
         me: str,
-        desk_of: Callable[[str], ModelLeases],
-        estate: LeaseListener,
+        leases_of: Callable[[str], ModelLeases],
+        listener: LeaseListener,
         *,
         lease_s: float,
         renew_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """``desk_of`` gives a model's desk, always the same one."""
+        """``leases_of`` gives a model's leases, always the same object."""
         self.stats = LeaseStats()
         self.held: dict[str, Held] = {}
         self.others_alive = False
         self._me = me
-        self._desk_of = desk_of
-        self._estate = estate
+        self._leases_of = leases_of
+        self._listener = listener
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._clock = clock
-        self._wanted: dict[str, LeaseCandidate] = {}
+        self._candidates: dict[str, LeaseCandidate] = {}
         self._free_since: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._failing = False
         self._leaving = False
 
-    def want(self, engine: EngineAddress, model: str) -> None:
-        """Follow this engine of ``model``, if its lease can be had; moved, or of another model, anew."""
-        if not self.wants(engine, model):
-            self.unwant(engine.engine_id)
-            self._wanted[engine.engine_id] = LeaseCandidate(engine, model)
+    def add_candidate(self, engine: EngineAddress, model: str) -> None:
+        """Follow this engine of ``model`` if its lease can be acquired. One known at other addresses, or for
+        another model, is dropped first."""
+        if not self.is_candidate(engine, model):
+            self.remove_candidate(engine.engine_id)
+            self._candidates[engine.engine_id] = LeaseCandidate(engine, model)
             self._wake.set()
 
-    def wants(self, engine: EngineAddress, model: str) -> bool:
-        """Whether this engine is wanted, at these addresses and for this model."""
-        return self._wanted.get(engine.engine_id) == (engine, model)
+    def is_candidate(self, engine: EngineAddress, model: str) -> bool:
+        """Whether this engine is a candidate, at these addresses and for this model."""
+        return self._candidates.get(engine.engine_id) == (engine, model)
 
-    def unwant(self, engine_id: str) -> None:
-        """Follow this engine no longer; its lease runs out by itself where it cannot be released."""
-        self._wanted.pop(engine_id, None)
+    def remove_candidate(self, engine_id: str) -> None:
+        """Follow this engine no longer; its lease expires by itself."""
+        self._candidates.pop(engine_id, None)
         self._free_since.pop(engine_id, None)
         held = self.held.pop(engine_id, None)
         if held is not None:
-            self._estate.leave(held.model, engine_id)
+            self._listener.lease_ended(held.model, engine_id)
 
     def follows(self, engine_id: str) -> bool:
-        """Whether the feed runs here; perhaps elsewhere too by now."""
+        """Whether the feed runs here; it may run elsewhere too if the lease has expired unnoticed."""
         return engine_id in self.held
 
-    def sure_of(self, engine_id: str) -> bool:
+    def holds_exclusively(self, engine_id: str) -> bool:
         """Whether nobody else can be following this engine now."""
         held = self.held.get(engine_id)
         return held is not None and self._clock() < held.until_s
@@ -140,11 +141,11 @@ class LeaseManager:
         if held is not None:
             self.stats.lost += 1
             _log.warning("lease lost", engine=engine_id, token=held.token)
-            self._estate.leave(held.model, engine_id)
+            self._listener.lease_ended(held.model, engine_id)
             self._wake.set()
 
     async def run(self) -> None:
-        """Tick until cancelled."""
+        """One round after the other, until cancelled."""
         while True:
             self._wake.clear()
             try:
@@ -162,24 +163,24 @@ class LeaseManager:
                 if not self._failing:
                     _log.error("the shared index refuses this replica", why=str(error))
                 self._failing = True
-            except Exception:  # noqa: BLE001  # a fault of ours must not end the feeds of this replica for good
+            except Exception:  # noqa: BLE001  # a bug must not end the feeds of this replica for good
                 self.stats.failed_ticks += 1
                 _log.exception("lease keeping failed")
-            self.stats.held, self.stats.wanted = len(self.held), len(self._wanted)
+            self.stats.held, self.stats.wanted = len(self.held), len(self._candidates)
             await self._pause()
 
-    async def leave(self) -> None:
-        """Give everything away and take nothing more, for a replica that ends in order."""
+    async def release_all(self) -> None:
+        """Release every lease and acquire none any more, for a replica that shuts down."""
         self._leaving = True
         for engine_id, held in list(self.held.items()):
             del self.held[engine_id]
-            self._estate.leave(held.model, engine_id)
-            await self._desk_of(held.model).leases.release(engine_id, held.token)
-        for model in {wanted.model for wanted in self._wanted.values()}:
-            await self._desk_of(model).roll.leave()
+            self._listener.lease_ended(held.model, engine_id)
+            await self._leases_of(held.model).leases.release(engine_id, held.token)
+        for model in {candidate.model for candidate in self._candidates.values()}:
+            await self._leases_of(model).membership.leave()
 
     async def _pause(self) -> None:
-        """Until the next tick; sooner if something changed and the server can be used."""
+        """Until the next round; sooner if something changed and the server can be used."""
         pause_s = self._renew_s
         if self._failing:
             await asyncio.sleep(pause_s)
@@ -192,41 +193,45 @@ class LeaseManager:
 
     async def _tick(self) -> None:
         alive = 1
-        for model in sorted({wanted.model for wanted in self._wanted.values()}):
-            desk = self._desk_of(model)
-            await self._renew(model, desk)
+        for model in sorted({candidate.model for candidate in self._candidates.values()}):
+            model_leases = self._leases_of(model)
+            await self._renew(model, model_leases)
             held = sum(held.model == model for held in self.held.values())
-            engines = [wanted.engine for wanted in self._wanted.values() if wanted.model == model]
-            live = await desk.roll.sign(engines, held)
+            engines = [
+                candidate.engine for candidate in self._candidates.values() if candidate.model == model
+            ]
+            live = await model_leases.membership.report(engines, held)
             alive = max(alive, len(live))
-            await self._move(desk, live, await self._holders(desk, engines))
+            await self._apply_assignment(model_leases, live, await self._holders(model_leases, engines))
         self.stats.replicas, self.others_alive = alive, alive > 1
 
-    async def _move(
-        self, desk: ModelLeases, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
+    async def _apply_assignment(
+        self, model_leases: ModelLeases, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
     ) -> None:
-        """Take and give what the division says."""
+        """Acquire and release what the assignment says."""
         now = self._clock()
         for engine_id, holder in holder_of.items():
             if holder is None:
                 self._free_since.setdefault(engine_id, now)
             else:
                 self._free_since.pop(engine_id, None)
-        plan = divide(
+        plan = plan_assignment(
             self._me,
             holder_of,
             live,
             free_s={engine_id: now - since for engine_id, since in self._free_since.items()},
             patience_s=self._lease_s,
         )
-        for engine_id in plan.take:
-            await self._take(desk, engine_id)
-        if plan.give is not None:
-            await self._give(desk, plan.give)
+        for engine_id in plan.acquire:
+            await self._acquire(model_leases, engine_id)
+        if plan.release is not None:
+            await self._release(model_leases, plan.release)
 
-    async def _holders(self, desk: ModelLeases, engines: list[EngineAddress]) -> dict[str, str | None]:
-        """Who holds each engine. A lease of an earlier life of this replica is nobody's."""
-        leases = await desk.leases.holders()
+    async def _holders(
+        self, model_leases: ModelLeases, engines: list[EngineAddress]
+    ) -> dict[str, str | None]:
+        """Who holds each engine. A lease from before this replica's restart counts as nobody's."""
+        leases = await model_leases.leases.holders()
         found: dict[str, str | None] = {}
         for engine_id in [engine.engine_id for engine in engines]:
             lease = leases.get(engine_id)
@@ -234,57 +239,57 @@ class LeaseManager:
             found[engine_id] = self._me if engine_id in self.held else holder
         return found
 
-    async def _renew(self, model: str, desk: ModelLeases) -> None:
-        """Renew what is held; what was lost without anybody taking it is won back."""
+    async def _renew(self, model: str, model_leases: ModelLeases) -> None:
+        """Renew what is held; what expired and nobody else has is acquired again."""
         held = {engine_id: held for engine_id, held in self.held.items() if held.model == model}
         if not held:
             return
         asked_s = self._clock()
-        lost = await desk.leases.renew({engine_id: one.token for engine_id, one in held.items()})
+        lost = await model_leases.leases.renew({engine_id: one.token for engine_id, one in held.items()})
         for engine_id, one in held.items():
             if self.held.get(engine_id) is not one:
                 continue
             if engine_id not in lost:
                 self.held[engine_id] = one._replace(until_s=asked_s + self._lease_s)
-            elif not await self._win_back(desk, engine_id, one):
+            elif not await self._reacquire(model_leases, engine_id, one):
                 self.lost(engine_id)
 
-    async def _win_back(self, desk: ModelLeases, engine_id: str, held: Held) -> bool:
+    async def _reacquire(self, model_leases: ModelLeases, engine_id: str, held: Held) -> bool:
         asked_s = self._clock()
-        wanted = self._wanted[engine_id]
-        token = await desk.leases.acquire(engine_id, above=held.token)
+        candidate = self._candidates[engine_id]
+        token = await model_leases.leases.acquire(engine_id, above=held.token)
         if token is None or self.held.get(engine_id) is not held:
             return False
         self.held[engine_id] = Held(held.model, token, asked_s + self._lease_s)
         self.stats.won_back += 1
         _log.info("lease regained", engine=engine_id, token=token)
-        await self._estate.enter(wanted, token, again=True)
+        await self._listener.lease_acquired(candidate, token, again=True)
         return True
 
-    async def _take(self, desk: ModelLeases, engine_id: str) -> None:
-        wanted, asked_s = self._wanted.get(engine_id), self._clock()
-        if wanted is None or engine_id in self.held or self._leaving:
+    async def _acquire(self, model_leases: ModelLeases, engine_id: str) -> None:
+        candidate, asked_s = self._candidates.get(engine_id), self._clock()
+        if candidate is None or engine_id in self.held or self._leaving:
             return
-        token = await desk.leases.acquire(engine_id)
+        token = await model_leases.leases.acquire(engine_id)
         if token is None:
             return
-        if self._wanted.get(engine_id) != wanted or self._leaving:
-            await desk.leases.release(engine_id, token)
+        if self._candidates.get(engine_id) != candidate or self._leaving:
+            await model_leases.leases.release(engine_id, token)
             return
-        self.held[engine_id] = Held(wanted.model, token, asked_s + self._lease_s)
+        self.held[engine_id] = Held(candidate.model, token, asked_s + self._lease_s)
         try:
-            await self._estate.enter(wanted, token, again=False)
+            await self._listener.lease_acquired(candidate, token, again=False)
         except BaseException:
             if self.held.pop(engine_id, None) is not None:
-                self._estate.leave(wanted.model, engine_id)
+                self._listener.lease_ended(candidate.model, engine_id)
             raise
         self.stats.taken += 1
         self._free_since.pop(engine_id, None)
         _log.info("lease taken", engine=engine_id, token=token)
 
-    async def _give(self, desk: ModelLeases, engine_id: str) -> None:
+    async def _release(self, model_leases: ModelLeases, engine_id: str) -> None:
         held = self.held.pop(engine_id)
-        self._estate.leave(held.model, engine_id)
+        self._listener.lease_ended(held.model, engine_id)
         self.stats.given += 1
         _log.info("lease released", engine=engine_id, token=held.token)
-        await desk.leases.release(engine_id, held.token)
+        await model_leases.leases.release(engine_id, held.token)

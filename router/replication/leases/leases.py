@@ -1,7 +1,7 @@
-"""One writer per engine: leases with tokens that only rise, kept and timed by the server.
+"""One writer per engine: leases with fencing tokens that only rise, stored and timed by the server.
 
-Who acquires a lease gets a token higher than every one before it. Writes carry the token and the server
-compares it (``scripts.WRITE``), so a writer that slept past its lease cannot write, whatever it believes.
+Whoever acquires a lease gets a token higher than every one before it. Writes carry the token and the server
+compares it (``write_scripts.WRITE``), so a writer whose lease expired unnoticed cannot write.
 Always true: at any moment at most one token of an engine passes the fence.
 """
 
@@ -16,13 +16,13 @@ from router.replication.schema.keys import ScopeKeys
 
 
 class Lease(NamedTuple):
-    """One engine's lease as the server tells it."""
+    """One engine's lease as the server has it."""
 
     holder: str
     """Replica id."""
     token: int
     expires_in_s: float
-    """By the server's clock when it was asked; not positive for one that ended or was given back."""
+    """By the server's clock when it was asked; not positive for one that expired or was released."""
 
     @property
     def held(self) -> bool:
@@ -52,7 +52,7 @@ class Leases:
         return int(reply[0]) or None
 
     async def renew(self, tokens: Mapping[str, int]) -> set[str]:
-        """Renew all at once; the engines whose lease is lost and must be dropped at once."""
+        """Renew all at once. Returns the engines whose lease is lost; they must be dropped at once."""
         settings = self._client.settings
         pairs = [part for engine_id, token in tokens.items() for part in (engine_id, token)]
         held = await self._client.run(
@@ -66,17 +66,17 @@ class Leases:
         return {engine_id for engine_id, still in zip(tokens, held, strict=True) if not still}
 
     async def release(self, engine_id: str, token: int) -> bool:
-        """Give it back, for another to take at once; False if it was not held any more."""
+        """Release it, for another to acquire at once; False if it was not held any more."""
         keys = [self._keys.leases]
         return bool(await self._client.run(scripts.RELEASE, keys, engine_id, token))
 
     async def holders(self) -> dict[str, Lease]:
-        """Every lease of the scope, ended ones too."""
+        """Every lease of the model, expired ones too."""
         return await holders(self._client, self._keys)
 
 
 async def holders(client: Client, keys: ScopeKeys) -> dict[str, Lease]:
-    """Every lease of a scope, ended ones too. Raises ``IndexUnavailable``."""
+    """Every lease of a model, expired ones too. Raises ``IndexUnavailable``."""
     found = await client.command("HGETALL", keys.leases)
     return parse_leases(found, await client.command("TIME", key=keys.leases))
 

@@ -1,8 +1,8 @@
 """The live replicas: each writes a heartbeat every tick, with the engines it can follow.
 
-One hash in the scope of each model, one field per replica. Always true: a replica that stopped signing is off
-the roll after the lease time, and its field is deleted by whoever notices ten times later; the whole hash
-goes by itself when nobody signs any more.
+One hash per model, one field per replica. Always true: a replica that stopped writing counts as dead after
+the lease time, and another replica deletes its field after ten lease times; the hash expires when nobody
+writes it any more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 
 from router.fleet.identity import EngineAddress
 from router.replication.leases.assignment import Member
-from router.replication.leases.heartbeat import Heartbeat
+from router.replication.leases.heartbeat import HeartbeatMonitor
 
 _DELETE_AFTER_LEASES = 10
 _HASH_LEASES = 100
 
 
-class Signature(msgspec.Struct, array_like=True):
-    """``beat`` grows with each signing; ``started`` tells two lives of one replica apart."""
+class MemberRecord(msgspec.Struct, array_like=True):
+    """One replica's field. ``beat`` grows with each report; ``started`` differs after a restart."""
 
     started: int
     beat: int
@@ -30,22 +30,22 @@ class Signature(msgspec.Struct, array_like=True):
     wants: list[EngineAddress]
 
     def member(self) -> Member:
-        """What the division looks at."""
+        """What the assignment needs."""
         return Member(frozenset(engine.engine_id for engine in self.wants), self.held)
 
 
-_DECODE = msgspec.msgpack.Decoder(Signature)
+_DECODE = msgspec.msgpack.Decoder(MemberRecord)
 
 
-def read_roll(fields: Mapping[bytes, bytes]) -> dict[str, Signature | None]:
-    """Replica -> signature from the fields of the hash; None where it cannot be read."""
-    roll: dict[str, Signature | None] = {}
+def decode_members(fields: Mapping[bytes, bytes]) -> dict[str, MemberRecord | None]:
+    """Replica -> record from the fields of the hash; None where it cannot be decoded."""
+    records: dict[str, MemberRecord | None] = {}
     for field, value in fields.items():
         try:
-            roll[field.decode(errors="replace")] = _DECODE.decode(value)
+            records[field.decode(errors="replace")] = _DECODE.decode(value)
         except msgspec.DecodeError:
-            roll[field.decode(errors="replace")] = None
-    return roll
+            records[field.decode(errors="replace")] = None
+    return records
 
 
 class Command(Protocol):
@@ -55,7 +55,7 @@ class Command(Protocol):
 
 
 class Membership:
-    """One scope's roll, kept at ``key``; ``started`` is a number no earlier life of this replica had."""
+    """The live replicas of one model, in the hash ``key``; ``started`` is a new number for each start."""
 
     def __init__(
         self,
@@ -74,35 +74,35 @@ class Membership:
         self._lease_s = lease_s
         self._clock = clock
         self._beat = 0
-        self._pulse = Heartbeat(lease_s)
+        self._heartbeats = HeartbeatMonitor(lease_s)
 
-    async def sign(self, wants: Sequence[EngineAddress], held: int) -> dict[str, Member]:
-        """Sign, and read who is alive; this one is among them."""
+    async def report(self, wants: Sequence[EngineAddress], held: int) -> dict[str, Member]:
+        """Write this replica's heartbeat and read the live replicas, this one among them."""
         self._beat += 1
-        own = Signature(self._started, self._beat, held, list(wants))
+        own = MemberRecord(self._started, self._beat, held, list(wants))
         await self._command("HSET", self._key, self._me, msgspec.msgpack.encode(own))
         await self._command("PEXPIRE", self._key, round(self._lease_s * _HASH_LEASES * 1000))
-        roll = read_roll(await self._command("HGETALL", self._key))
-        roll[self._me] = own
-        live, dead = self._divide(roll)
+        records = decode_members(await self._command("HGETALL", self._key))
+        records[self._me] = own
+        live, dead = self._split(records)
         if dead:
             await self._command("HDEL", self._key, *dead)
         return live
 
     async def leave(self) -> None:
-        """Strike this replica off."""
+        """Delete this replica's field."""
         await self._command("HDEL", self._key, self._me)
 
-    def _divide(self, roll: dict[str, Signature | None]) -> tuple[dict[str, Member], list[str]]:
-        """The live, and the names to strike off."""
+    def _split(self, records: dict[str, MemberRecord | None]) -> tuple[dict[str, Member], list[str]]:
+        """The live replicas, and the names whose fields are to be deleted."""
         now = self._clock()
         live, dead = {}, []
-        for name, signature in roll.items():
-            if signature is None:
+        for name, record in records.items():
+            if record is None:
                 dead.append(name)
-            elif self._pulse.beat(name, hash((signature.started, signature.beat)), now):
-                live[name] = signature.member()
-            elif self._pulse.silent_s(name, now) > _DELETE_AFTER_LEASES * self._lease_s:
+            elif self._heartbeats.beat(name, hash((record.started, record.beat)), now):
+                live[name] = record.member()
+            elif self._heartbeats.silent_s(name, now) > _DELETE_AFTER_LEASES * self._lease_s:
                 dead.append(name)
-        self._pulse.keep_only(roll.keys())
+        self._heartbeats.keep_only(records.keys())
         return live, dead

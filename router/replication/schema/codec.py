@@ -50,7 +50,7 @@ def pack_records(hashes: Words, codes: npt.NDArray[np.intp], generation: int, co
 
 
 class Decoder:
-    """Values to rows, for one state of the scope's books: slots, generations and patterns."""
+    """Values to rows, for one version of the registry: slots, generations and patterns."""
 
     def __init__(
         self, code_bytes: int, generations: Mapping[int, int], patterns: Mapping[int, Sequence[Plane]]

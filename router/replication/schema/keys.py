@@ -1,10 +1,10 @@
-"""Names of everything the shared index keeps.
+"""Keys of the shared index.
 
-Every key starts with the namespace. The books of a scope (one base model) carry its name in a hash tag, so
+Every key starts with the namespace. The keys of a scope (one base model) carry its name in a hash tag, so
 that a Cluster keeps them together. A block's key is ``namespace:`` [``{tag}`` of its partition in a Cluster]
-+ 6 bytes of the scope's *epoch* + 8 bytes of the block hash. The epoch is drawn anew whenever a scope's books
-are made, so it stands for namespace, schema, model and this very life of the books: blocks written before the
-books were lost are never read by numbers given out after. The hash itself is specific to the hash scheme.
++ 6 bytes of the scope's *epoch* + 8 bytes of the block hash. The epoch is a random number drawn whenever a
+scope's registry is created, and so stands for namespace, schema, model and this one registry: blocks written
+before the registry was lost are never found by a later one. The hash itself is specific to the hash scheme.
 Keys of up to 22 bytes cost one 24-byte allocation; the default namespace stays within it.
 """
 
@@ -29,7 +29,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class ScopeKeys:
-    """The books of one scope; ``load``, ``flights`` and ``replicas`` are for those who divide the work."""
+    """The keys of one scope: registry, leases, and what replicas exchange (load, prompts in flight,
+    members)."""
 
     def __init__(self, namespace: str, model: str) -> None:
         self.namespace = namespace
@@ -37,7 +38,7 @@ class ScopeKeys:
         self.scope = f"{stem}scope".encode()
         self.leases = f"{stem}leases".encode()
         self.load = f"{stem}load".encode()
-        self.flights = f"{stem}flights".encode()
+        self.inflight = f"{stem}flights".encode()
         self.replicas = f"{stem}replicas".encode()
         self._model = quote(model, safe="/:@._~-+")
 
@@ -46,18 +47,18 @@ class ScopeKeys:
         return f"{self.namespace}:{tag(partition, partitions)}fence:{self._model}".encode()
 
     def prefix(self, epoch: bytes, partition: int, partitions: int) -> bytes:
-        """What a block's key is before its hash."""
+        """A block's key up to its hash."""
         return f"{self.namespace}:{tag(partition, partitions)}".encode() + epoch
 
 
 def schema_key(namespace: str) -> bytes:
-    """Holds the schema number of a namespace; its name must never change."""
+    """The key of a namespace's schema number; must never change."""
     return f"{namespace}:schema".encode()
 
 
 @cache
 def tag(partition: int, partitions: int) -> str:
-    """The hash tag of a partition, such that partitions lie evenly over the slots; none if there is one."""
+    """The hash tag of a partition, such that partitions spread evenly over the slots; "" for a single one."""
     if partitions == 1:
         return ""
     width = SLOTS // partitions
@@ -85,7 +86,7 @@ def mget(prefix: bytes, hashes: Words) -> bytes:
 
 
 def as_words(hashes: Sequence[int]) -> tuple[Words, npt.NDArray[np.bool_] | None]:
-    """The hashes as 64-bit words, and which of them are hashes at all; None if all are."""
+    """The hashes as 64-bit words, and which of them are not negative; None if all are."""
     if not hashes or min(hashes) >= 0:
         return np.array(hashes, np.uint64), None
     real = np.array([value >= 0 for value in hashes], np.bool_)

@@ -1,9 +1,9 @@
 """The writer's table of patterns: which code stands for the planes that hold a block of one engine.
 
-Always true: a code given to a block names no plane that does not hold it. Blocks held in several media form
-many more patterns than blocks of the GPU alone; once half of the scope's codes are given, new patterns are
-told by their GPU part only, so that what connectors hold never costs the view of what the GPU holds. Where
-no codes are left, the known part with most of the GPU's planes stands for a pattern.
+Always true: a block's code names no plane that does not hold it. Blocks held in several media form many more
+patterns than blocks of the GPU alone; once half of the scope's codes are allocated, new patterns are reduced
+to their GPU part, so that what connectors hold never hides what the GPU holds. Where no codes are left, a
+pattern is reduced to the known part with most of the GPU's planes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Codes = npt.NDArray[np.intp]
 
 
 class PatternCodes:
-    """Codes known to one writer in one epoch."""
+    """The codes that one writer knows in one epoch."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -36,7 +36,7 @@ class PatternCodes:
         self.without_code = 0
         """Patterns shown only in part, for want of codes."""
         self.provisional = False
-        """Whether the last codes told less than is so, for the server had no room for new ones."""
+        """Whether the last codes were reduced because the server had no memory for new ones."""
         self.planes_left_out = 0
         """Planes beyond ``PLANES_MAX``: not shown at all."""
 
@@ -48,18 +48,18 @@ class PatternCodes:
         self, scope: Scope, memory: MemoryIndex, engine_id: str, hashes: Sequence[BlockHash]
     ) -> Codes:
         """The code of what this engine holds of each block now. Raises ``IndexUnavailable``."""
-        self._see(memory.planes(engine_id))
+        self._add_planes(memory.planes(engine_id))
         bits = memory.held_in(engine_id, self._planes, hashes)
         patterns, inverse = np.unique(bits, return_inverse=True)
         wanted: list[int] = patterns.tolist()
         if 2 * max(self._known.values()) > codes_max(scope.code_bytes):
-            told = [p if p in self._known else p & self._gpu for p in wanted]
-            self.without_code += sum(a != b for a, b in zip(wanted, told, strict=True))
-            wanted = told
-        known = await self._learn(scope, [pattern for pattern in wanted if pattern not in self._known])
+            shown = [p if p in self._known else p & self._gpu for p in wanted]
+            self.without_code += sum(a != b for a, b in zip(wanted, shown, strict=True))
+            wanted = shown
+        known = await self._allocate(scope, [pattern for pattern in wanted if pattern not in self._known])
         return np.array([known[pattern] for pattern in wanted], np.intp)[inverse]
 
-    async def _learn(self, scope: Scope, new: list[int]) -> dict[int, int]:
+    async def _allocate(self, scope: Scope, new: list[int]) -> dict[int, int]:
         """The code of every known and every new pattern."""
         self.provisional = False
         if not new:
@@ -75,7 +75,7 @@ class PatternCodes:
             self._known[pattern] = code or self._part_of(pattern)
         return self._known
 
-    def _see(self, planes: Sequence[Plane]) -> None:
+    def _add_planes(self, planes: Sequence[Plane]) -> None:
         new = sorted(plane for plane in planes if plane not in self._planes)
         new.sort(key=lambda plane: plane.medium != GPU)
         room = PLANES_MAX - len(self._planes)

@@ -1,9 +1,9 @@
-"""The registry of one scope: epoch, engine slots and generations, patterns, and what is known of each engine.
+"""The registry of one scope: epoch, engine slots and generations, patterns, and a description of each engine.
 
-All books of a scope are one hash: if the server loses them, it loses them together, and whoever opens the
-scope again begins another epoch, in which nothing written before is found. Each change draws a new
-``version``, a random number and no counter, so that equal versions mean equal books even if a failover took
-the last changes back. Always true: what a ``ScopeView`` says was all true at one moment.
+A scope's registry is one hash: if the server loses it, it loses all of it, and whoever opens the scope again
+creates another epoch, in which nothing written before is found. Each change draws a new ``version``, a random
+number and no counter, so that equal versions mean equal content even if a failover undid the last changes.
+Always true: a ``ScopeView`` is a consistent snapshot.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _CLUSTER_PARTITIONS = 16
 _CHECK_NAMESPACE_S = 60.0
 
 
-class IndexRefused(Exception):  # noqa: N818  # what it says: not an error of ours
+class IndexRefused(Exception):  # noqa: N818  # a state of the index, no error in the code
     """This replica must not use the index; ``str()`` says why and what to do."""
 
 
 class EpochChanged(IndexUnavailable):
-    """The scope's books are others than the caller knows: everything must be claimed and written again."""
+    """The scope has another epoch than the caller knows: everything must be claimed and written again."""
 
     def __init__(self) -> None:
-        super().__init__("epoch", "the scope was begun anew")
+        super().__init__("epoch", "the registry was created anew")
 
 
 class LeaseLost(IndexUnavailable):
-    """The engine's lease is another's: nothing may be written for it."""
+    """Another replica holds the engine's lease: nothing may be written for it."""
 
     def __init__(self, engine_id: str) -> None:
         super().__init__("lease", f"the lease of {engine_id} is not held")
@@ -52,7 +52,7 @@ class LeaseLost(IndexUnavailable):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine's writer tells the other replicas, beside the blocks."""
+    """What an engine's writer publishes about it, beside the blocks."""
 
     layout: CacheLayout | None = None
     scheme: HashScheme | None = None
@@ -66,7 +66,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineSlot(NamedTuple):
-    """An engine's place in the values of a scope."""
+    """An engine's position in the values of a scope, and its current generation."""
 
     number: int
     generation: int
@@ -82,23 +82,23 @@ class Scope(NamedTuple):
     epoch: bytes
     partitions: int
     code_bytes: int
-    home: str
-    """``Client.identity`` of the servers it was written to."""
+    server_identity: str
+    """``Client.identity`` of the servers that the scope was written to."""
 
 
 class ScopeView(NamedTuple):
-    """The books at one moment."""
+    """A snapshot of the registry."""
 
     scope: Scope
     version: bytes | None
-    seats: dict[str, EngineSlot]
+    slots: dict[str, EngineSlot]
     facts: dict[str, EngineFacts]
     patterns: dict[int, tuple[Plane, ...]]
     retired_slots: int
 
 
 class Registry:
-    """One scope's books, over one client."""
+    """One scope's registry, over one client."""
 
     def __init__(self, client: Client, model: str) -> None:
         self.client = client
@@ -107,7 +107,7 @@ class Registry:
         self._schema_checked, self._check_again_at = "", 0.0
 
     async def open(self) -> Scope:
-        """The scope as it stands, made if there is none. Raises ``IndexRefused`` for another schema."""
+        """The scope, created if there is none. Raises ``IndexRefused`` for another schema."""
         settings, identity = self.client.settings, self.client.identity
         await self._check_namespace(identity)
         default = _CLUSTER_PARTITIONS if self.client.cluster else 1
@@ -119,25 +119,25 @@ class Registry:
             settings.code_bytes,
             _new_epoch(),
             identity,
-            _nonce(),
+            _random_version(),
             self._control_ttl_ms,
         )
         _refuse_other_schema(reply[0], settings.namespace)
         return Scope(reply[3], int(reply[1]), int(reply[2]), reply[4].decode())
 
-    async def rehome(self, scope: Scope) -> None:
-        """The servers are others than the scope's: let nothing written before count."""
+    async def replace_servers(self, scope: Scope) -> None:
+        """The servers are not those the scope was written to: invalidate everything written before."""
         _LOG.warning("index servers changed; residency is written again", model=self.model)
         identity = self.client.identity
         await self.client.run(
-            scripts.REHOME,
+            scripts.REPLACE_SERVERS,
             [self.keys.scope],
             SCHEMA,
             scope.epoch,
-            scope.home,
+            scope.server_identity,
             _new_epoch(),
             identity,
-            _nonce(),
+            _random_version(),
             self._control_ttl_ms,
         )
 
@@ -148,7 +148,7 @@ class Registry:
         await self.fetch()
 
     async def fetch(self) -> ScopeView | None:
-        """All books; None if the scope does not exist."""
+        """A snapshot of the registry; None if the scope does not exist."""
         return parse_view(await self.client.command("HGETALL", self.keys.scope))
 
     async def fence(self, scope: Scope, engine_id: str, token: int) -> None:
@@ -160,7 +160,7 @@ class Registry:
                 raise LeaseLost(engine_id)
 
     async def claim(self, scope: Scope, engine_id: str, token: int) -> EngineSlot:
-        """A new generation: whatever is written of this engine no longer counts. O(1) of what that is.
+        """Give the engine a new generation, which invalidates everything written of it, in O(1).
 
         Raises ``LeaseLost`` or ``EpochChanged``.
         """
@@ -171,7 +171,7 @@ class Registry:
             scope.epoch,
             engine_id,
             token,
-            _nonce(),
+            _random_version(),
             SLOTS_MAX,
             _new_epoch(),
             self._control_ttl_ms,
@@ -181,30 +181,35 @@ class Registry:
         return EngineSlot(int(reply[1]), int(reply[2]))
 
     async def describe(self, scope: Scope, engine_id: str, token: int, facts: EngineFacts) -> None:
-        """Tell the others about an engine. Raises ``LeaseLost`` or ``EpochChanged``."""
+        """Publish an engine's description. Raises ``LeaseLost`` or ``EpochChanged``."""
         blob = msgspec.msgpack.encode(facts)
         keys = [self.keys.scope, self.keys.leases]
-        reply = await self.client.run(scripts.DESCRIBE, keys, scope.epoch, engine_id, token, blob, _nonce())
+        reply = await self.client.run(
+            scripts.DESCRIBE, keys, scope.epoch, engine_id, token, blob, _random_version()
+        )
         _raise_for(reply, engine_id)
 
     async def codes(self, scope: Scope, patterns: Sequence[Sequence[Plane]]) -> list[int]:
-        """The code of each pattern, given out on first use; 0 where there is no room left."""
+        """The code of each pattern, allocated on first use; 0 where none is left."""
         names = [pattern_name(planes) for planes in patterns]
         limit = codes_max(scope.code_bytes)
-        reply = await self.client.run(scripts.CODES, [self.keys.scope], scope.epoch, _nonce(), limit, *names)
+        reply = await self.client.run(
+            scripts.CODES, [self.keys.scope], scope.epoch, _random_version(), limit, *names
+        )
         _raise_for(reply[0], "")
         return [int(code) for code in reply[1:]]
 
-    async def disown(self, engine_id: str, token: int) -> None:
-        """Let nothing of this engine be believed, even where the server has no room to write, until it is
-        claimed again. Raises ``LeaseLost``."""
+    async def invalidate(self, engine_id: str, token: int) -> None:
+        """Invalidate everything written of this engine until it is claimed again; works on a full server too.
+        Raises ``LeaseLost``."""
         keys = [self.keys.scope, self.keys.leases]
-        _raise_for(await self.client.run(scripts.DISOWN, keys, engine_id, token), engine_id)
+        _raise_for(await self.client.run(scripts.INVALIDATE, keys, engine_id, token), engine_id)
 
     async def retire(self, scope: Scope, engine_id: str, token: int | None, idle_s: float = 0.0) -> bool:
-        """The engine left for good: its slot is free. Without a token only if its lease ended ``idle_s`` ago.
+        """Remove an engine that left the fleet and free its slot. Without a token only if its lease expired
+        ``idle_s`` ago.
 
-        False if the lease says otherwise. Raises ``EpochChanged``.
+        False if the lease forbids it. Raises ``EpochChanged``.
         """
         reply = await self.client.run(
             scripts.RETIRE,
@@ -212,7 +217,7 @@ class Registry:
             scope.epoch,
             engine_id,
             "" if token is None else token,
-            _nonce(),
+            _random_version(),
             int(idle_s * 1000),
         )
         if reply == b"EPOCH":
@@ -224,8 +229,8 @@ class Registry:
         return int(self.client.settings.control_ttl_s * 1000)
 
     async def _check_namespace(self, identity: str) -> None:
-        """Nobody else's schema in this namespace; asked once a minute and of all new servers, which also
-        renews its time to live."""
+        """Raises ``IndexRefused`` if the namespace has another schema. Checked once a minute and after the
+        servers changed, which also renews the key's time to live."""
         now = asyncio.get_running_loop().time()
         if self._schema_checked == identity and now < self._check_again_at:
             return
@@ -241,20 +246,20 @@ def parse_view(fields: Mapping[bytes, bytes]) -> ScopeView | None:
     if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
         return None
     _refuse_other_schema(fields[b"schema"], "this namespace")
-    seats: dict[str, EngineSlot] = {}
+    slots: dict[str, EngineSlot] = {}
     facts: dict[str, EngineFacts] = {}
     patterns: dict[int, tuple[Plane, ...]] = {}
     for name, value in fields.items():
         match name[:2]:
             case b"s:":
                 number, _, generation = value.partition(b":")
-                seats[name[2:].decode()] = EngineSlot(int(number), int(generation))
+                slots[name[2:].decode()] = EngineSlot(int(number), int(generation))
             case b"e:":
                 facts[name[2:].decode()] = msgspec.msgpack.decode(value, type=EngineFacts)
             case b"p:":
                 patterns[int(value)] = pattern_planes(name[2:])
     scope = Scope(fields[b"epoch"], int(fields[b"p"]), int(fields[b"w"]), fields[b"home"].decode())
-    return ScopeView(scope, fields.get(b"v"), seats, facts, patterns, fields[b"used"].count(b"x"))
+    return ScopeView(scope, fields.get(b"v"), slots, facts, patterns, fields[b"used"].count(b"x"))
 
 
 def _refuse_other_schema(found: bytes | None, namespace: str) -> None:
@@ -272,7 +277,7 @@ def _raise_for(word: bytes, engine_id: str) -> None:
         raise LeaseLost(engine_id)
 
 
-def _nonce() -> bytes:
+def _random_version() -> bytes:
     return secrets.token_bytes(8)
 
 

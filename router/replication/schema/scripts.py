@@ -1,14 +1,14 @@
 """Lua scripts on a scope's registry and leases. Writes: ``write_scripts.py``.
 
-Scripts touch keys of one hash tag only. Each refuses what a writer may not do (any more) by a word the caller
-acts on: ``EPOCH`` the books are others than the caller knows, ``LEASE`` the engine's lease is another's.
-Tokens are microseconds of the server's clock, never lower than one seen before, so that they keep rising even
-if the server loses the last one.
+Scripts touch keys of one hash tag only. A script that refuses returns a status: ``EPOCH`` the scope has
+another epoch than the caller knows, ``LEASE`` another replica holds the engine's lease. Tokens are
+microseconds of the server's clock, never lower than an earlier one, so that they keep rising even if the
+server loses the last one.
 """
 
 from __future__ import annotations
 
-from router.replication.redis.client import Script
+from router.replication.redis.master import Script
 
 _CREATE = """
 local function create(p, w, epoch, home, nonce, ttl)
@@ -30,7 +30,7 @@ return {ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]}
 """
 )
 
-REHOME = Script(
+REPLACE_SERVERS = Script(
     _CREATE
     + """
 -- scope; schema, epoch known, home known, new epoch, new home, nonce, ttl ms
@@ -174,7 +174,7 @@ return 'OK'
 """
 )
 
-DISOWN = Script(
+INVALIDATE = Script(
     _HOLDS
     + """
 -- scope, leases; engine, token

@@ -1,13 +1,13 @@
 """Lua scripts that write blocks, with the fencing check that every writer must pass.
 
-The fence of a partition keeps, per engine, the token of the writer that may write and the number of its last
-batch. Refusals: ``FENCED`` another writer has taken over, ``NOFENCE`` the fence was lost, ``LATE`` a later
-batch came first.
+The fence of a partition holds, per engine, the token of the current writer and the number of its last batch.
+Refusals: ``FENCED`` another writer has taken over, ``NOFENCE`` the fence was lost, ``LATE`` a later batch was
+applied before.
 """
 
 from __future__ import annotations
 
-from router.replication.redis.client import Script
+from router.replication.redis.master import Script
 
 FENCE = Script(
     """

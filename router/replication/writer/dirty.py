@@ -1,4 +1,4 @@
-"""What is still to be written of one mirrored engine, what is on its way, and what is due again."""
+"""What waits to be written of one mirrored engine, what has been sent, and what is due for a refresh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from publisher.events import BlockHash
 from router.index.base import Words
-from router.replication.redis.client import ScriptCall
+from router.replication.redis.master import ScriptCall
 from router.replication.schema.registry import EngineFacts, EngineSlot
 
 
@@ -44,8 +44,9 @@ class MirrorStats(msgspec.Struct):
         self.errors[reason] = self.errors.get(reason, 0) + 1
 
 
-class Pending:
-    """One engine of a writer. Bounded by ``touched_max`` changed blocks, and by what memory holds."""
+class PendingEngine:
+    """One engine of a writer. Bounded by ``touched_max`` changed blocks, and by what the memory index
+    holds."""
 
     __slots__ = (
         "_refresh",
@@ -55,7 +56,7 @@ class Pending:
         "facts",
         "facts_due",
         "in_flight",
-        "seat",
+        "slot",
         "token",
         "touched",
         "whole",
@@ -63,53 +64,53 @@ class Pending:
 
     def __init__(self, token: int, *, whole: bool) -> None:
         self.token = token
-        self.seat: EngineSlot | None = None
+        self.slot: EngineSlot | None = None
         """None: a generation must be claimed before anything is written."""
         self.touched: set[BlockHash] = set()
         self.whole = whole
-        """Without a seat: whether ``touched`` is all that memory holds of the engine."""
+        """Without a slot: whether ``touched`` is all that the memory index holds of the engine."""
         self.backlog: list[Words] = []
-        """Blocks to write though they did not change: arrays, taken from the end."""
+        """Unchanged blocks to write again: arrays, taken from the end."""
         self.facts = EngineFacts()
         self.facts_due = True
         self.in_flight = 0
-        """Batches sent and not answered."""
+        """Batches sent whose reply has not arrived."""
         self._refresh: Words | None = None
         self._refreshed = 0
         self._round_began = 0.0
 
     @property
     def idle(self) -> bool:
-        return self.seat is not None and not (self.touched or self.backlog or self.facts_due)
+        return self.slot is not None and not (self.touched or self.backlog or self.facts_due)
 
     @property
     def written(self) -> bool:
-        """Whether the server has all that memory holds."""
-        return self.seat is not None and not (self.touched or self.backlog or self.in_flight)
+        """Whether the server has everything that the memory index holds."""
+        return self.slot is not None and not (self.touched or self.backlog or self.in_flight)
 
     @property
     def waiting(self) -> int:
         """Blocks not sent yet."""
         return len(self.touched) + sum(map(len, self.backlog))
 
-    def seated(self, seat: EngineSlot, now: float) -> None:
-        """A generation was claimed."""
-        self.seat, self.facts_due = seat, True
+    def claimed(self, slot: EngineSlot, now: float) -> None:
+        """Note the slot and generation that were claimed."""
+        self.slot, self.facts_due = slot, True
         self._refresh, self._round_began = None, now
 
-    def unseat(self, *, whole: bool) -> None:
-        """Nothing written counts any more."""
-        self.seat, self.whole = None, whole
+    def invalidate(self, *, whole: bool) -> None:
+        """What was written no longer counts: claim a new generation before the next write."""
+        self.slot, self.whole = None, whole
         self.touched, self.backlog = set(), []
 
     def touch(self, hashes: Sequence[BlockHash], limit: int) -> bool:
-        """Blocks that changed; False if that is more than can wait, so that all must be written anew."""
-        if self.seat is None and not self.whole:
-            return True  # the claim will look at everything
+        """Note changed blocks; False if they exceed ``limit``, so that all blocks must be written again."""
+        if self.slot is None and not self.whole:
+            return True  # the claim writes everything
         self.touched.update(hashes)
         if len(self.touched) <= limit:
             return True
-        self.unseat(whole=False)
+        self.invalidate(whole=False)
         return False
 
     def take(self, limit: int) -> list[BlockHash]:
@@ -127,9 +128,9 @@ class Pending:
         return taken
 
     def refresh(self, held: Callable[[], Words], now: float, period_s: float) -> None:
-        """Move the blocks whose turn it is to the backlog, once that is empty; ``held`` lists all of them for
-        the next round."""
-        if self.seat is None or self.backlog:
+        """Move the blocks that are due to the backlog, if it is empty; ``held`` lists all blocks for the next
+        round."""
+        if self.slot is None or self.backlog:
             return
         share = (now - self._round_began) / period_s
         if self._refresh is not None:
@@ -142,14 +143,14 @@ class Pending:
 
 
 class Batch:
-    """Some blocks of one engine on their way."""
+    """Blocks of one engine, in one script call."""
 
-    __slots__ = ("_settled", "call", "engine", "engine_id", "hashes", "provisional")
+    __slots__ = ("_finished", "call", "engine", "engine_id", "hashes", "provisional")
 
     def __init__(
         self,
         engine_id: str,
-        engine: Pending,
+        engine: PendingEngine,
         hashes: list[BlockHash],
         call: ScriptCall,
         provisional: bool,
@@ -159,14 +160,14 @@ class Batch:
         self.hashes = hashes
         self.call = call
         self.provisional = provisional
-        """Its codes told less than is so: it must be written again."""
-        self._settled = False
+        """Its codes were reduced for want of memory: it must be written again."""
+        self._finished = False
         engine.in_flight += 1
 
-    def settle(self) -> bool:
-        """It was answered, or nobody waits for it any more; False if that was known."""
-        if self._settled:
+    def finish(self) -> bool:
+        """The reply arrived or the batch was given up; False if ``finish`` was called before."""
+        if self._finished:
             return False
-        self._settled = True
+        self._finished = True
         self.engine.in_flight -= 1
         return True

@@ -1,7 +1,7 @@
 """Garbage collection in the shared index: engines that left while no replica could retire them.
 
-Any writer may sweep; what goes is decided by the server. Always true: an engine whose lease is held, or ended
-less than ``idle_s`` ago, is left alone.
+Every writer runs it; the server decides what is removed. Always true: an engine whose lease is held, or
+expired less than ``idle_s`` ago, is kept.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from router.replication.leases.leases import holders
 from router.replication.schema.registry import Registry, ScopeView
 
 
-class Sweep:
-    """One scope's."""
+class RegistryGc:
+    """Garbage collection of one scope's registry."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._orphans: set[str] = set()
 
     async def run(self, idle_s: float) -> ScopeView | None:
-        """Retire engines whose lease ended ``idle_s`` ago, and those found without a lease twice in a row (a
-        writer whose lease the server lost takes it again in between). The books as they were before; None if
-        there are none. Raises ``IndexUnavailable``."""
+        """Remove engines whose lease expired ``idle_s`` ago, and those found without a lease twice in a row
+        (a writer whose lease the server lost renews it in between). Returns the registry as it was before;
+        None if there is none. Raises ``IndexUnavailable``."""
         registry = self._registry
         view = await registry.fetch()
         if view is None:
             return None
         leases = await holders(registry.client, registry.keys)
-        orphans = view.seats.keys() - leases.keys()
+        orphans = view.slots.keys() - leases.keys()
         gone = {engine_id for engine_id, lease in leases.items() if lease.expires_in_s < -idle_s}
         for engine_id in gone | (orphans & self._orphans):
             if await registry.retire(view.scope, engine_id, None, idle_s):

@@ -1,10 +1,10 @@
 """The writer's side: a ``MemoryIndex`` whose engines' presence is mirrored to the shared index.
 
-Copies are counted in memory and never leave it. Every change only marks its blocks as *touched*; ``flush``
-computes what they are then and writes that, absolute, so that ten changes of a block are one write and any
-write may be repeated. Forgetting an engine is a new generation in the books, whatever it held.
-Always true: a change is written as soon as the server takes it, and until then nobody else vouches for
-the engine longer than its lease runs. How the writes stay in order: ``flush.py``.
+Copies are counted in memory only. A change marks its blocks as *touched*; ``flush`` reads their state at that
+time and writes it as absolute values, so that ten changes of a block are one write and any write may be
+repeated. Forgetting an engine is a new generation in the registry, whatever the engine held.
+Always true: a change is written as soon as the server accepts it; while it cannot be written, readers trust
+the engine no longer than its lease runs. How the writes stay in order: ``flush.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import EngineFacts, EpochChanged, IndexRefused, Registry
 from router.replication.writer.dirty import MirrorStats
 from router.replication.writer.flush import Flush
-from router.replication.writer.queue import IDLE_S, Outbox
+from router.replication.writer.queue import IDLE_S, WriteQueue
 
 __all__ = ["MirrorStats", "MirroredIndex"]
 
@@ -36,8 +36,8 @@ _ATTEMPTS = 3
 
 
 class MirroredIndex:
-    """An ``Index`` (see ``router.index.base``) whose answers come from memory. Not mirrored are engines
-    that were never taken over. ``on_lost`` hears of an engine that another writer has taken over."""
+    """An ``Index`` (see ``router.index.base``) that answers from memory. Engines that were never taken over
+    are not mirrored. ``on_lost`` is called with the id of an engine that another writer has taken over."""
 
     def __init__(
         self,
@@ -49,43 +49,43 @@ class MirroredIndex:
     ) -> None:
         self.memory = MemoryIndex() if memory is None else memory
         self.registry = Registry(client, model)
-        self._outbox = Outbox(client, self.registry, self.memory, on_lost, self._changed)
+        self._queue = WriteQueue(client, self.registry, self.memory, on_lost, self._changed)
         self._lock: asyncio.Lock | None = None
         self._dirty = asyncio.Event()
 
     @property
     def counters(self) -> MirrorStats:
-        return self._outbox.counters
+        return self._queue.counters
 
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         self.memory.store(engine_id, plane, hashes)
-        self._outbox.touch(engine_id, hashes)
+        self._queue.touch(engine_id, hashes)
 
     def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         left = self.memory.remove(engine_id, plane, hashes)
-        self._outbox.touch(engine_id, hashes)
+        self._queue.touch(engine_id, hashes)
         return left
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
         self.memory.set_copies(engine_id, plane, block, copies)
-        self._outbox.touch(engine_id, (block,))
+        self._queue.touch(engine_id, (block,))
 
     def clear(self, engine_id: str, medium: str) -> None:
-        if is_shared(medium):  # it grew old: what else the engine holds must not be out of sight meanwhile
+        if is_shared(medium):  # expired entries: the engine's other blocks must stay readable
             gone = self.memory.blocks_of(engine_id, medium).tolist()
             self.memory.clear(engine_id, medium)
-            self._outbox.touch(engine_id, gone)
+            self._queue.touch(engine_id, gone)
             return
         self.memory.clear(engine_id, medium)
-        self._outbox.unseat(engine_id)
+        self._queue.invalidate(engine_id)
 
     def forget(self, engine_id: str) -> None:
         self.memory.forget(engine_id)
-        self._outbox.unseat(engine_id)
+        self._queue.invalidate(engine_id)
 
     def adopt(self, staged_id: str, engine_id: str) -> None:
         self.memory.adopt(staged_id, engine_id)
-        self._outbox.unseat(engine_id)
+        self._queue.invalidate(engine_id)
 
     def slot(self, engine_id: str) -> Slot | None:
         return self.memory.slot(engine_id)
@@ -108,64 +108,64 @@ class MirroredIndex:
     async def take_over(self, engine_id: str, token: int) -> None:
         """Become the writer of an engine whose lease was acquired with ``token``.
 
-        On return older writers are shut out, and nothing of the engine counts but what memory holds of it
-        (nothing, before its feed is started). Raises ``LeaseLost``, ``IndexUnavailable`` or ``IndexRefused``.
+        On return older writers are fenced, and the engine holds what the memory index has of it (nothing
+        before its feed is started). Raises ``LeaseLost``, ``IndexUnavailable`` or ``IndexRefused``.
         """
         async with self._writing():
             for _ in range(_ATTEMPTS):
                 with suppress(EpochChanged):
-                    await self._outbox.take_over(engine_id, token)
+                    await self._queue.take_over(engine_id, token)
                     return
             raise EpochChanged
 
     def drop(self, engine_id: str) -> None:
-        """The lease is lost or given back: write nothing more, and forget the engine here.
+        """The lease is lost or released: write nothing more, and forget the engine here.
 
-        What was written stays until the next writer claims it; ``flush`` first when giving back.
+        What was written stays until the next writer claims it; ``flush`` before releasing a lease.
         """
-        self._outbox.engines.pop(engine_id, None)
+        self._queue.engines.pop(engine_id, None)
         self.memory.forget(engine_id)
 
     async def retire(self, engine_id: str) -> None:
-        """The engine left the fleet: drop it, and free its slot. The lease must still be held."""
-        engine = self._outbox.engines.get(engine_id)
+        """The engine left the fleet: drop it and free its slot. The lease must still be held."""
+        engine = self._queue.engines.get(engine_id)
         self.drop(engine_id)
         if engine is not None:
             async with self._writing():
-                await self.registry.retire(await self._outbox.settle(), engine_id, engine.token)
+                await self.registry.retire(await self._queue.current_scope(), engine_id, engine.token)
 
     def describe(self, engine_id: str, facts: EngineFacts) -> None:
-        """What the other replicas should know of an engine; written with the next flush if it changed."""
-        engine = self._outbox.engines.get(engine_id)
+        """Set an engine's description for other replicas; written with the next flush if it changed."""
+        engine = self._queue.engines.get(engine_id)
         if engine is not None and engine.facts != facts:
             engine.facts, engine.facts_due = facts, True
             self._dirty.set()
 
     def mirrored(self) -> dict[str, int]:
-        """Engines this writer holds, with their tokens."""
-        return {engine_id: engine.token for engine_id, engine in self._outbox.engines.items()}
+        """The engines of this writer, with their tokens."""
+        return {engine_id: engine.token for engine_id, engine in self._queue.engines.items()}
 
     def written(self, engine_id: str) -> bool:
-        """Whether the server has all that memory holds of an engine."""
-        engine = self._outbox.engines.get(engine_id)
+        """Whether the server has everything that the memory index holds of an engine."""
+        engine = self._queue.engines.get(engine_id)
         return engine is not None and engine.written
 
     @property
     def waiting(self) -> int:
         """Blocks not written yet."""
-        return sum(engine.waiting for engine in self._outbox.engines.values())
+        return sum(engine.waiting for engine in self._queue.engines.values())
 
     async def run(self) -> None:
-        """Flush whenever something changed, until cancelled; tries again while the server is away."""
+        """Flush whenever something changed, until cancelled; retries while the server does not answer."""
         pause = _BACKOFF_S
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._dirty.wait(), IDLE_S)
             try:
-                self._outbox.refresh()
+                self._queue.refresh()
                 await self.flush()
                 async with self._writing():
-                    await self._outbox.audit()
+                    await self._queue.audit()
                 pause = _BACKOFF_S
                 await asyncio.sleep(_COALESCE_S)
             except IndexUnavailable as error:
@@ -186,18 +186,18 @@ class MirroredIndex:
                 await self._write()
             except IndexUnavailable as error:
                 self._dirty.set()
-                await self._outbox.failed(error)
+                await self._queue.failed(error)
                 raise
 
     async def _write(self) -> None:
         for _ in range(_ATTEMPTS):
             with suppress(EpochChanged):
-                await Flush(self._outbox).run()
+                await Flush(self._queue).run()
                 return
         raise EpochChanged
 
     def _writing(self) -> asyncio.Lock:
-        """One flush or take-over at a time; made in the loop that uses it."""
+        """One flush or take-over at a time; created in the event loop that uses it."""
         if self._lock is None:
             self._lock = asyncio.Lock()
         return self._lock

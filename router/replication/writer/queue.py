@@ -1,11 +1,11 @@
-"""The engines of one writer in one scope: what is still to be written of each, and whether it counts.
+"""The engines of one writer in one scope: what waits to be written of each, and under which generation.
 
-Nothing counts before a generation was claimed, and the first thing after a claim is what memory holds then.
-That is done when an engine is taken over, forgotten or cleared, when too much of it changed, when the books
-were lost, when the servers are others than before, and when the seat is gone. An engine that cannot be given
-a new generation because the server is full, or whose changes could not be written for as long as a lease
-runs, is disowned: readers believe nothing of it. Where that cannot be said, no lease can be renewed either.
-Everything held is written again within two thirds of its time to live, which also heals what eviction took.
+Nothing is written before a generation was claimed; after a claim everything that the memory index holds is
+written. A generation is claimed when an engine is taken over, forgotten or cleared, when too much of it
+changed, when the registry or the engine's slot was lost, and when the servers changed. An engine that cannot
+be given a new generation because the server is full, or whose changes could not be written for the length of
+a lease, is invalidated, so that readers ignore it. Where that fails too, its lease cannot be renewed either.
+Everything held is written again within two thirds of its time to live, which also restores evicted blocks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable, ServerError
 from router.replication.schema.pattern_codes import PatternCodes
 from router.replication.schema.registry import EpochChanged, LeaseLost, Registry, Scope
-from router.replication.writer.dirty import MirrorStats, Pending
-from router.replication.writer.gc import Sweep
+from router.replication.writer.dirty import MirrorStats, PendingEngine
+from router.replication.writer.gc import RegistryGc
 
-__all__ = ["IDLE_S", "MirrorStats", "Outbox"]
+__all__ = ["IDLE_S", "MirrorStats", "WriteQueue"]
 
 _LOG = structlog.get_logger()
 
 _SLICE = 2048
 """Blocks of one engine written before the next engine gets its turn."""
 IDLE_S = 0.25
-"""How often a writer looks whether the books are still the ones it knows."""
+"""How often a writer checks that the registry has not been replaced."""
 AUDIT_S = 60.0
 
 
-class Outbox:
-    """The engines of one writer in one scope. One task at a time, but for ``touch`` and ``unseat``."""
+class WriteQueue:
+    """The engines of one writer in one scope. One task at a time, except for ``touch`` and ``invalidate``."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Outbox:
         on_lost: Callable[[str], None],
         on_change: Callable[[], None],
     ) -> None:
-        self.engines: dict[str, Pending] = {}
+        self.engines: dict[str, PendingEngine] = {}
         self.counters = MirrorStats()
         self.client = client
         self.settings = client.settings
@@ -62,118 +62,123 @@ class Outbox:
         self.numbers = count(1)
         self._failing_since: float | None = None
         self._audit_at = 0.0
-        self._sweep = Sweep(registry)
+        self._gc = RegistryGc(registry)
 
     def touch(self, engine_id: str, hashes: Sequence[BlockHash]) -> None:
-        """These blocks of an engine changed."""
+        """Note changed blocks of an engine."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             self.touch_engine(engine, hashes)
             self._on_change()
 
-    def unseat(self, engine_id: str) -> None:
-        """The engine lost more than can be told block by block: nothing written counts any more."""
+    def invalidate(self, engine_id: str) -> None:
+        """The engine was cleared or replaced as a whole: claim a new generation for it."""
         engine = self.engines.get(engine_id)
         if engine is not None:
-            engine.unseat(whole=not self.memory.planes(engine_id))
+            engine.invalidate(whole=not self.memory.planes(engine_id))
             self._on_change()
 
     def refresh(self) -> None:
-        """Put the blocks whose turn it is to be written again on the waiting list."""
+        """Put the blocks that are due for a refresh on the waiting list."""
         period_s, now = self.settings.block_ttl_s / 3, _now()
         for engine_id, engine in self.engines.items():
             engine.refresh(partial(self.memory.blocks_of, engine_id), now, period_s)
 
     async def audit(self) -> None:
-        """Once a minute: every engine has the seat it believes to have, or claims another; what nobody writes
-        any more goes from the books."""
+        """Once a minute: engines whose slot in the registry differs claim another; engines without a writer
+        are removed from the registry."""
         now = _now()
         if now < self._audit_at:
             return
-        view = await self._sweep.run(self.settings.block_ttl_s)
+        view = await self._gc.run(self.settings.block_ttl_s)
         self._audit_at = now + AUDIT_S
         for engine_id, engine in self.engines.items():
-            if engine.seat is not None and (view is None or view.seats.get(engine_id) != engine.seat):
+            if engine.slot is not None and (view is None or view.slots.get(engine_id) != engine.slot):
                 self.counters.lost_seats += 1
-                engine.unseat(whole=False)
+                engine.invalidate(whole=False)
                 self._on_change()
 
     async def take_over(self, engine_id: str, token: int) -> None:
         """See ``MirroredIndex.take_over``; raises ``EpochChanged`` to be called again."""
-        scope = await self.settle()
-        engine = Pending(token, whole=False)
+        scope = await self.current_scope()
+        engine = PendingEngine(token, whole=False)
         await self.registry.fence(scope, engine_id, token)
         await self.claim(scope, engine_id, engine)
         self.engines[engine_id] = engine
 
-    async def settle(self) -> Scope:
-        """The scope as it stands on the servers as they are; everything is claimed anew if either changed."""
+    async def current_scope(self) -> Scope:
+        """The scope on the current servers; if either changed, every engine is to be claimed again."""
         identity, now = self.client.identity, _now()
-        if self._scope is not None and self._scope.home == identity and now - self._checked < IDLE_S:
+        if (
+            self._scope is not None
+            and self._scope.server_identity == identity
+            and now - self._checked < IDLE_S
+        ):
             return self._scope
         scope = await self.registry.open()
-        if scope.home != identity:
-            await self.registry.rehome(scope)
+        if scope.server_identity != identity:
+            await self.registry.replace_servers(scope)
             scope = await self.registry.open()
         if scope != self._scope:
             self.counters.scope_changes += self._scope is not None
             self.codes.clear()
             for engine in self.engines.values():
-                engine.unseat(whole=False)
+                engine.invalidate(whole=False)
             self._scope = scope
         self._checked = now
         return scope
 
-    def begin_anew(self) -> None:
-        """The scope was begun anew by another: look at it again."""
+    def reopen_scope(self) -> None:
+        """Another writer created a new epoch: read the scope again before the next write."""
         self._scope = None
 
     def succeeded(self) -> None:
-        """A flush wrote everything."""
+        """Note that a flush wrote everything."""
         self._failing_since = None
 
     async def failed(self, error: IndexUnavailable) -> None:
-        """A flush failed. Where that goes on, what waits to be written must not be believed any more."""
+        """Note that a flush failed. After the length of a lease, engines with unwritten changes are
+        invalidated."""
         now = _now()
         if self._failing_since is None:
             self._failing_since = now
         if error.reason == "OOM" or now - self._failing_since < self.settings.lease_s:
-            return  # a full server takes removals still
+            return  # a full server still accepts removals
         for engine_id, engine in list(self.engines.items()):
-            if engine.seat is not None and not engine.idle:
-                engine.unseat(whole=False)
+            if engine.slot is not None and not engine.idle:
+                engine.invalidate(whole=False)
                 try:
-                    await self.registry.disown(engine_id, engine.token)
+                    await self.registry.invalidate(engine_id, engine.token)
                 except LeaseLost:
-                    self.lose(engine_id, engine)
+                    self.drop_fenced(engine_id, engine)
                 except IndexUnavailable:
-                    return  # nor can the lease be renewed, which says the same
+                    return  # the lease cannot be renewed either, so readers will call the engine stale
 
-    async def claim(self, scope: Scope, engine_id: str, engine: Pending) -> None:
-        """A new generation, and everything memory holds of the engine waiting to be written under it."""
+    async def claim(self, scope: Scope, engine_id: str, engine: PendingEngine) -> None:
+        """Claim a new generation, and queue everything that the memory index holds of the engine."""
         try:
-            seat = await self.registry.claim(scope, engine_id, engine.token)
+            slot = await self.registry.claim(scope, engine_id, engine.token)
         except ServerError as error:
             if error.reason == "OOM":
-                await self.registry.disown(engine_id, engine.token)
+                await self.registry.invalidate(engine_id, engine.token)
             raise
         except EpochChanged:
             self._scope = None
             raise
         self.counters.claims += 1
-        engine.seated(seat, _now())
+        engine.claimed(slot, _now())
         if not engine.whole:
             held = self.memory.blocks_of(engine_id)
             self.counters.remirrors += len(held) > 0
             engine.touched, engine.backlog = set(), [held]
 
-    def touch_engine(self, engine: Pending, hashes: Sequence[BlockHash]) -> None:
-        """These blocks are to be looked at (again)."""
+    def touch_engine(self, engine: PendingEngine, hashes: Sequence[BlockHash]) -> None:
+        """Queue these blocks (again)."""
         if not engine.touch(hashes, self.settings.touched_max):
             self.counters.overflows += 1
 
-    def lose(self, engine_id: str, engine: Pending) -> None:
-        """Another writer holds the engine: what is known of it here is worth nothing any more."""
+    def drop_fenced(self, engine_id: str, engine: PendingEngine) -> None:
+        """Another writer holds the engine: forget it here."""
         if self.engines.get(engine_id) is engine:
             self.counters.fenced += 1
             _LOG.warning("another replica writes this engine now", engine=engine_id)

@@ -15,7 +15,7 @@ import msgspec
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX
 
-SightName = Literal["truth", "history", "capped-history", "rules", "blind"]
+ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,11 +23,11 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     as they are."""
 
     policy: str
-    sight: SightName
+    view: ViewName
     in_flight: bool = True
     by_session: bool = False
     tiers: bool = True
-    """With sight ``truth``: whether it sees the memory outside the GPUs too."""
+    """With view ``truth``: whether it sees the memory outside the GPUs too."""
     beta: float | None = None
     premium: float | None = None
     what: str
@@ -36,39 +36,39 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 _KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX}
 
 ARMS: dict[str, Arm] = {
-    "kvatlas": Arm(policy="kvatlas", sight="truth", what="place by trunk, account by the exact hit"),
-    "exact": Arm(policy="exact", sight="truth", in_flight=False, what="cheapest by the exact hit alone"),
+    "kvatlas": Arm(policy="kvatlas", view="truth", what="place by trunk, account by the exact hit"),
+    "exact": Arm(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
     "full-attention": Arm(
         policy="full-attention",
-        sight="truth",
+        view="truth",
         in_flight=False,
         what="the full-attention prefix taken for the hit",
     ),
     "full-attention-in-flight": Arm(
-        policy="full-attention", sight="truth", what="the same, and prompts in flight count"
+        policy="full-attention", view="truth", what="the same, and prompts in flight count"
     ),
     "gpu-only": Arm(
-        policy="kvatlas", sight="truth", tiers=False, what="kvatlas that is not told what lies outside GPUs"
+        policy="kvatlas", view="truth", tiers=False, what="kvatlas that is not told what lies outside GPUs"
     ),
-    "rules": Arm(policy="kvatlas", sight="rules", what="no events: shadow pools with the engine's rules"),
+    "rules": Arm(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
     "approx-tree": Arm(
-        policy="exact", sight="history", in_flight=False, what="own prefix history that never forgets"
+        policy="exact", view="history", in_flight=False, what="own prefix history that never forgets"
     ),
     "approx-tree-capped": Arm(
         policy="exact",
-        sight="capped-history",
+        view="capped-history",
         in_flight=False,
         what="own prefix history with the engine's size",
     ),
     "session-hash": Arm(
-        policy="hash", sight="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
+        policy="hash", view="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
     ),
-    "hash": Arm(policy="hash", sight="blind", in_flight=False, what="first blocks hashed, bounded load"),
+    "hash": Arm(policy="hash", view="blind", in_flight=False, what="first blocks hashed, bounded load"),
     "power-of-two": Arm(
-        policy="power-of-two", sight="blind", in_flight=False, what="less loaded of two at random"
+        policy="power-of-two", view="blind", in_flight=False, what="less loaded of two at random"
     ),
-    "least-load": Arm(policy="least-load", sight="blind", in_flight=False, what="shortest queue"),
-    "round-robin": Arm(policy="round-robin", sight="blind", in_flight=False, what="in turn"),
+    "least-load": Arm(policy="least-load", view="blind", in_flight=False, what="shortest queue"),
+    "round-robin": Arm(policy="round-robin", view="blind", in_flight=False, what="in turn"),
 }
 
 

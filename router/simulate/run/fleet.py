@@ -136,7 +136,7 @@ class FleetSim:
             )
             for pool, outside in zip(pools, self._tiers, strict=True)
         ]
-        self._sight = self._make_sight(pools, mean_prompt_tokens)
+        self._view = self._make_view(pools, mean_prompt_tokens)
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
@@ -182,10 +182,10 @@ class FleetSim:
             events=False,
         )
 
-    def _make_sight(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> RouterView:
+    def _make_view(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> RouterView:
         setup, count = self._setup, len(pools)
         unit = self._scheme.hash_block_size
-        match self._arm.sight:
+        match self._arm.view:
             case "truth":
                 return Truth(pools, self._tiers if self._arm.tiers else None)
             case "history":
@@ -228,7 +228,7 @@ class FleetSim:
                 every_block=self._all_full,
             )
             prefix = self._inflight.add(chosen.engine_id, hashes, now, kept)
-        self._sight.placed(choice.index, tokens, hashes)
+        self._view.placed(choice.index, tokens, hashes)
         predicted = max(0, tokens - choice.uncached_tokens)
         self._open[index] = _Open(choice.index, ticket, prefix, tokens, hashes, predicted)
         engine = self._engines[choice.index]
@@ -245,7 +245,7 @@ class FleetSim:
         return question
 
     def _candidates(self, tokens: int, hashes: Sequence[BlockHash], now: float) -> list[Candidate]:
-        seen = self._sight.look(tokens, hashes, now)
+        seen = self._view.look(tokens, hashes, now)
         unit, last = self._scheme.hash_block_size, tokens - 1
         common = self._inflight.common(hashes, now) if self._arm.in_flight else None
         found = []
@@ -264,7 +264,7 @@ class FleetSim:
                         held.storage,
                         trunk_tokens=max(held.trunk, shared, held.hit + held.cpu + held.storage),
                         coming_tokens=coming,
-                        confidence="exact" if self._arm.sight == "truth" else "shadow",
+                        confidence="exact" if self._arm.view == "truth" else "shadow",
                     ),
                     queue_s=load.queue_s,
                     running=load.running,
@@ -303,7 +303,7 @@ class FleetSim:
             account.rates.observe(sample, now)
         if opened.prefix is not None:
             self._inflight.prefilled(opened.prefix)
-        self._sight.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
+        self._view.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
         opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)

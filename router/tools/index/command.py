@@ -19,15 +19,14 @@ from publisher.events import BlockHash
 from router.config.errors import ConfigError
 from router.fleet.identity import EngineAddress
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.settings import SettingsError
+from router.replication.redis.client import Client
+from router.replication.redis.errors import IndexUnavailable, SettingsError
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import IndexRefused, Registry
 from router.replication.settings import IndexSettings
 from router.serve import configure_logging
 from router.tools.console import output_console
-from router.tools.index.scan import ScopeBooks, block_hashes, models_of, read_books
+from router.tools.index.scan import ScopeSnapshot, block_hashes, models_of, read_scope
 from router.tools.index.verify import EngineDiff, Verifier
 
 _CONNECT_S = 5.0
@@ -69,8 +68,8 @@ class ScopeLine(msgspec.Struct):
 def run_stats(settings: IndexSettings, *, model: str | None, as_json: bool) -> int:
     """Sizes, engines and their generations, lease holders, feed states."""
 
-    async def show(client: Client, scopes: list[ScopeBooks]) -> int:
-        lines = [await scope_line(client, books) for books in scopes]
+    async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
+        lines = [await scope_line(client, snapshot) for snapshot in scopes]
         if as_json:
             print(msgspec.json.encode(lines).decode())
         else:
@@ -84,10 +83,10 @@ def run_stats(settings: IndexSettings, *, model: str | None, as_json: bool) -> i
 def run_dump(settings: IndexSettings, *, model: str | None, limit: int) -> int:
     """One JSON line per block: its hash, and the planes each engine holds it in."""
 
-    async def show(client: Client, scopes: list[ScopeBooks]) -> int:
-        for books in scopes:
+    async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
+        for snapshot in scopes:
             left = limit
-            async for line in _blocks(client, books):
+            async for line in _blocks(client, snapshot):
                 if left == 0:
                     break
                 left -= 1
@@ -111,10 +110,10 @@ def run_index_verify(
     """
     given: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
 
-    async def show(client: Client, scopes: list[ScopeBooks]) -> int:
+    async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
         diffs: list[EngineDiff] = []
-        for books in scopes:
-            diffs += await verify_scope(client, books, given, settle_s)
+        for snapshot in scopes:
+            diffs += await verify_scope(client, snapshot, given, settle_s)
         if as_json:
             print(msgspec.json.encode(diffs).decode())
         else:
@@ -125,15 +124,15 @@ def run_index_verify(
 
 
 async def verify_scope(
-    client: Client, books: ScopeBooks, given: Mapping[str, EngineAddress], settle_s: float
+    client: Client, snapshot: ScopeSnapshot, given: Mapping[str, EngineAddress], settle_s: float
 ) -> list[EngineDiff]:
     """Every engine of a scope compared; those whose addresses nobody knows have the feed ``unknown``."""
     known = {
-        engine_id: addressed(books.addresses.get(engine_id), given.get(engine_id))
-        for engine_id in (books.addresses | dict(given))
-        if engine_id in books.view.seats
+        engine_id: addressed(snapshot.addresses.get(engine_id), given.get(engine_id))
+        for engine_id in (snapshot.addresses | dict(given))
+        if engine_id in snapshot.view.slots
     }
-    async with Verifier(client, books, known) as verifier:
+    async with Verifier(client, snapshot, known) as verifier:
         found = await verifier.compare(settle_s) if known else []
         return found + verifier.others()
 
@@ -151,19 +150,19 @@ def addressed(known: EngineAddress | None, given: EngineAddress | None) -> Engin
     return msgspec.structs.replace(known, **told)
 
 
-async def scope_line(client: Client, books: ScopeBooks) -> ScopeLine:
+async def scope_line(client: Client, snapshot: ScopeSnapshot) -> ScopeLine:
     """The figures of one scope."""
-    view, keys = books.view, ScopeKeys(client.settings.namespace, books.model)
+    view, keys = snapshot.view, ScopeKeys(client.settings.namespace, snapshot.model)
     hashes = await block_hashes(client, keys, view.scope)
     sample = hashes[:: max(1, len(hashes) // _SAMPLE)][:_SAMPLE]
     engines = []
-    for engine_id, seat in sorted(view.seats.items()):
-        lease, facts = books.leases.get(engine_id), view.facts.get(engine_id)
+    for engine_id, slot in sorted(view.slots.items()):
+        lease, facts = snapshot.leases.get(engine_id), view.facts.get(engine_id)
         engines.append(
             EngineLine(
                 engine_id,
-                seat.number,
-                seat.generation,
+                slot.number,
+                slot.generation,
                 lease.holder if lease is not None and lease.held else "",
                 0.0 if lease is None else round(lease.expires_in_s, 3),
                 0 if lease is None else lease.token,
@@ -173,24 +172,24 @@ async def scope_line(client: Client, books: ScopeBooks) -> ScopeLine:
             )
         )
     return ScopeLine(
-        books.model,
+        snapshot.model,
         len(hashes),
-        await _bytes_per_block(client, keys, books, sample.tolist()),
+        await _bytes_per_block(client, keys, snapshot, sample.tolist()),
         view.scope.epoch.hex(),
         view.scope.partitions,
         view.scope.code_bytes,
         view.retired_slots,
         engines,
-        {name: signature.held for name, signature in sorted(books.replicas.items())},
+        {name: record.held for name, record in sorted(snapshot.replicas.items())},
     )
 
 
 async def _bytes_per_block(
-    client: Client, keys: ScopeKeys, books: ScopeBooks, sample: list[int]
+    client: Client, keys: ScopeKeys, snapshot: ScopeSnapshot, sample: list[int]
 ) -> float | None:
     """Mean of what the server counts for a block's key and value; None without blocks or permission."""
     sizes = []
-    scope = books.view.scope
+    scope = snapshot.view.scope
     for value in sample:
         partition = value & (scope.partitions - 1)
         key = keys.prefix(scope.epoch, partition, scope.partitions) + value.to_bytes(8, "little")
@@ -203,26 +202,26 @@ async def _bytes_per_block(
     return round(sum(sizes) / len(sizes), 1) if sizes else None
 
 
-async def _blocks(client: Client, books: ScopeBooks) -> AsyncIterator[dict[str, Any]]:
-    reader, keys = SharedReader(client), ScopeKeys(client.settings.namespace, books.model)
-    await reader.lookup((), books.model, timeout_s=_CONNECT_S)
-    hashes = await block_hashes(client, keys, books.view.scope)
+async def _blocks(client: Client, snapshot: ScopeSnapshot) -> AsyncIterator[dict[str, Any]]:
+    reader, keys = SharedReader(client), ScopeKeys(client.settings.namespace, snapshot.model)
+    await reader.lookup((), snapshot.model, timeout_s=_CONNECT_S)
+    hashes = await block_hashes(client, keys, snapshot.view.scope)
     for start in range(0, len(hashes), _PAGE):
         page = hashes[start : start + _PAGE]
         asked = [BlockHash(value) for value in page.tolist()]
-        found = await reader.lookup(asked, books.model, timeout_s=_CONNECT_S)
+        found = await reader.lookup(asked, snapshot.model, timeout_s=_CONNECT_S)
         for row, value in enumerate(asked):
             held: dict[str, list[str]] = {}
             for (plane, word), column in sorted(found.rows.columns.items()):
                 for engine_id, engine in found.engines.items():
                     if word == engine.slot.word and column[row] >> np.uint64(engine.slot.bit) & np.uint64(1):
                         held.setdefault(engine_id, []).append(f"{plane.medium}/{plane.group_idx}")
-            yield {"model": books.model, "block": f"{value:016x}", "engines": held}
+            yield {"model": snapshot.model, "block": f"{value:016x}", "engines": held}
 
 
 @asynccontextmanager
 async def _connected(settings: IndexSettings) -> AsyncIterator[Client]:
-    client = connect(settings)
+    client = Client(settings)
     try:
         if not await client.start(_CONNECT_S):
             raise IndexUnavailable("connection", client.last_error or "no connection in time")
@@ -233,7 +232,7 @@ async def _connected(settings: IndexSettings) -> AsyncIterator[Client]:
 
 
 def _run(
-    settings: IndexSettings, model: str | None, show: Callable[[Client, list[ScopeBooks]], Awaitable[int]]
+    settings: IndexSettings, model: str | None, show: Callable[[Client, list[ScopeSnapshot]], Awaitable[int]]
 ) -> int:
     if not settings.is_shared:
         raise ConfigError("no index: give --index URL, --index-file PATH or KVATLAS_INDEX_URL")
@@ -242,8 +241,8 @@ def _run(
     async def main() -> int:
         async with _connected(settings) as client:
             models = await models_of(client) if model is None else [model]
-            books = [await read_books(client, name) for name in models]
-            scopes = [found for found in books if found is not None]
+            snapshot = [await read_scope(client, name) for name in models]
+            scopes = [found for found in snapshot if found is not None]
             if not scopes:
                 where = f"namespace {settings.namespace!r}" + ("" if model is None else f", model {model!r}")
                 print(f"kvatlas index: {where} is empty", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Reads a shared index from outside: which scopes it has, who follows what, and every block key.
+"""Reads a shared index from outside: its scopes, lease holders, and every block key.
 
-For tools and tests only: it walks all keys (SCAN), which no router ever does.
+For tools and tests only: it walks all keys (SCAN), which the router never does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from router.fleet.identity import EngineAddress
 from router.index.base import Words
 from router.replication.leases.leases import Lease, Leases
-from router.replication.leases.membership import Signature, read_roll
+from router.replication.leases.membership import MemberRecord, decode_members
 from router.replication.redis.client import Client
 from router.replication.redis.errors import unavailable
 from router.replication.schema.keys import ScopeKeys
@@ -28,18 +28,18 @@ _GLOB = re.compile(rb"([\\*?\[\]])")
 _TIMEOUT_S = 10.0
 
 
-class ScopeBooks(NamedTuple):
-    """One model's books, leases and replicas at about one moment."""
+class ScopeSnapshot(NamedTuple):
+    """One model's registry, leases and replicas, read one after the other."""
 
     model: str
     view: ScopeView
     leases: dict[str, Lease]
-    replicas: dict[str, Signature]
+    replicas: dict[str, MemberRecord]
 
     @property
     def addresses(self) -> dict[str, EngineAddress]:
-        """Where the engines' events are, as the replicas that follow them say."""
-        return {e.engine_id: e for signature in self.replicas.values() for e in signature.wants}
+        """The engines' addresses, as the replicas report them."""
+        return {e.engine_id: e for record in self.replicas.values() for e in record.wants}
 
 
 async def models_of(client: Client) -> list[str]:
@@ -52,14 +52,16 @@ async def models_of(client: Client) -> list[str]:
     return sorted(found)
 
 
-async def read_books(client: Client, model: str) -> ScopeBooks | None:
+async def read_scope(client: Client, model: str) -> ScopeSnapshot | None:
     """Everything but the blocks; None where there is no such scope."""
     view = await Registry(client, model).fetch()
     if view is None:
         return None
     leases = await Leases(client, model, "").holders()
-    roll = read_roll(await client.command("HGETALL", ScopeKeys(client.settings.namespace, model).replicas))
-    return ScopeBooks(model, view, leases, {name: s for name, s in roll.items() if s is not None})
+    records = decode_members(
+        await client.command("HGETALL", ScopeKeys(client.settings.namespace, model).replicas)
+    )
+    return ScopeSnapshot(model, view, leases, {name: s for name, s in records.items() if s is not None})
 
 
 async def scan(client: Client, head: bytes, tail: bytes = b"") -> AsyncIterator[list[bytes]]:

@@ -27,7 +27,7 @@ from router.replication.redis.client import Client
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import Registry
 from router.replication.scope_cache import SharedEngine
-from router.tools.index.scan import ScopeBooks, block_hashes
+from router.tools.index.scan import ScopeSnapshot, block_hashes
 
 _LOOKUP_S = 10.0
 _PAGE = 20_000
@@ -66,11 +66,13 @@ class EngineDiff(msgspec.Struct):
 class Verifier:
     """Follows the engines of one scope for as long as its context lasts."""
 
-    def __init__(self, client: Client, books: ScopeBooks, addresses: Mapping[str, EngineAddress]) -> None:
-        self._unknown = sorted(set(books.view.seats) - set(addresses))
-        self._leases = books.leases
+    def __init__(
+        self, client: Client, snapshot: ScopeSnapshot, addresses: Mapping[str, EngineAddress]
+    ) -> None:
+        self._unknown = sorted(set(snapshot.view.slots) - set(addresses))
+        self._leases = snapshot.leases
         self._client = client
-        self._model = books.model
+        self._model = snapshot.model
         self._memory = MemoryIndex()
         self._residency = FleetResidency(ModelFacts(), self._memory)
         self._reader = SharedReader(client)

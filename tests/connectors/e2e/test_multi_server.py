@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
 from tests.vllm.vllm_engine import VllmEngine
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 HOST, STORE = "HybridOffloadConnector", "SharedStoreConnector"
 LENGTHS = (70, 200, 513)

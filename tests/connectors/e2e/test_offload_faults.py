@@ -22,7 +22,7 @@ from tests.connectors.e2e.shared_servers import complete, metric, same
 from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 GROUPS = 6
 

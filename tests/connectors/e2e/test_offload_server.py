@@ -20,7 +20,7 @@ from tests.connectors.e2e.offload_servers import forget, preemptions, prompt, se
 from tests.connectors.e2e.shared_servers import complete, metric, same
 from tests.vllm.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 LENGTHS = (70, 200, 513, 1200)
 

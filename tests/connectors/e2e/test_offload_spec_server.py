@@ -17,7 +17,7 @@ from tests.connectors.e2e.shared_servers import complete, same
 from tests.vllm.tiny_model import write_tiny_model
 from tests.vllm.vllm_engine import VllmEngine
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 LENGTHS = (70, 200, 513, 1200)
 

@@ -24,7 +24,7 @@ from tests.support.redis_servers import Server, any_program
 from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 LENGTHS = (70, 200, 513, 1200)
 

@@ -210,6 +210,22 @@ def test_what_a_chain_stands_on_is_not_given_up_for_it() -> None:
     assert tier.counters.dropped_for_room == 1
 
 
+def test_a_long_prompt_is_given_up_in_parts() -> None:
+    policy = BoundaryPolicy(SHAPES[:1], 4, 4, nodes_max=10_000)
+    tier = HostTier(2000, policy)
+    hashes = [i.to_bytes(4, "big") for i in range(2000)]
+    every = [block_key(h, FULL) for h in hashes]
+    for key, _ in tier.begin_store(every, hashes):
+        tier.end_store(key, ok=True)
+    for count, word in enumerate(("x", "y", "z"), 1):
+        store(tier, word, FULL)
+        assert len(policy._doomed) < 300
+        assert missing(tier, every) == every[-count:]
+    for word in range(900):
+        store(tier, chr(0x4E00 + word), FULL)
+    assert missing(tier, every) == every[-903:]
+
+
 def test_without_a_lineage_the_oldest_goes() -> None:
     tier = boundary_tier(4)
     for word in ("a", "b", "c"):

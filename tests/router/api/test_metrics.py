@@ -33,7 +33,7 @@ from router.prompts.stats import PromptStats
 from router.proxy.stats import ProxyStats
 from router.replication.gossip.inflight import GossipStats
 from router.replication.leases.lease_manager import LeaseStats
-from router.replication.lookup import SightStats
+from router.replication.lookup import LookupStats
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings
 from router.replication.writer.dirty import MirrorStats
@@ -49,7 +49,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "shadow": ShadowStats,
     "load": LoadStats,
     "lease": LeaseStats,
-    "look": SightStats,
+    "look": LookupStats,
     "flight": GossipStats,
     "mirror": MirrorStats,
     "source": SourceStats,

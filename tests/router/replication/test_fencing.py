@@ -10,7 +10,7 @@ from router.replication.schema import write_scripts
 from router.replication.schema.codec import pack_records
 from router.replication.schema.keys import as_words
 from router.replication.schema.registry import EngineFacts, LeaseLost, Registry
-from router.replication.writer.gc import Sweep
+from router.replication.writer.gc import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support.redis_servers import Cluster, Server
@@ -64,13 +64,13 @@ def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
             await writer.mirror.flush()
             registry = Registry(writer.client, MODEL)
             scope, token = await registry.open(), writer.mirror.mirrored()["e"]
-            seat = (await registry.fetch()).seats["e"]  # type: ignore[union-attr]
+            slot = (await registry.fetch()).slots["e"]  # type: ignore[union-attr]
 
             async def write(token: int, number: int, *hashes: int) -> bytes:
                 words, _ = as_words(hashes)
-                records = pack_records(words, words.astype(int) * 0 + 1, seat.generation, 1)
+                records = pack_records(words, words.astype(int) * 0 + 1, slot.generation, 1)
                 prefix, fence = registry.keys.prefix(scope.epoch, 0, 1), registry.keys.fence(0, 1)
-                args = ("e", token, number, prefix, seat.number, 2, 60_000, 60_000, records)
+                args = ("e", token, number, prefix, slot.number, 2, 60_000, 60_000, records)
                 word, *_ = await writer.client.run(write_scripts.WRITE, [fence], *args)
                 return bytes(word)
 
@@ -240,13 +240,13 @@ def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
             keys = registry.keys
             await other.client.command("HDEL", keys.leases, "lost")
             await other.leases.release("gone", writer.mirror.mirrored()["gone"])
-            sweep = Sweep(registry)
-            await sweep.run(idle_s=60.0)
+            gc = RegistryGc(registry)
+            await gc.run(idle_s=60.0)
             assert set((await replicas.look([])).engines) == {"gone", "lost", "kept"}
 
             async def swept() -> bool:
                 await writer.leases.renew({"kept": writer.mirror.mirrored()["kept"]})
-                await sweep.run(idle_s=0.05)
+                await gc.run(idle_s=0.05)
                 return set((await replicas.look([])).engines) == {"kept"}
 
             await until(swept)
@@ -270,8 +270,8 @@ def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> No
             await writer.mirror.flush()
             token = writer.mirror.mirrored()["e"]
             with pytest.raises(LeaseLost):
-                await writer.mirror.registry.disown("e", token - 1)
-            await writer.mirror.registry.disown("e", token)
+                await writer.mirror.registry.invalidate("e", token - 1)
+            await writer.mirror.registry.invalidate("e", token)
             assert "e" not in (await replicas.look([])).engines
             running = asyncio.create_task(writer.mirror.run())
             await until(lambda: replicas.exact(blocks(1, 2)))

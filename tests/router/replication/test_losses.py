@@ -244,7 +244,7 @@ def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server
                 with pytest.raises(IndexUnavailable, match="script"):
                     await writer.mirror.flush()
                 view = await writer.mirror.registry.fetch()
-                return view is not None and view.seats.keys() == {"f"}
+                return view is not None and view.slots.keys() == {"f"}
 
             await until(disowned)
             assert server.command("ACL", "SETUSER", "default", "+mget") == b"OK"

@@ -267,7 +267,7 @@ def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
             assert wrong == []
             assert missing
             assert not any("GPU" in text for text in missing), missing
-            assert replicas["a"].mirror._outbox.codes.without_code > 0
+            assert replicas["a"].mirror._queue.codes.without_code > 0
 
     asyncio.run(body())
 

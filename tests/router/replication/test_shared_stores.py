@@ -35,7 +35,7 @@ class Own:
     def follows(self, engine_id: str) -> bool:
         return engine_id == self._engine_id
 
-    def sure_of(self, engine_id: str) -> bool:
+    def holds_exclusively(self, engine_id: str) -> bool:
         return engine_id == self._engine_id
 
 
@@ -65,11 +65,11 @@ def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_
                 await replicas[name].mirror.flush()
 
             models = dict.fromkeys(("writer", "reader", "stranger"), MODEL)
-            sight = IndexLookup(
+            lookup = IndexLookup(
                 lambda: replicas.reader, Own("reader"), LoadGossip("two", lambda now: {}, started=1),
                 clock=asyncio.get_running_loop().time,
             )  # fmt: skip
-            look = await sight.look(Prompt(PROMPT), models)
+            look = await lookup.look(Prompt(PROMPT), models)
             assert look.problem == ""
             assert (look.hits["writer"].hit_tokens, look.hits["writer"].storage_tokens) == (32, 96)
             assert (look.hits["stranger"].hit_tokens, look.hits["stranger"].storage_tokens) == (32, 0)
@@ -85,7 +85,7 @@ def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_
             fleets["one"].age(1000.0)
             fleets["one"].age(2000.0)
             await replicas["one"].mirror.flush()
-            later = await sight.look(Prompt(PROMPT), models)
+            later = await lookup.look(Prompt(PROMPT), models)
             assert (later.hits["writer"].hit_tokens, later.hits["writer"].storage_tokens) == (32, 0)
 
     asyncio.run(body())

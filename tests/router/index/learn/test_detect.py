@@ -419,6 +419,7 @@ def test_a_prompt_with_the_same_block_after_another_beginning_proves_nothing() -
     engine = feed(fleet, *turns(chunk_engine(SECRET), 1))
     other = tokens(64, seed=7) + tokens(100, seed=0)[64:]
     fleet.predict(Prompt(other), ["a"])
+    engine.finish_detection()
     assert engine.detection is Detection.WAITING
 
 
@@ -448,6 +449,18 @@ def test_other_layouts_are_waited_for_before_anything_is_assumed() -> None:
     assert answered(fleet, 50) == ("unknown", 0)
     feed(fleet, window.stored(tokens(160, seed=7), start=6, keep=[9]))
     assert answered(fleet, 50) == ("assumed", 0)
+
+
+def test_a_search_takes_no_assumption_back_and_ends_where_it_is_proven() -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    fleet.apply("a", batch(*turns(chunk_engine(DEFAULT), 8)))
+    engine = fleet.engine("a")
+    other = PromptExtras(cache_salt="tenant")
+    fleet.predict(Prompt(tokens(100, seed=0), other), ["a"])
+    assert engine.detection is Detection.SEARCHING, "the engine's block stands in a prompt that it is not of"
+    assert answered(fleet, 50) == ("assumed", 64)
+    assert answered(fleet, 1) == ("assumed", 96)
+    assert engine.detection is Detection.NATIVE
 
 
 def test_an_assumption_that_matches_is_proven() -> None:
@@ -494,6 +507,39 @@ def test_a_numeric_seed_where_every_prompt_has_extra_keys(extras: PromptExtras, 
     engine = feed(fleet, *[Writer(scheme).stored(tokens(100, seed=n), extras) for n in range(8)])
     assert engine.scheme == scheme
     assert predicted(fleet, tokens(100, seed=0), extras) == 96
+
+
+@pytest.mark.parametrize(
+    ("extras", "after"),
+    [
+        (PromptExtras(cache_salt="tenant"), 1),
+        (PromptExtras("sql", "/adapters/sql", "tenant"), 1),
+        (PromptExtras(cache_salt="tenant", multimodal=(MultimodalItem("image-1", 16, 40),)), 1),
+        (PromptExtras(cache_salt="tenant", multimodal=(MultimodalItem("image-1", 3, 40),)), 8),
+    ],
+    ids=["salt", "lora", "salt, image later", "salt and image"],
+)
+def test_a_first_block_that_shows_its_keys_is_searched_with_at_once(extras: PromptExtras, after: int) -> None:
+    scheme, fleet = HashScheme(seed="42"), fleet_of(lora_paths={"sql": "/adapters/sql"})
+    found_after = 0
+    for n in range(after):
+        found_after = n + 1
+        if feed(fleet, Writer(scheme).stored(tokens(100, seed=n), extras)).scheme == scheme:
+            break
+    assert found_after == after
+    assert fleet.engine("a").scheme == scheme
+
+
+def test_a_placed_prompt_is_searched_with_at_once() -> None:
+    """The one masked event hides its salt; the prompt shows it."""
+    scheme, fleet = HashScheme(seed="42"), fleet_of()
+    salted = PromptExtras(cache_salt="tenant")
+    prompt = tokens(160)
+    engine = feed(fleet, Writer(scheme, kind=WINDOW, window=64).stored(prompt, salted, keep=[6, 7, 8, 9]))
+    assert engine.detection is Detection.WAITING
+    fleet.predict(Prompt(prompt, salted), ["a"])
+    engine.finish_detection()
+    assert engine.scheme == scheme
 
 
 def test_a_search_on_weak_evidence_gives_up_nothing() -> None:

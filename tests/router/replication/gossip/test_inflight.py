@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from publisher.events import BlockHash
-from router.replication.gossip.inflight import GossipedInflight, GossipEntry, Happened
+from router.replication.gossip.inflight import GossipedInflight, GossipEntry, InflightEvent
 
 E = "http://e"
 HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
@@ -22,10 +22,10 @@ class Stream:
 
     def join(self, name: str, started: int = 1) -> GossipedInflight:
         return GossipedInflight(
-            name, started, self._tell, is_local=lambda engine: name in self.local, clock=lambda: self.now
+            name, started, self._publish, is_local=lambda engine: name in self.local, clock=lambda: self.now
         )
 
-    def _tell(self, engine_id: str, entry: bytes) -> bool:
+    def _publish(self, engine_id: str, entry: bytes) -> bool:
         if self.open:
             self.entries.append(entry)
         return self.open
@@ -35,11 +35,11 @@ def test_what_one_sends_the_other_sees_until_it_ends() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     prompt = one.add(E, HASHES, 0.0, keeps=(2, 4))
-    two.hear(stream.entries, 0.0)
+    two.receive(stream.entries, 0.0)
     common = two.common([*HASHES[:3], BlockHash(99)], 0.0)
     assert (common.blocks, common.coming) == ({E: 3}, {E: 2})
     one.end(prompt, 1.0)
-    two.hear(stream.entries[1:], 1.0)
+    two.receive(stream.entries[1:], 1.0)
     stream.now = 1.0
     grace = two.settings.grace_s
     assert two.common(HASHES, 1.0 + grace / 2).blocks == {E: 4}
@@ -51,7 +51,7 @@ def test_a_failed_prompt_goes_at_once() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     one.drop(one.add(E, HASHES, 0.0))
-    two.hear(stream.entries, 0.0)
+    two.receive(stream.entries, 0.0)
     assert two.common(HASHES, 0.0).blocks == {}
 
 
@@ -61,7 +61,7 @@ def test_what_is_kept_counts_until_the_index_must_have_it() -> None:
     one, two = stream.join("one"), stream.join("two")
     prompt = one.add(E, HASHES, 0.0, keeps=(4,))
     one.prefilled(prompt)
-    two.hear(stream.entries, 0.0)
+    two.receive(stream.entries, 0.0)
     assert two.common(HASHES, 0.0).coming == {}  # it follows the engine itself
     assert one.common(HASHES, 0.0).coming == {E: 4}  # it reads the index, which lags
     assert one.common(HASHES, 0.1).coming == {}
@@ -72,10 +72,10 @@ def test_nobody_counts_its_own_twice_or_tells_of_others() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     prompt = one.add(E, HASHES, 0.0)
-    one.hear(stream.entries, 0.0)
+    one.receive(stream.entries, 0.0)
     assert one.stats.prompts == 1
-    two.hear(stream.entries, 0.0)
-    two.hear([msgspec.msgpack.encode(GossipEntry("one", 1, 1, Happened.ENDED))], 0.0)
+    two.receive(stream.entries, 0.0)
+    two.receive([msgspec.msgpack.encode(GossipEntry("one", 1, 1, InflightEvent.ENDED))], 0.0)
     assert len(stream.entries) == 1
     one.end(prompt, 0.0)
     one.end(prompt, 0.0)
@@ -86,7 +86,7 @@ def test_an_earlier_life_of_a_replica_is_another() -> None:
     stream = Stream()
     before, after = stream.join("one", 1), stream.join("one", 2)
     before.add(E, HASHES, 0.0)
-    after.hear(stream.entries, 0.0)
+    after.receive(stream.entries, 0.0)
     assert after.common(HASHES, 0.0).blocks == {E: 4}
 
 
@@ -94,13 +94,13 @@ def test_what_nobody_ends_expires() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     one.add(E, HASHES, 0.0)
-    two.hear(stream.entries, 0.0)
-    two.hear([], 59.0)
+    two.receive(stream.entries, 0.0)
+    two.receive([], 59.0)
     assert two.common(HASHES, 59.0).blocks == {E: 4}
-    two.hear([], 60.0)
+    two.receive([], 60.0)
     assert two.common(HASHES, 60.0).blocks == {}
-    assert two.flights.expired == 1
-    two.hear([msgspec.msgpack.encode(GossipEntry("one", 1, 1, Happened.ENDED))], 61.0)
+    assert two.gossip_stats.expired == 1
+    two.receive([msgspec.msgpack.encode(GossipEntry("one", 1, 1, InflightEvent.ENDED))], 61.0)
     assert two.check_integrity() == []
 
 
@@ -112,14 +112,14 @@ def test_what_could_not_be_told_is_not_ended_either() -> None:
     stream.open = True
     one.end(prompt, 0.0)
     assert stream.entries == []
-    assert (one.flights.told, one.flights.untold) == (0, 1)
+    assert (one.gossip_stats.told, one.gossip_stats.untold) == (0, 1)
 
 
 def test_entries_that_make_no_sense_cost_themselves_only() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     one.add(E, HASHES, 0.0)
-    odd = msgspec.msgpack.encode(GossipEntry("x", 1, 1, Happened.SENT, E, (), b"odd"))
-    two.hear([b"\xc1", odd, *stream.entries, msgspec.msgpack.encode(["x", 1, 1, 77])], 0.0)
-    assert two.flights.malformed == 3
+    odd = msgspec.msgpack.encode(GossipEntry("x", 1, 1, InflightEvent.SENT, E, (), b"odd"))
+    two.receive([b"\xc1", odd, *stream.entries, msgspec.msgpack.encode(["x", 1, 1, 77])], 0.0)
+    assert two.gossip_stats.malformed == 3
     assert two.common(HASHES, 0.0).blocks == {E: 4}

@@ -5,54 +5,54 @@ from __future__ import annotations
 from router.placement.load import LoadAccount, OthersLoad
 from router.placement.rates import FleetRates
 from router.replication.gossip.load import LoadGossip
-from router.replication.leases.heartbeat import Heartbeat
+from router.replication.leases.heartbeat import HeartbeatMonitor
 
 E = "http://e"
 
 
-def exchange(me: str, load: dict[str, OthersLoad]) -> LoadGossip:
+def gossip(me: str, load: dict[str, OthersLoad]) -> LoadGossip:
     return LoadGossip(me, lambda _: dict(load), started=1, silence_s=2.0)
 
 
 def test_others_are_added_up_and_one_is_not_counted_oneself() -> None:
     fields = {}
     for name, tokens in (("a", 10), ("b", 20), ("me", 40)):
-        field = exchange(name, {E: OthersLoad(1, 2, tokens)}).field(0.0)
+        field = gossip(name, {E: OthersLoad(1, 2, tokens)}).field(0.0)
         assert field is not None
         fields[name] = field
-    assert exchange("me", {}).others(fields, 0.0) == {E: OthersLoad(2, 4, 30)}
+    assert gossip("me", {}).others(fields, 0.0) == {E: OthersLoad(2, 4, 30)}
 
 
 def test_a_silent_replica_counts_no_longer_and_counts_again_when_it_speaks() -> None:
-    teller, reader = exchange("a", {E: OthersLoad(1, 0, 5)}), exchange("me", {})
-    field = teller.field(0.0)
+    writer, reader = gossip("a", {E: OthersLoad(1, 0, 5)}), gossip("me", {})
+    field = writer.field(0.0)
     assert field is not None
-    teller.wrote(field, 0.0)
+    writer.sent(field, 0.0)
     assert reader.others({"a": field}, 0.0)
     assert reader.others({"a": field}, 2.0)
     assert reader.others({"a": field}, 2.1) == {}
-    again = teller.field(2.5)
+    again = writer.field(2.5)
     assert again is not None
     assert reader.others({"a": again}, 2.6) == {E: OthersLoad(1, 0, 5)}
 
 
 def test_what_has_not_changed_is_repeated_only_while_it_is_something() -> None:
     load = {E: OthersLoad(1, 0, 5)}
-    teller = exchange("a", load)
-    field = teller.field(0.0)
+    writer = gossip("a", load)
+    field = writer.field(0.0)
     assert field is not None
-    teller.wrote(field, 0.0)
-    assert teller.field(0.1) is None
-    assert teller.field(0.5) is not None
+    writer.sent(field, 0.0)
+    assert writer.field(0.1) is None
+    assert writer.field(0.5) is not None
     load.clear()
-    last = teller.field(0.6)
+    last = writer.field(0.6)
     assert last is not None
-    teller.wrote(last, 0.6)
-    assert teller.field(100.0) is None
+    writer.sent(last, 0.6)
+    assert writer.field(100.0) is None
 
 
 def test_a_field_that_cannot_be_read_counts_as_nothing() -> None:
-    assert exchange("me", {}).others({"a": b"\xc1", "b": b"x"}, 0.0) == {}
+    assert gossip("me", {}).others({"a": b"\xc1", "b": b"x"}, 0.0) == {}
 
 
 def test_two_lives_of_a_replica_differ_in_their_beat() -> None:
@@ -62,14 +62,14 @@ def test_two_lives_of_a_replica_differ_in_their_beat() -> None:
 
 
 def test_a_pulse_is_dead_after_the_limit_and_forgotten_on_demand() -> None:
-    pulse = Heartbeat(3.0)
-    assert pulse.beat("a", 1, 0.0)
-    assert pulse.beat("a", 1, 3.0)
-    assert not pulse.beat("a", 1, 3.1)
-    assert pulse.silent_s("a", 5.0) == 5.0
-    assert pulse.beat("a", 2, 5.0)
-    pulse.keep_only([])
-    assert pulse.silent_s("a", 50.0) == 0.0
+    monitor = HeartbeatMonitor(3.0)
+    assert monitor.beat("a", 1, 0.0)
+    assert monitor.beat("a", 1, 3.0)
+    assert not monitor.beat("a", 1, 3.1)
+    assert monitor.silent_s("a", 5.0) == 5.0
+    assert monitor.beat("a", 2, 5.0)
+    monitor.keep_only([])
+    assert monitor.silent_s("a", 50.0) == 0.0
 
 
 def test_the_load_of_others_is_waited_for_and_the_gauges_do_not_count_it_twice() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.replication.leases.assignment import Member, divide
+from router.replication.leases.assignment import Member, plan_assignment
 from tests.support.examples import examples
 
 ENGINES = [f"http://e{number}" for number in range(9)]
@@ -27,15 +27,15 @@ class World:
         members = {r: Member(w, count(self, r)) for r, w in self.wants.items()}
         for me, wanted in self.wants.items():
             seen = {engine: picture[engine] for engine in wanted}
-            plan = divide(me, seen, members, free_s=self.free_s, patience_s=PATIENCE_S)
-            for engine in plan.take:
+            plan = plan_assignment(me, seen, members, free_s=self.free_s, patience_s=PATIENCE_S)
+            for engine in plan.acquire:
                 assert seen[engine] is None
                 if self.holder[engine] is None:
                     self.holder[engine] = me
                     self.moves += 1
-            if plan.give is not None:
-                assert seen[plan.give] == me
-                self.holder[plan.give] = None
+            if plan.release is not None:
+                assert seen[plan.release] == me
+                self.holder[plan.release] = None
                 self.moves += 1
         for engine, holder in self.holder.items():
             self.free_s[engine] = self.free_s[engine] + 1 if holder is None else 0.0

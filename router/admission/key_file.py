@@ -1,0 +1,143 @@
+"""The file of tenants and keys: read strictly, replaced while the router runs.
+
+Keys are 256 random bits, so a plain SHA-256 of one tells nothing of it: there is nothing to guess through.
+Always true: the file has no key, only digests; a file of no use when it changes leaves everything as it was,
+and says so; comparing takes the same time whichever key was sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+
+from router.http.watched_file import WatchedFile
+
+_log = structlog.get_logger()
+_FILE_BYTES_MAX = 16 * 1024 * 1024
+_LOOK_EVERY_S = 1.0
+_BEGIN = "kva-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_Positive = Annotated[int, msgspec.Meta(gt=0)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+
+
+class KeyFileError(ValueError):
+    """A key file that cannot be used; the message names the setting, the file and the entry."""
+
+
+class TenantRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may do; what is not set is not limited."""
+
+    models: tuple[str, ...] = ("*",)
+    """Models it may name; ``*`` stands for any characters."""
+    requests_per_minute: _Positive | None = None
+    uncached_tokens_per_minute: _Positive | None = None
+    """Prompt tokens that engines had to compute, since no cache held them."""
+    concurrent_requests: _Positive | None = None
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key of a tenant; ``name`` is for people."""
+
+    tenant: str
+    sha256: _Digest
+    name: str = ""
+
+
+class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    tenants: dict[str, TenantRules] = {}
+    keys: tuple[KeyEntry, ...] = ()
+
+
+class KeyFile:
+    """The keys now valid. Raises ``KeyFileError`` for a file of no use at the start."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
+        self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
+        self._take(read_key_file(path))
+
+    def tenant_of(self, key: bytes) -> str | None:
+        """The tenant a key belongs to; None for nobody's."""
+        self._refresh()
+        digest = hashlib.sha256(key).hexdigest()
+        # The table is entered by a part of the digest, which an attacker cannot steer; the rest is compared
+        # in constant time, also where there is no such part.
+        entry = self._by_part.get(digest[:16], self._nobody)
+        return entry.tenant if hmac.compare_digest(entry.sha256, digest) else None
+
+    def rules(self, tenant: str) -> TenantRules:
+        """What it may do now."""
+        return self.table.tenants.get(tenant, _NO_LIMITS)
+
+    def _refresh(self) -> None:
+        if not self._watched.changed():
+            return
+        try:
+            self._take(read_key_file(self._watched.path))
+            _log.info("keys reloaded", keys=len(self.table.keys), tenants=len(self.table.tenants))
+        except KeyFileError as error:
+            _log.warning("keys not reloaded, the old ones stay valid", problem=str(error))
+
+    def _take(self, table: KeyTable) -> None:
+        self.table = table
+        self._by_part = {entry.sha256[:16]: entry for entry in table.keys}
+        self._nobody = KeyEntry(tenant="", sha256=secrets.token_hex(32))
+
+
+_NO_LIMITS = TenantRules()
+
+
+def read_key_file(path: Path, setting: str = "keys.file") -> KeyTable:
+    """Raises ``KeyFileError`` naming what is wrong; never shows a key."""
+    where = f"{setting}: {path}"
+    try:
+        with path.open("rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+        if len(data) > _FILE_BYTES_MAX:
+            raise KeyFileError(f"{where}: larger than {_FILE_BYTES_MAX} bytes")
+        table = msgspec.convert(tomllib.loads(data.decode()), KeyTable)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise KeyFileError(f"{where}: {error}") from None
+    digests = set()
+    for number, entry in enumerate(table.keys):
+        if entry.tenant not in table.tenants:
+            raise KeyFileError(
+                f"{where}: keys[{number}].tenant = {entry.tenant!r}: add [tenants.{entry.tenant}]"
+            )
+        if entry.sha256[:16] in digests:
+            raise KeyFileError(f"{where}: keys[{number}].sha256: this key stands there twice")
+        digests.add(entry.sha256[:16])
+    for name in table.tenants:
+        check_tenant_name(name, where)
+    return table
+
+
+def check_tenant_name(name: str, where: str) -> None:
+    """Raises ``KeyFileError``: names stand in metrics and logs."""
+    if not _NAME.fullmatch(name):
+        raise KeyFileError(
+            f"{where}: tenant {name!r}: expected up to 64 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return _BEGIN + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> str:
+    """What the file has of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()

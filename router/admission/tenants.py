@@ -1,0 +1,168 @@
+"""Tenants: what each used, and whether it may send one more request.
+
+A request is let in while the tenant has a request, a token and a place left; it is charged what the engine
+has to compute, as predicted when it is placed, and as reported when it ends. So the limit on uncached tokens
+holds on average: one long prompt may overdraw it, and the next ones wait.
+
+Always true: a request is entered once and leaves once; ``active`` is the number of those that have not left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from router.admission.bucket import TokenBucket
+from router.admission.key_file import TenantRules
+from router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
+from router.openai.request import Usage
+
+
+class TenantStats(msgspec.Struct):
+    """Counters of one tenant."""
+
+    requests: int = 0
+    """Requests of the tenant that were let in."""
+    active: int = 0
+    """Gauge: requests of the tenant being answered."""
+    uncached_tokens: int = 0
+    """Prompt tokens computed for the tenant: as engines reported, else as predicted."""
+    cached_tokens: int = 0
+    """Prompt tokens of the tenant that engines took from a cache, as they reported."""
+    generated_tokens: int = 0
+    """Tokens generated for the tenant, as engines reported."""
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests of the tenant refused, by the limit that was reached, or `model`."""
+
+
+class Tenant:
+    """One tenant's account. ``now`` is monotonic seconds."""
+
+    def __init__(self, name: str, rules: TenantRules, now: float) -> None:
+        self.name = name
+        self.stats = TenantStats()
+        self.rules = rules
+        self._requests = _bucket(rules.requests_per_minute, now)
+        self._tokens = _bucket(rules.uncached_tokens_per_minute, now)
+
+    def follow(self, rules: TenantRules, now: float) -> None:
+        """The file has other rules for it."""
+        if rules is self.rules:
+            return
+        self.rules = rules
+        self._requests = _resized(self._requests, rules.requests_per_minute, now)
+        self._tokens = _resized(self._tokens, rules.uncached_tokens_per_minute, now)
+
+    def enter(self, now: float) -> None:
+        """One more request. Raises ``ApiError`` (429)."""
+        limit = self.rules.concurrent_requests
+        if limit is not None and self.stats.active >= limit:
+            raise self._refuse("concurrent_requests", limit, 1.0, now)
+        for bucket, setting, amount in (
+            (self._requests, "requests_per_minute", 1.0),
+            (self._tokens, "uncached_tokens_per_minute", 1.0),
+        ):
+            wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now)
+            if bucket is not None and wait_s:
+                raise self._refuse(setting, int(bucket.capacity), wait_s, now)
+        if self._requests is not None:
+            self._requests.take(1.0, now)
+        self.stats.requests += 1
+        self.stats.active += 1
+
+    def allow(self, model: str | None) -> None:
+        """Raises ``ApiError`` (403) for a model that is not for this tenant; where some are not, it must be
+        named (None: it was not)."""
+        if not self.may_use(model or ""):
+            self.stats.refused["model"] = self.stats.refused.get("model", 0) + 1
+            raise model_not_allowed(model)
+
+    def may_use(self, model: str) -> bool:
+        """Whether the model is for this tenant."""
+        return any(fnmatchcase(model, pattern) for pattern in self.rules.models)
+
+    def charge(self, uncached_tokens: int, now: float) -> None:
+        """Of prompt tokens that were computed; negative: fewer than was charged before."""
+        self.stats.uncached_tokens += uncached_tokens
+        if self._tokens is not None:
+            self._tokens.take(float(uncached_tokens), now)
+
+    def headers(self, now: float) -> Headers:
+        """What is left, in the names and units of OpenAI's answers."""
+        found: list[tuple[bytes, bytes]] = []
+        for bucket, unit in ((self._requests, b"requests"), (self._tokens, b"tokens")):
+            if bucket is not None:
+                left = bucket.left(now)
+                found += [
+                    (b"x-ratelimit-limit-" + unit, b"%d" % bucket.capacity),
+                    (b"x-ratelimit-remaining-" + unit, b"%d" % max(0, left)),
+                    (b"x-ratelimit-reset-" + unit, _duration(bucket.wait_s(bucket.capacity, now))),
+                ]
+        return tuple(found)
+
+    def _refuse(self, setting: str, limit: int, wait_s: float, now: float) -> ApiError:
+        self.stats.refused[setting] = self.stats.refused.get(setting, 0) + 1
+        return rate_limited(self.name, setting, limit, wait_s, self.headers(now))
+
+
+class Entry:
+    """One request of a tenant, from when it was let in until it leaves."""
+
+    __slots__ = ("_charged", "_clock", "_open", "tenant")
+
+    def __init__(self, tenant: Tenant, clock: Callable[[], float]) -> None:
+        tenant.enter(clock())
+        self.tenant = tenant
+        self._clock = clock
+        self._charged = 0
+        self._open = True
+
+    def placed(self, uncached_tokens: int) -> None:
+        """An engine gets it now, and should compute so many tokens of its prompt; asked again after a retry,
+        the last one counts."""
+        self._charge(uncached_tokens)
+
+    def answer_headers(self) -> Headers:
+        """Added to its answer."""
+        return self.tenant.headers(self._clock())
+
+    def leave(self, usage: Usage | None) -> None:
+        """It ended; ``usage`` is what the engine reported, if it did. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        stats = self.tenant.stats
+        stats.active -= 1
+        if usage is None:
+            return
+        stats.generated_tokens += usage.completion_tokens
+        if usage.cached_tokens is not None:
+            stats.cached_tokens += usage.cached_tokens
+            self._charge(max(0, usage.prompt_tokens - usage.cached_tokens))
+
+    def _charge(self, uncached_tokens: int) -> None:
+        more, self._charged = uncached_tokens - self._charged, uncached_tokens
+        if more:
+            self.tenant.charge(more, self._clock())
+
+
+def _bucket(per_minute: int | None, now: float) -> TokenBucket | None:
+    return None if per_minute is None else TokenBucket(float(per_minute), now)
+
+
+def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
+    if bucket is None or per_minute is None:
+        return _bucket(per_minute, now)
+    bucket.resize(float(per_minute), now)
+    return bucket
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes them: ``120ms``, ``1.5s``, ``6m0s``."""
+    if seconds < 1:
+        return b"%dms" % round(seconds * 1000)
+    minutes, rest = divmod(seconds, 60)
+    text = f"{rest:.3f}".rstrip("0").rstrip(".") + "s"
+    return (f"{int(minutes)}m{text}" if minutes else text).encode()

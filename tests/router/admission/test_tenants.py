@@ -1,0 +1,138 @@
+"""A tenant's account: what is let in, what is charged, and that it is right at every end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.bucket import TokenBucket
+from router.admission.key_file import TenantRules
+from router.admission.tenants import Entry, Tenant
+from router.openai.errors import ApiError
+from router.openai.request import Usage
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def account(**rules: int) -> tuple[Tenant, Clock]:
+    clock = Clock()
+    return Tenant("acme", TenantRules(**rules), clock.now), clock
+
+
+def refusal(tenant: Tenant, clock: Clock) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        Entry(tenant, clock)
+    return caught.value
+
+
+def test_requests_a_minute_then_429_with_the_time_until_the_next() -> None:
+    tenant, clock = account(requests_per_minute=2)
+    for _ in range(2):
+        Entry(tenant, clock).leave(None)
+    error = refusal(tenant, clock)
+    assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
+    fields = dict(error.headers)
+    assert fields[b"retry-after"] == b"30"
+    assert fields[b"x-ratelimit-limit-requests"] == b"2"
+    assert fields[b"x-ratelimit-remaining-requests"] == b"0"
+    assert fields[b"x-ratelimit-reset-requests"] == b"1m0s"
+    clock.now += 30
+    Entry(tenant, clock)
+    assert tenant.stats.refused == {"requests_per_minute": 1}
+
+
+def test_concurrent_requests() -> None:
+    tenant, clock = account(concurrent_requests=1)
+    first = Entry(tenant, clock)
+    assert "concurrent_requests = 1" in refusal(tenant, clock).message
+    first.leave(None)
+    first.leave(None)
+    Entry(tenant, clock)
+    assert tenant.stats.active == 1
+
+
+def test_only_uncached_tokens_are_charged() -> None:
+    """Predicted when placed, corrected by what the engine reports: who has cached prefixes pays little."""
+    tenant, clock = account(uncached_tokens_per_minute=600)
+    entry = Entry(tenant, clock)
+    entry.placed(500)
+    assert dict(entry.answer_headers())[b"x-ratelimit-remaining-tokens"] == b"100"
+    entry.leave(Usage(prompt_tokens=10_000, completion_tokens=7, cached_tokens=9_900))
+    assert dict(entry.answer_headers())[b"x-ratelimit-remaining-tokens"] == b"500"
+    stats = tenant.stats
+    assert (stats.uncached_tokens, stats.cached_tokens, stats.generated_tokens) == (100, 9_900, 7)
+
+
+def test_one_long_prompt_is_let_in_and_paid_for() -> None:
+    tenant, clock = account(uncached_tokens_per_minute=600)
+    entry = Entry(tenant, clock)
+    entry.placed(1200)
+    entry.leave(None)
+    error = refusal(tenant, clock)
+    assert (error.kind, dict(error.headers)[b"retry-after"]) == ("tokens", b"61")
+    clock.now += 61
+    Entry(tenant, clock)
+
+
+def test_of_several_attempts_the_last_counts() -> None:
+    tenant, clock = account()
+    entry = Entry(tenant, clock)
+    entry.placed(500)
+    entry.placed(800)
+    assert tenant.stats.uncached_tokens == 800
+
+
+def test_models() -> None:
+    tenant = Tenant("acme", TenantRules(models=("gpt-oss-*", "tiny")), 0.0)
+    tenant.allow("gpt-oss-20b")
+    tenant.allow("tiny")
+    for model in ("llama", None):
+        with pytest.raises(ApiError) as caught:
+            tenant.allow(model)
+        assert caught.value.status == 403
+    Tenant("free", TenantRules(), 0.0).allow(None)
+
+
+def test_a_lower_limit_counts_what_was_used_already() -> None:
+    tenant, clock = account(requests_per_minute=10)
+    for _ in range(5):
+        Entry(tenant, clock)
+    tenant.follow(TenantRules(requests_per_minute=5), clock.now)
+    assert refusal(tenant, clock).status == 429
+    tenant.follow(TenantRules(), clock.now)
+    Entry(tenant, clock)
+
+
+amounts = st.lists(st.tuples(st.floats(0, 120), st.floats(0.5, 500)), max_size=30)
+
+
+@given(per_minute=st.floats(1, 10_000), steps=amounts)
+def test_a_bucket_gives_no_more_than_its_rate(per_minute: float, steps: list[tuple[float, float]]) -> None:
+    """Whatever is asked when: what was given without debt is at most the first fill and the rate since."""
+    now, given_out = 0.0, 0.0
+    bucket = TokenBucket(per_minute, now)
+    for pause_s, amount in steps:
+        now += pause_s
+        if not bucket.wait_s(amount, now):
+            taken = min(amount, per_minute)
+            bucket.take(taken, now)
+            given_out += taken
+        assert given_out <= per_minute * (1 + now / 60) * (1 + 1e-9) + 1e-4
+        assert bucket.left(now) <= per_minute
+
+
+@given(per_minute=st.floats(1, 10_000), used=st.floats(0, 30_000), amount=st.floats(0.5, 100))
+def test_the_time_told_is_the_time_it_takes(per_minute: float, used: float, amount: float) -> None:
+    bucket = TokenBucket(per_minute, 0.0)
+    bucket.take(used, 0.0)
+    wait_s = bucket.wait_s(amount, 0.0)
+    if wait_s > 1:
+        assert bucket.wait_s(amount, wait_s * 0.9) > 0.0
+    assert bucket.wait_s(amount, wait_s + 1e-3) == 0.0
