@@ -21,16 +21,16 @@ import structlog
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
-from router.api.admin.actions import FleetDesk
-from router.api.admin.app import AdminOffice
+from router.api.admin.actions import FleetActions
+from router.api.admin.app import AdminApi
 from router.api.app import CONTROL_PREFIX, TENANT, create_control, create_ops, error_answer, is_control
 from router.api.metrics import Sources
-from router.api.ops import OpsPort, ops_door
-from router.api.readiness import Judge, Readiness
+from router.api.ops import OpsPort, ops_authenticator
+from router.api.readiness import Readiness, ReadinessCheck
 from router.config.schema import ANY_MODEL, Config
-from router.feeds.audit import Upkeep
+from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
-from router.feeds.manager import Followers, Following
+from router.feeds.manager import FeedControl, FeedManager
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import EngineAddress
@@ -41,7 +41,8 @@ from router.http.server.stats import ListenStats
 from router.http.tls import Certificates, client_context
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
-from router.observe.requests import RequestBook
+from router.observe.requests import RequestTracker
+from router.observe.traces import Traces
 from router.openai.errors import ApiError
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
@@ -65,17 +66,17 @@ class Router:
             SharedIndex(config.index, self._own_load, clock=clock) if config.index.is_shared else None
         )
         self.scopes = Scopes(self._facts, None if self.shared is None else self.shared.index_of)
-        self.followers = Followers(self.scopes, clock=clock, settings=config.feeds, told=self._feed_is)
-        self._following: Following = self.followers
+        self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
+        self._following: FeedControl = self.feeds
         if self.shared is not None:
-            self.shared.attach(self.followers, self.scopes)
+            self.shared.attach(self.feeds, self.scopes)
             self.accounts.inflight = self.shared.inflight
             self._following = self.shared
         self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False
         self._clock = clock
-        self._upkeep = Upkeep(self.fleet, self.scopes, self.followers, clock=clock)
+        self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
         self._poller: FleetPoller[Engine] | None = None
         self.roster = Roster(engines_max=max(config.fleet.engines_max, len(config.engines)))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
@@ -95,12 +96,13 @@ class Router:
         self.certificates = Certificates()
         self._engine_tls = self._hold_engine_tls()
         self.gate = self._open_gate()
+        self.traces = Traces(config.traces) if config.traces.endpoint else None
         self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
-        self._judge = Judge(
+        self._readiness_check = ReadinessCheck(
             self.fleet,
-            unheard=self.fleet_sources.unheard,
+            unsynced=self.fleet_sources.unsynced,
             index_problem=lambda: "" if self.shared is None else self.shared.problem,
             clock=clock,
             warm_up_s_max=config.fleet.warm_up_s_max,
@@ -119,12 +121,15 @@ class Router:
             self.proxy.requests,
             self.gate,
             self._aliases,
+            None if self.traces is None else self.traces.stats,
         )
         insight: Any = create_ops(
             self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
         )
-        door = ops_door(config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock)
-        self.ops = OpsPort(insight, host=config.server.ops_host, port=config.server.ops_listens_on, door=door)
+        door = ops_authenticator(config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock)
+        self.ops = OpsPort(
+            insight, host=config.server.ops_host, port=config.server.ops_listens_on, authenticator=door
+        )
         self._control = insight
         if config.server.ops_port != "public":
             self._control = create_control(
@@ -142,10 +147,11 @@ class Router:
             expose_decision=self.config.server.expose_decision,
             shared=None if self.shared is None else self.shared.lookup,
         )
-        requests = RequestBook(
+        requests = RequestTracker(
             self._clock,
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
+            traces=self.traces,
         )
         proxy = ProxyApp(
             planner,
@@ -245,7 +251,7 @@ class Router:
         ):
             self._in_clients_names, self._tasks = in_clients_names, tasks
             poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
-            works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
+            works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
             works.append(self.certificates.watch())
             if self.shared is not None:
                 works.append(self.shared.run())
@@ -264,13 +270,15 @@ class Router:
                 self._following.stop_all()
                 if self.accounts.access is not None:
                     await asyncio.to_thread(self.accounts.access.close)
+                if self.traces is not None:
+                    await asyncio.to_thread(self.traces.close)
                 self.proxy.close()
                 self.reader.close()
                 self._in_clients_names = self._tasks = self._poller = None
 
     def readiness(self) -> Readiness:
         """Whether traffic should come here."""
-        return self._judge.judge(draining=self.draining())
+        return self._readiness_check.check(draining=self.draining())
 
     def retire(self) -> None:
         """The server drains: what other replicas can take over, they may take now."""
@@ -282,17 +290,17 @@ class Router:
         if self._poller is not None:
             self._poller.assign(self.roster.wanted())
 
-    def _open_admin(self) -> AdminOffice | None:
+    def _open_admin(self) -> AdminApi | None:
         if not self.config.admin.enabled:
             return None
-        desk = FleetDesk(
+        actions = FleetActions(
             self.roster,
             self.fleet,
             self._clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
         )
-        return AdminOffice(self.config.admin, desk, clock=self._clock, certificates=self.certificates)
+        return AdminApi(self.config.admin, actions, clock=self._clock, certificates=self.certificates)
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
@@ -336,11 +344,11 @@ class Router:
             leaving=(
                 lambda engine: self._following.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),
-                lambda engine: self._upkeep.forget(engine.engine_id),
+                lambda engine: self._audit.forget(engine.engine_id),
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
-            events_due=self.followers.computed,
+            events_due=self.feeds.computed,
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
@@ -355,8 +363,8 @@ class Router:
         return {engine_id: load for engine_id, load in loads if load is not None}
 
     def audit(self, status: Engine) -> None:
-        """See ``Upkeep``."""
-        self._upkeep.audit(status)
+        """See ``ResidencyAudit``."""
+        self._audit.audit(status)
 
     async def _post(
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float

@@ -28,6 +28,7 @@ from router.http.server.server import ProxyServer, listen_config
 from router.http.server.side_server import url_of
 from router.http.server.stats import ListenStats
 from router.http.tls import TlsError, server_context
+from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.replication.redis.errors import SettingsError
@@ -93,7 +94,7 @@ def check(config: Config) -> Router:
         router = Router(config)
         if config.server.tls.given:
             server_context(config.server.tls, _TLS_KEYS)
-    except (AdminFileError, KeyFileError, TlsError) as error:
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None

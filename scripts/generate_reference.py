@@ -38,6 +38,7 @@ from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings
 from router.observe.receipts import Outcome
+from router.observe.traces import TraceStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
 
@@ -288,6 +289,7 @@ def _sources() -> Sources:
         AdminStats(),
         router.proxy.requests,
         _gate(),
+        traces=TraceStats(),
     )
     router.reader.close()
     return sources

@@ -27,7 +27,8 @@ from router.index.models import Scopes
 from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
-from router.observe.requests import RequestBook
+from router.observe.requests import RequestTracker
+from router.observe.traces import TraceStats
 from router.placement.engine import Accounts, Engine
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
@@ -78,11 +79,12 @@ class Sources(msgspec.Struct):
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
-    requests: RequestBook | None = None
+    requests: RequestTracker | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
     aliases: Aliases | None = None
     """Other names of models."""
+    traces: TraceStats | None = None
 
 
 class RouterCollector:
@@ -122,6 +124,8 @@ class RouterCollector:
             yield from _by_label("source", "source", s.origins.stats)
         if s.admin is not None:
             yield from _numbers("admin", s.admin)
+        if s.traces is not None:
+            yield from _numbers("traces", s.traces)
         if s.gate is not None:
             yield from _numbers("keys", s.gate.stats)
             yield from _by_label("tenant", "tenant", s.gate.tenants())
@@ -356,7 +360,7 @@ _TIME_TEXTS = {
 }
 
 
-def _requests(book: RequestBook) -> Iterator[Metric]:
+def _requests(book: RequestTracker) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from router.api.admin.door import Doorkeeper
+from router.api.admin.authenticator import Authenticator
 from router.api.admin.tokens import TokenFile
 from router.api.app import error_answer
 from router.http.server.server import listen_config
@@ -22,12 +22,12 @@ from router.openai.errors import ApiError, on_ops_port
 
 
 class OpsPort:
-    """``app`` answers everything there, to those whom ``door`` lets in (None: to everybody). ``port`` None:
-    there is no such port; 0: a free one."""
+    """``app`` answers everything there, to those whom ``authenticator`` lets in (None: to everybody).
+    ``port`` None: there is no such port; 0: a free one."""
 
-    def __init__(self, app: Any, *, host: str, port: int | None, door: Doorkeeper | None) -> None:
+    def __init__(self, app: Any, *, host: str, port: int | None, authenticator: Authenticator | None) -> None:
         self._app = app
-        self._door = door
+        self._door = authenticator
         self.server: SideServer | None = None
         if port is not None:
             self.server = SideServer(
@@ -70,15 +70,15 @@ class OpsPort:
         return None
 
 
-def ops_door(
+def ops_authenticator(
     tokens: tuple[str, str] | None, *, per_minute: float, clock: Callable[[], float]
-) -> Doorkeeper | None:
+) -> Authenticator | None:
     """For tokens of the file that a setting names (setting, path). None: everybody who reaches the port may
     come in. Raises ``AdminFileError`` for a file of no use."""
     if tokens is None:
         return None
     key, path = tokens
-    return Doorkeeper(
+    return Authenticator(
         TokenFile(Path(path), key),
         mutual=False,
         per_minute=per_minute,

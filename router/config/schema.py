@@ -22,6 +22,7 @@ from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
+from router.observe.traces import TraceSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -230,6 +231,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
     keys: KeySettings = KeySettings()
+    traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:

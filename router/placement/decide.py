@@ -84,12 +84,16 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
         if request.method == "POST" and request.path in PROMPT_APIS:
+            if request.trace is not None:
+                request.trace.phase("read prompt")
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
             schemes = _schemes(engines)
             for scheme in schemes:
                 await self._reader.hashes(read, scheme)
+        if request.trace is not None:
+            request.trace.phase("decide")
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
         engines = [engine for engine in engines if not engine.closed]
         if not engines:  # they left while the prompt was being read
@@ -124,7 +128,7 @@ class Planner:
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         now = self._accounts.now()
-        closed = [e for e in untried if e.breaker.allows(now)]
+        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
         if closed:
             return closed
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
@@ -229,7 +233,10 @@ def _schemes(engines: list[Engine]) -> dict[HashScheme, None]:
     schemes: dict[HashScheme, None] = {}
     last = None
     for engine in engines:
-        scheme = engine.scheme
+        residency = engine.residency
+        scheme = None if residency is None else residency.writer.scheme
+        if scheme is None:
+            scheme = engine.scheme
         if scheme is not last:  # most of a fleet have the same object
             schemes[scheme] = None
             last = scheme

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from router.api.admin.door import PEER
+from router.api.admin.authenticator import PEER
 from router.api.admin.settings import AdminSettings
 from router.http.server.config import ListenConfig
 from router.http.server.connection import ClientConnection
