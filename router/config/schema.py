@@ -65,6 +65,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
     """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``."""
+    anthropic_disabled_thinking_effort: Literal["auto", "none", "low", "medium", "high", "xhigh", "max"] = (
+        "auto"
+    )
+    """The engines' ``--anthropic-disabled-thinking-effort``: what ``thinking: {"type": "disabled"}`` means on
+    ``/v1/messages``."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
@@ -133,6 +138,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_content_format=self.chat_template_content_format,
             default_chat_template_kwargs=self.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
+            anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
             lora_paths=self.lora_paths,
         )
 
