@@ -16,7 +16,7 @@ from router.index.base import WORD_BITS, Rows, Slot
 from router.index.learn.layout import CacheLayout
 from router.index.learn.prefixes import LearnedKeys
 from router.index.media import CPU, GPU, STORAGE
-from router.index.rules.hits import WordHits, bits_of, evaluate
+from router.index.rules.hits import WordHits, evaluate
 from router.index.rules.offload import Reach, loaded, reach, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
@@ -150,8 +150,10 @@ def _word_hits(found: WordHits, alignment: int, mode: Mode) -> list[EngineHit]:
             if alike:
                 hit = EngineHit(mode, end, trunk_tokens=trunk, alignment=alignment)
                 left ^= alike
-                for bit in bits_of(alike):
+                while alike:
+                    bit = alike.bit_length() - 1
                     hits[bit] = hit
+                    alike ^= 1 << bit
     return hits
 
 

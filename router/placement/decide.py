@@ -128,7 +128,7 @@ class Planner:
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         now = self._accounts.now()
-        closed = [e for e in untried if e.breaker.allows(now)]
+        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
         if closed:
             return closed
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
@@ -233,7 +233,10 @@ def _schemes(engines: list[Engine]) -> dict[HashScheme, None]:
     schemes: dict[HashScheme, None] = {}
     last = None
     for engine in engines:
-        scheme = engine.scheme
+        residency = engine.residency
+        scheme = None if residency is None else residency.writer.scheme
+        if scheme is None:
+            scheme = engine.scheme
         if scheme is not last:  # most of a fleet have the same object
             schemes[scheme] = None
             last = scheme

@@ -45,6 +45,7 @@ _CONFIDENCE: dict[str, Confidence] = {
     "shadow": "shadow",
 }
 _NO_SCHEME = HashScheme()
+_READY = FeedState.READY
 _EVENTS_DUE_TOKENS = 4096
 """Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
 _NO_ACCESS_LOG = AccessLogSettings()
@@ -244,7 +245,7 @@ class Engine(EngineStatus):
                 return Hit(trunk_tokens=common, common_tokens=common)
             tokens, trunk = self.shadow.lookup(asked.shadows)
             held = EngineHit("shadow", tokens, trunk_tokens=trunk)
-        elif feed is not None and feed.state is FeedState.READY and held.mode != "unknown":
+        elif feed is not None and feed.state is _READY and held.mode != "unknown":
             key = id(held), common, coming
             known = asked.hits.get(key)
             if known is None:

@@ -143,6 +143,16 @@ class Breaker:
         self._before = [0, 0]  # and in the half before it
         self._pause = RetryAfterPause(settings)
         self._silence = Silence(settings)
+        self.free_until = math.inf
+        """Before this time ``allows`` is true unless the breaker is told something: every decision asks for
+        every engine."""
+
+    def _told(self) -> None:
+        paused, silence = self._pause.until > 0.0, self._silence
+        if self._open_s or paused or silence.give_ups:
+            self.free_until = -math.inf
+        else:
+            self.free_until = silence.asked_at + self._settings.silent_s_max
 
     @property
     def closed(self) -> bool:
@@ -170,6 +180,8 @@ class Breaker:
         if now < self._pause.until:
             self._pause.begin(now)
         self._silence.begin(now, streams=streams)
+        if streams:
+            self._told()
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
@@ -193,31 +205,38 @@ class Breaker:
         """A request was taken: its answer has begun with a status of success."""
         self.record(True, now)
         self._pause.succeeded(now)
+        self._told()
 
     def refused(self, request: int, wait_s: float, now: float) -> None:
         """The engine refused this request (any number that tells requests apart) and asked to be left alone
         for ``wait_s``."""
         self._pause.refused(request, now + wait_s, now)
+        self._told()
 
     def heard(self, now: float) -> None:
         """The first byte of an answer came."""
         self._silence.heard(now)
+        self._told()
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
         taken ``expected_s``. Returns whether that counts against the engine."""
-        return self._silence.gave_up(asked_at, now, expected_s=expected_s, streams=streams)
+        counts = self._silence.gave_up(asked_at, now, expected_s=expected_s, streams=streams)
+        self._told()
+        return counts
 
     def _open(self, now: float, seconds: float) -> None:
         self._probing = False
         self._open_s = seconds
         self._open_until = now + seconds
+        self._told()
 
     def _close(self) -> None:
         self._probing = False
         self._open_s = 0.0
         self._recent = [0, 0]
         self._before = [0, 0]
+        self._told()
 
     def _roll(self, now: float) -> None:
         if now < self._window_end:

@@ -8,12 +8,13 @@ fleet.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from router import __version__
 from router.admission.gate import KeyGate
@@ -29,6 +30,7 @@ from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
 from router.placement.engine import Accounts, Engine
+from router.placement.load import OthersLoad
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
@@ -54,6 +56,10 @@ class Sources(msgspec.Struct):
     aliases: Aliases | None = None
     """Other names of models."""
     traces: TraceStats | None = None
+    others: Callable[[], Mapping[str, OthersLoad]] = dict
+    """What sibling workers have in flight, by engine."""
+    more: Callable[[], Iterable[Metric]] = tuple
+    """Further families: those of a worker among several."""
 
 
 class RouterCollector:
@@ -69,7 +75,7 @@ class RouterCollector:
         if s.requests is not None:
             yield from _requests(s.requests)
         engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
-        yield from table("engine", engine_columns(s.accounts.now()), engines)
+        yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
         yield from of_each(
             "engine", "feed", {e: one.feed for e, one in engines.items() if one.feed is not None}
         )
@@ -91,6 +97,7 @@ class RouterCollector:
         if s.accounts.access is not None:
             yield from of_stats("access_log", s.accounts.access.stats)
         yield from self._options()
+        yield from s.more()
 
     def _options(self) -> Iterator[Metric]:
         """Of what is not switched on everywhere."""
@@ -113,10 +120,28 @@ class RouterCollector:
 
 def render_metrics(sources: Sources) -> bytes:
     """The page in Prometheus text format."""
+    return render(families(sources))
+
+
+def families(sources: Sources) -> Iterator[Metric]:
+    """Everything on the page: the process, and what the router counts."""
+    yield from ProcessCollector(registry=None).collect()
+    yield from RouterCollector(sources).collect()
+
+
+def render(found: Iterable[Metric]) -> bytes:
+    """Families as a page."""
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    registry.register(RouterCollector(sources))
+    registry.register(_Collected(list(found)))
     return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> list[Metric]:
+        return self._found
 
 
 def _build() -> Iterator[Metric]:

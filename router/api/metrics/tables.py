@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from router.api.metrics.families import Column, counter, gauge
 from router.feeds.base import FeedState
 from router.index.base import IndexStats
 from router.index.engine import EngineResidency
 from router.observe.receipts import EngineReceipts
 from router.placement.engine import Engine
+from router.placement.load import NO_OTHERS, OthersLoad
 
 
-def engine_columns(now: float) -> tuple[Column[Engine], ...]:
-    """What is known of every engine."""
+def engine_columns(now: float, others: Mapping[str, OthersLoad]) -> tuple[Column[Engine], ...]:
+    """What is known of every engine. ``others``: what sibling workers have in flight there."""
     return (
         gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
         gauge(
@@ -38,7 +41,7 @@ def engine_columns(now: float) -> tuple[Column[Engine], ...]:
         gauge(
             "queue_ahead_seconds",
             "Prefill work queued at the engine, by the router's account",
-            lambda e: e.load.queue_ahead_s(now),
+            lambda e: e.load.at(now, others.get(e.engine_id, NO_OTHERS)).queue_s,
         ),
         gauge(
             "prefill_seconds_per_token",

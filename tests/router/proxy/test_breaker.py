@@ -233,3 +233,30 @@ def test_says_for_how_long_the_engine_asked_to_be_left_alone() -> None:
     broken = _opened()
     assert not broken.allows(0.0)
     assert broken.waits_s(0.0) == 0.0  # broken, but it did not ask
+
+
+_told = st.tuples(
+    st.floats(0, 20), st.sampled_from(["ok", "fail", "begin", "stream", "heard", "gave up", "refused"])
+)
+
+
+@given(st.lists(_told, max_size=60))
+def test_free_until_then_means_allowed_until_then(steps: list[tuple[float, str]]) -> None:
+    breaker, now = Breaker(S), 0.0
+    for number, (wait_s, what) in enumerate(steps):
+        now += wait_s
+        match what:
+            case "ok":
+                breaker.succeeded(now)
+            case "fail":
+                breaker.record(False, now)
+            case "begin" | "stream":
+                breaker.begin(now, streams=what == "stream")
+            case "heard":
+                breaker.heard(now)
+            case "gave up":
+                breaker.gave_up(now - 5, now, expected_s=0.1, streams=True)
+            case _:
+                breaker.refused(number, 3.0, now)
+        for later in (now, now + 1, now + S.silent_s_max - 0.001, now + 100):
+            assert breaker.allows(later) or later >= breaker.free_until
