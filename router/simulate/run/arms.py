@@ -13,19 +13,27 @@ from typing import Literal
 
 import msgspec
 
+from router.placement.candidate import EVICTION_PREMIUM_MAX
+
 ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """``policy`` is a name of ``router.placement.policies``; ``beta`` None leaves the setting as it is."""
+    """``policy`` is a name of ``router.placement.policies``; ``beta`` and ``premium`` None leave the settings
+    as they are."""
 
     policy: str
     view: ViewName
     in_flight: bool = True
     by_session: bool = False
+    tiers: bool = True
+    """With view ``truth``: whether it sees the memory outside the GPUs too."""
     beta: float | None = None
+    premium: float | None = None
     what: str
 
+
+_KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX}
 
 ARMS: dict[str, Arm] = {
     "kvatlas": Arm(policy="kvatlas", view="truth", what="place by trunk, account by the exact hit"),
@@ -38,6 +46,9 @@ ARMS: dict[str, Arm] = {
     ),
     "full-attention-in-flight": Arm(
         policy="full-attention", view="truth", what="the same, and prompts in flight count"
+    ),
+    "gpu-only": Arm(
+        policy="kvatlas", view="truth", tiers=False, what="kvatlas that is not told what lies outside GPUs"
     ),
     "rules": Arm(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
     "approx-tree": Arm(
@@ -62,7 +73,8 @@ ARMS: dict[str, Arm] = {
 
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
-    """Arms by name, in the given order; ``kvatlas:beta=0.5`` sets that knob. Raises ``ValueError``."""
+    """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs. Raises
+    ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")
@@ -70,13 +82,22 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
         if arm is None:
             raise ValueError(f"no policy is called {base!r}; there are {', '.join(ARMS)}")
         if knob:
-            key, _, text = knob.partition("=")
-            try:
-                beta = float(text)
-            except ValueError:
-                beta = -1.0
-            if key != "beta" or not 0 <= beta <= 1:
-                raise ValueError(f"{name}: after the colon only beta=0 to beta=1 can be said")
-            arm = msgspec.structs.replace(arm, beta=beta)
+            arm = _set(arm, name, knob)
         found[name] = arm
     return found
+
+
+def _set(arm: Arm, name: str, knobs: str) -> Arm:
+    """With what stands after the colon: ``beta=0.5+premium=0``."""
+    for knob in knobs.split("+"):
+        key, _, text = knob.partition("=")
+        most = _KNOBS.get(key, -1.0)
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value <= most:
+            allowed = ", ".join(f"{one}=0 to {one}={high:g}" for one, high in _KNOBS.items())
+            raise ValueError(f"{name}: after the colon only {allowed} can be said, several with +")
+        arm = msgspec.structs.replace(arm, **{key: value})
+    return arm
