@@ -25,7 +25,7 @@ from router.replication.gossip.load import LoadGossip
 from router.replication.leases.leases import Leases
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
-from router.replication.redis.client import connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
 from router.replication.service import engine_facts
@@ -84,7 +84,7 @@ def follower(pipe: Connection, url: str, blocks: int) -> None:
     """The process of the replica that follows the engine, until told to stop."""
 
     async def follow() -> None:
-        client = connect(settings(url))
+        client = Client(settings(url))
         if not await client.start(CONNECT_S):
             raise RuntimeError(client.last_error)
         mirror, leases = MirroredIndex(client, MODEL), Leases(client, MODEL, "follower")
@@ -148,7 +148,7 @@ async def measure(binary: str, blocks: int, port: int) -> Took:
     try:
         await asyncio.to_thread(ours.recv)
         began = time.perf_counter()
-        client = connect(settings(server.url))
+        client = Client(settings(server.url))
         if not await client.start(CONNECT_S):
             raise RuntimeError(client.last_error)
         reader = SharedReader(client)

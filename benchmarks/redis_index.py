@@ -32,7 +32,7 @@ from publisher.events import BlockHash
 from router.index.base import Plane
 from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.connection import pack
 from router.replication.redis.settings import SharedSettings
 from router.replication.writer.mirror import MirroredIndex
@@ -102,7 +102,7 @@ class Bench:
         settings = SharedSettings(
             url=url, namespace=namespace, lease_s=3600.0, block_ttl_s=7200.0, lookup_timeout_s=5.0
         )
-        self.writing, self.reading = connect(settings), connect(settings)
+        self.writing, self.reading = Client(settings), Client(settings)
         for client in (self.writing, self.reading):
             if not await client.start(20):
                 raise SystemExit(f"no connection: {client.last_error}")

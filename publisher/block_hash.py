@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import cbor2
 import msgspec
@@ -110,6 +110,8 @@ _HASHERS: dict[str, Callable[[object], bytes]] = {
     "xxhash_cbor": _xxhash_cbor,
     "learned": _learned,
 }
+_MANY_BLOCKS = 32
+"""So many new ones are hashed together (``block_bytes.py``)."""
 
 
 def hash_function(algo: str) -> Callable[[object], bytes]:
@@ -154,19 +156,50 @@ class HashChain:
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Hash every block of ``token_ids`` (the whole prompt) not hashed yet; returns all hashes."""
-        size, ahead = self.scheme.hash_block_size, self.scheme.lookahead
+        size, full = self.scheme.hash_block_size, self.full
         done, total = len(self.full), num_hash_blocks(len(token_ids), self.scheme)
         if done >= total:
             return self.hashes
-        digest, full, hashes = self._hash, self.full, self.hashes
-        parent = full[-1] if full else self._parent or digest(self.scheme.seed)
-        plain = self.extras == NO_EXTRAS and not ahead
-        for start in range(done * size, total * size, size):
+        parent = full[-1] if full else self._parent or self._hash(self.scheme.seed)
+        plain = self._first_plain_block(done, total)
+        self._extend_each(token_ids, range(done * size, plain * size, size), parent)
+        if plain < total:
+            parent = full[-1] if full else parent
+            self._extend_plain(token_ids, range(plain * size, total * size, size), parent)
+        return self.hashes
+
+    def _first_plain_block(self, done: int, total: int) -> int:
+        """From where on blocks are hashed together: none of them has extra keys, and it pays."""
+        extras, size = self.extras, self.scheme.hash_block_size
+        plain = done
+        if extras.lora_name is not None or self.scheme.lookahead:
+            plain = total
+        elif extras is not NO_EXTRAS:
+            ends = (-(-(item.offset + item.length) // size) for item in extras.multimodal)
+            plain = min(total, max(done, 1, *ends))
+        return plain if total - plain >= _MANY_BLOCKS else total
+
+    def _extend_each(self, token_ids: Sequence[int], starts: range, parent: bytes) -> None:
+        digest, full, hashes, size = self._hash, self.full, self.hashes, self.scheme.hash_block_size
+        plain = self.extras == NO_EXTRAS and not self.scheme.lookahead
+        new = list(token_ids[starts.start : starts.stop])
+        for at, start in enumerate(starts):
             extra = None if plain else _extra(token_ids, start, self.scheme, self.extras)
-            parent = digest((parent, tuple(token_ids[start : start + size]), extra))
+            parent = digest((parent, tuple(new[at * size : (at + 1) * size]), extra))
             full.append(parent)
             hashes.append(BlockHash(int.from_bytes(parent[-8:], "big")))
-        return hashes
+
+    def _extend_plain(self, token_ids: Sequence[int], starts: range, parent: bytes) -> None:
+        from publisher import block_bytes  # noqa: PLC0415  # numpy comes with it
+
+        found = block_bytes.plain_hashes(
+            token_ids[starts.start : starts.stop], starts.step, self.scheme.algo, parent
+        )
+        if found is None:
+            self._extend_each(token_ids, starts, parent)
+            return
+        self.full += found[0]
+        self.hashes += cast("list[BlockHash]", found[1])
 
 
 def hashed_parts(

@@ -37,9 +37,13 @@ from router.fleet.identity import EngineAddress
 from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings
+from router.observe.histogram import Histogram
 from router.observe.receipts import Outcome
+from router.observe.traces import TraceStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
+from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
+from router.workers.view import crew_families, worker_families
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\
@@ -60,6 +64,16 @@ tokenizer = "/models/my-model"
 
 [proxy]
 first_byte_timeout_s = 300
+"""
+_ALIASES = """\
+```toml
+[aliases]
+"gpt-4o" = "gpt-oss-20b"
+
+[aliases."gpt-next"]
+"gpt-oss-20b" = 0.95
+"gpt-oss-120b" = 0.05
+```
 """
 _MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
 _CLI = """\
@@ -170,6 +184,9 @@ def configuration_page() -> str:
         '### `[models."NAME".shadow]`\n',
         f"{prose(ShadowConfig.__doc__)}\n",
         _keys(ShadowConfig),
+        "## `[aliases]`\n",
+        f"{prose(_text_of(Config, 'aliases'))}\n",
+        _ALIASES,
     ]
     for name, struct in SECTIONS.items():
         parts += [f"## `[{name}]`\n", f"{prose(struct.__doc__)}\n", _keys(struct, section=name)]
@@ -275,6 +292,11 @@ def _sources() -> Sources:
         AdminStats(),
         router.proxy.requests,
         _gate(),
+        traces=TraceStats(),
+        more=lambda: (
+            *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
+            *crew_families(1, {0}, {}),
+        ),
     )
     router.reader.close()
     return sources

@@ -7,6 +7,7 @@ whole call. Anything unexpected breaks the link for good: its owner makes anothe
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,6 @@ from redis.connection import (
     AbstractConnection,
     Connection,
     PythonRespSerializer,
-    SSLConnection,
     UnixDomainSocketConnection,
 )
 from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
@@ -84,11 +84,27 @@ class RedisAddress:
         }
         if self.unix_path:
             return UnixDomainSocketConnection(path=self.unix_path, **arguments)  # type: ignore[abstract]  # only in its stubs
-        if not self.tls:
+        tls = self.tls_context()
+        if tls is None:
             return Connection(host=self.host, port=self.port, **arguments)
-        files = {"ca_certs": self.ca_file, "certfile": self.cert_file, "keyfile": self.key_file}
-        arguments |= {f"ssl_{name}": str(path) for name, path in files.items() if path is not None}
-        return SSLConnection(host=self.host, port=self.port, **arguments)
+        return TlsConnection(tls, host=self.host, port=self.port, **arguments)
+
+
+class TlsConnection(Connection):
+    """TLS with a given context. redis-py's own connection trusts the system's certificate authorities beside
+    the given one."""
+
+    def __init__(self, tls: ssl.SSLContext, **arguments: Any) -> None:
+        self._tls = tls
+        super().__init__(**arguments)  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> socket.socket:
+        plain: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        try:
+            return self._tls.wrap_socket(plain, server_hostname=self.host)
+        except OSError:
+            plain.close()
+            raise
 
 
 class RedisLink:

@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 import structlog
 
-from router.admission.watched_file import WatchedFile
+from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
 _FILE_BYTES_MAX = 16 * 1024 * 1024

@@ -29,12 +29,12 @@ from router.api.answers import (
     Version,
     described,
     refer,
-    view_receipt,
 )
-from router.api.metrics import Sources, render_metrics
+from router.api.metrics import Sources
 from router.api.readiness import Readiness
+from router.api.views import OpsView, OwnView
 from router.fleet.sources.base import SourceStats
-from router.fleet.status import Fleet, ModelCard
+from router.fleet.status import ModelCard
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import decode_leniently, peek_any_size
 from router.openai.errors import (
@@ -49,7 +49,6 @@ from router.openai.errors import (
 )
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
-from router.placement.engine import Engine
 from router.placement.explain import explain
 
 TENANT = "kvatlas.tenant"
@@ -89,11 +88,14 @@ def create_ops(
     *,
     readiness: Callable[[], Readiness],
     body_bytes_max: int,
+    view: OpsView | None = None,
 ) -> FastAPI:
-    """The application with everything, for the ops port."""
+    """The application with everything, for the ops port; ``view`` is what it shows, by default of this
+    process alone."""
     app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
-    _add_metrics(app, sources)
-    _add_insight(app, planner, sources, body_bytes_max)
+    view = view or OwnView(sources)
+    _add_metrics(app, view)
+    _add_insight(app, planner, sources, view, body_bytes_max)
     return app
 
 
@@ -110,7 +112,7 @@ def _create(
     )
     add_errors(app)
     _add_health(app, sources, readiness)
-    _add_models(app, sources.fleet)
+    _add_models(app, sources)
     return app
 
 
@@ -180,38 +182,46 @@ def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readines
         return json_answer(Version(__version__))
 
 
-def _add_metrics(app: FastAPI, sources: Sources) -> None:
+def _add_metrics(app: FastAPI, view: OpsView) -> None:
     @_get(app, "/metrics")
     async def metrics() -> Response:
         """Prometheus text format. Made in the loop's thread: the numbers are its objects."""
-        return Response(render_metrics(sources), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_models(app: FastAPI, fleet: Fleet[Engine]) -> None:
+def _add_models(app: FastAPI, sources: Sources) -> None:
     @_get(app, "/v1/models", refer(ModelList))
     async def models(request: Request) -> Response:
         """Models of all engines that are up, of those that the client's key is good for."""
-        return json_answer(ModelList(_cards(fleet, request)))
+        return json_answer(ModelList(_cards(sources, request)))
 
     @_get(app, "/v1/models/{model:path}", refer(ModelCard))
     async def model(model: str, request: Request) -> Response:
         """One model's card."""
-        card = next((card for card in _cards(fleet, request) if card.id == model), None)
+        card = next((card for card in _cards(sources, request) if card.id == model), None)
         if card is None:
             raise model_not_found(model)
         return json_answer(card)
 
 
-def _cards(fleet: Fleet[Engine], request: Request) -> list[ModelCard]:
+def _cards(sources: Sources, request: Request) -> list[ModelCard]:
+    """Of the models served, and of their aliases, that the client may use."""
     tenant: Tenant | None = request.scope.get(TENANT)
-    return [card for card in fleet.model_cards() if tenant is None or tenant.may_use(card.id)]
+    cards = {card.id: card for card in sources.fleet.model_cards()}
+    for name, models in () if sources.aliases is None else sources.aliases.items():
+        behind = next((cards[to] for to in models if to in cards), None)
+        if behind is not None:
+            cards[name] = msgspec.structs.replace(behind, id=name, root=behind.id)
+    return [card for card in cards.values() if tenant is None or tenant.may_use(card.id)]
 
 
-def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
+def _add_insight(
+    app: FastAPI, planner: Planner, sources: Sources, view: OpsView, body_bytes_max: int
+) -> None:
     @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
     async def engines() -> Response:
         """Every engine as the router sees it."""
-        return json_answer([_full(sources, status) for status in sources.fleet])
+        return json_answer(await view.engines())
 
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:
@@ -222,7 +232,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
     async def receipts() -> Response:
         """The latest receipts, oldest first."""
-        return json_answer([view_receipt(receipt) for receipt in sources.accounts.receipts.latest])
+        return json_answer(await view.receipts())
 
     @_get(app, "/kvatlas/access_log")
     async def access_log() -> Response:
@@ -284,31 +294,3 @@ def _fields(body: bytes) -> set[str]:
 def json_answer(content: Any, status: int = 200) -> Response:
     """``content`` as JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _full(sources: Sources, status: Engine) -> EngineView:
-    now = sources.accounts.now()
-    engine = None if status.residency is None else status.residency.writer
-    return EngineView(
-        engine=status.engine_id,
-        up=status.up,
-        problem=status.problem,
-        held=status.held,
-        models=[card.id for card in status.models],
-        available=status.breaker.allows(now),
-        publishes_events=status.publishes_events,
-        kv_usage=status.kv_usage,
-        kv_cached=None if engine is None else engine.cached_share(status.pool_blocks),
-        feed=status.feed,
-        feed_state=status.feed_state,
-        followed_by=None if sources.shared is None else sources.shared.follower(status.engine_id),
-        mode="shadow" if status.shadow is not None else None if engine is None else engine.mode,
-        scheme=None if engine is None else engine.scheme,
-        assumed_scheme=None if engine is None else engine.assumed,
-        layout=None if engine is None else engine.layout,
-        shared_stores=[] if engine is None else sorted(engine.stores),
-        rejected_events={} if engine is None else dict(engine.rejected),
-        load=status.load.at(now),
-        receipts=status.receipts.outcomes,
-        drifting=status.receipts.drifting,
-    )

@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from router import __version__
 from router.admission.gate import KeyGate
@@ -27,9 +28,12 @@ from router.index.models import Scopes
 from router.observe.field_texts import field_texts
 from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
-from router.observe.requests import RequestBook
+from router.observe.requests import RequestTracker
+from router.observe.traces import TraceStats
 from router.placement.engine import Accounts, Engine
+from router.placement.load import NO_OTHERS, OthersLoad
 from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
@@ -77,9 +81,16 @@ class Sources(msgspec.Struct):
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
-    requests: RequestBook | None = None
+    requests: RequestTracker | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
+    traces: TraceStats | None = None
+    others: Callable[[], Mapping[str, OthersLoad]] = dict
+    """What sibling workers have in flight, by engine."""
+    more: Callable[[], Iterable[Metric]] = tuple
+    """Further families: those of a worker among several."""
 
 
 class RouterCollector:
@@ -100,28 +111,31 @@ class RouterCollector:
         yield from self._removals()
         yield from self._receipts()
         yield from self._load()
-        yield from _numbers("proxy", s.proxy)
+        yield from numbers("proxy", s.proxy)
         listen = s.listen()
         if listen is not None:
-            yield from _numbers("listen", listen)
-        yield from _numbers("prompts", s.prompts)
-        yield from _numbers("inflight", s.accounts.inflight.stats)
-        yield from _numbers("affinity", s.accounts.affinity.stats)
-        yield from _numbers("shadow", s.accounts.shadow_stats)
+            yield from numbers("listen", listen)
+        yield from numbers("prompts", s.prompts)
+        yield from numbers("inflight", s.accounts.inflight.stats)
+        yield from numbers("affinity", s.accounts.affinity.stats)
+        yield from numbers("shadow", s.accounts.shadow_stats)
         if s.accounts.access is not None:
-            yield from _numbers("access_log", s.accounts.access.stats)
+            yield from numbers("access_log", s.accounts.access.stats)
         if s.shared is not None:
-            yield from _numbers("lease", s.shared.lease_manager.stats)
-            yield from _numbers("look", s.shared.lookup.stats)
-            yield from _numbers("flight", s.shared.inflight.gossip_stats)
+            yield from numbers("lease", s.shared.lease_manager.stats)
+            yield from numbers("look", s.shared.lookup.stats)
+            yield from numbers("flight", s.shared.inflight.gossip_stats)
             yield from _by_label("model", "mirror", s.shared.mirror_stats())
         if s.origins is not None:
             yield from _by_label("source", "source", s.origins.stats)
         if s.admin is not None:
-            yield from _numbers("admin", s.admin)
+            yield from numbers("admin", s.admin)
+        if s.traces is not None:
+            yield from numbers("traces", s.traces)
         if s.gate is not None:
-            yield from _numbers("keys", s.gate.stats)
+            yield from numbers("keys", s.gate.stats)
             yield from _by_label("tenant", "tenant", s.gate.tenants())
+        yield from s.more()
 
     def _engines(self) -> Iterator[Metric]:
         s = self._sources
@@ -310,20 +324,39 @@ class RouterCollector:
             "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
             labels=["engine"],
         )
-        now = self._sources.accounts.now()
+        now, others = self._sources.accounts.now(), self._sources.others()
         for status in self._sources.fleet:
-            queue.add_metric([status.engine_id], status.load.queue_ahead_s(now))
+            load = status.load.at(now, others.get(status.engine_id, NO_OTHERS))
+            queue.add_metric([status.engine_id], load.queue_s)
             rate.add_metric([status.engine_id], status.rates.prefill_s_per_token(now))
         yield from (queue, rate)
-        yield from _numbers("load", self._sources.accounts.load_stats)
+        yield from numbers("load", self._sources.accounts.load_stats)
 
 
 def render_metrics(sources: Sources) -> bytes:
     """The page in Prometheus text format."""
+    return render(families(sources))
+
+
+def families(sources: Sources) -> Iterator[Metric]:
+    """Everything on the page: the process, and what the router counts."""
+    yield from ProcessCollector(registry=None).collect()
+    yield from RouterCollector(sources).collect()
+
+
+def render(found: Iterable[Metric]) -> bytes:
+    """Families as a page."""
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    registry.register(RouterCollector(sources))
+    registry.register(_Collected(list(found)))
     return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> list[Metric]:
+        return self._found
 
 
 def _build() -> Iterator[Metric]:
@@ -353,7 +386,7 @@ _TIME_TEXTS = {
 }
 
 
-def _requests(book: RequestBook) -> Iterator[Metric]:
+def _requests(book: RequestTracker) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
@@ -380,7 +413,7 @@ def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
     return buckets
 
 
-def _numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
+def numbers(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
     """One family per number of a stats struct; a dict becomes a ``reason`` label, or those of ``_LABELS``."""
     for name in stats.__struct_fields__:
         value = getattr(stats, name)

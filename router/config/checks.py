@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,12 +16,13 @@ import msgspec
 
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
-from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
+from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import EngineAddress
 from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.shadow import Shadow
+from router.proxy.aliases import Aliases
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -49,6 +52,10 @@ def _check_server(server: ServerConfig) -> None:
         raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
     if not 0 <= server.port < 1 << 16:
         raise ConfigError(f"server.port: {server.port} is not a port number")
+    if server.workers != "auto" and not 1 <= server.workers <= WORKERS_MAX:
+        raise ConfigError(f"server.workers = {server.workers}: expected 1 to {WORKERS_MAX}, or auto")
+    if server.workers != 1 and sys.platform != "linux":
+        raise ConfigError(f"server.workers = {server.workers}: several workers need Linux; leave it at 1")
 
 
 def _check_ops(config: Config) -> None:
@@ -117,10 +124,8 @@ def check_config(config: Config) -> None:
         _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
     _check_admin(config)
     _check_renderers(config.prompts.renderers)
-    try:
-        config.fleet.headers()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    _check_by_making("", config.fleet.headers)
+    _check_by_making("aliases.", lambda: Aliases(config.alias_shares()))
     for name, model in config.models.items():
         if model.tokenizer is not None and not _has_tokenizer(Path(model.tokenizer)):
             where = f"models.{name}.tokenizer"
@@ -137,6 +142,13 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
         _check_kinds(name, model)
         _check_shadow(name, model)
+
+
+def _check_by_making(section: str, make: Callable[[], object]) -> None:
+    try:
+        make()
+    except ValueError as error:
+        raise ConfigError(f"{section}{error}") from None
 
 
 def _check_renderers(urls: tuple[str, ...]) -> None:

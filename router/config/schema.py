@@ -19,8 +19,10 @@ from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
+from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
+from router.observe.traces import TraceSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -28,6 +30,8 @@ from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
 ANY_MODEL = "*"
+WORKERS_MAX = 32
+"""Every worker hears of every request of the others."""
 OPS_PORT = 9001
 """Where ``server.ops_port`` is not set."""
 
@@ -61,6 +65,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
     """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``."""
+    anthropic_disabled_thinking_effort: Literal["auto", "none", "low", "medium", "high", "xhigh", "max"] = (
+        "auto"
+    )
+    """The engines' ``--anthropic-disabled-thinking-effort``: what ``thinking: {"type": "disabled"}`` means on
+    ``/v1/messages``."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
@@ -129,6 +138,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_content_format=self.chat_template_content_format,
             default_chat_template_kwargs=self.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
+            anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
             lora_paths=self.lora_paths,
         )
 
@@ -160,6 +170,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     """TCP port to listen on; 0 takes a free one, which the log then names. It answers `/v1/*`, `/health`,
     `/ready` and `/version`."""
+    workers: int | Literal["auto"] = 1
+    """Processes that share the port, up to 32; `auto`: one per core that this process may use. Bounds of
+    memory and connections hold for each of them ([scale.md](scale.md#workers)). Linux only."""
     ops_host: str = "127.0.0.1"
     """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
     address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
@@ -171,6 +184,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     `admin.token_file`; that file is used where this is not set and `ops_host` is not a loopback address."""
     ops_open: bool = False
     """Answer everybody who reaches the ops port, on any address: for where a firewall guards it."""
+    tls_cert_file: str | None = None
+    """Certificate chain of `port`, PEM: clients then speak HTTPS. Read again when it changes, as its key."""
+    tls_key_file: str | None = None
+    """Private key of that certificate, PEM."""
+    client_ca_file: str | None = None
+    """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
     """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
     log_level: str = "info"
@@ -180,6 +199,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,
     times, tokens, request id. Never text of a prompt or an answer."""
+
+    def __post_init__(self) -> None:
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
+
+    @property
+    def tls(self) -> TlsFiles:
+        """Of the public port; none given: it speaks plain HTTP."""
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
 
     @property
     def ops_listens_on(self) -> int | None:
@@ -196,6 +223,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
+    aliases: dict[str, str | dict[str, float]] = {}
+    """Name that clients may use for a model -> the served model, or several with the shares of requests that
+    they get. Requests with the same `x-session-id` go to the same one."""
     fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()
@@ -206,11 +236,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
     keys: KeySettings = KeySettings()
+    traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    def alias_shares(self) -> dict[str, dict[str, float]]:
+        """``aliases``, each with shares."""
+        return {n: {to: 1.0} if isinstance(to, str) else to for n, to in self.aliases.items()}
 
     @property
     def ops_tokens(self) -> tuple[str, str] | None:

@@ -28,7 +28,8 @@ from router.demo.table import live_table
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
-from router.replication.redis.settings import SettingsError, redacted
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 from router.replication.settings import IndexSettings

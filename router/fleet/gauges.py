@@ -16,6 +16,7 @@ _GAUGE = re.compile(
 )
 _POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
+_AWAKE = re.compile(rb'^vllm:engine_sleep_state\{([^}]*sleep_state="awake"[^}]*)\}\s+(\S+)', re.MULTILINE)
 _RANK = re.compile(rb'engine="(\d{1,6})"')
 
 
@@ -27,6 +28,19 @@ def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
         if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
             sizes.append(int(blocks[1]))
     return max(sizes, default=None)
+
+
+def read_asleep(text: bytes, dp_rank: int | None) -> bool:
+    """Whether this rank, or any of them, says that it sleeps (vLLM's sleep mode: its cache is gone)."""
+    for match in _AWAKE.finditer(text):
+        rank = _RANK.search(match[1])
+        if dp_rank is None or rank is None or int(rank[1]) == dp_rank:
+            try:
+                if float(match[2]) == 0:
+                    return True
+            except ValueError:
+                continue
+    return False
 
 
 def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:

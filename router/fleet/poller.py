@@ -21,12 +21,12 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_gauges, read_pool_blocks
+from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
-from router.observe.seldom import Seldom
+from router.observe.log_throttle import LogThrottle
 
 _log = structlog.get_logger()
 
@@ -42,6 +42,9 @@ class FleetListener(Protocol[E_contra]):
 
     def engine_down(self, engine: E_contra, /) -> None:
         """An engine stopped answering."""
+
+    def engine_asleep(self, engine: E_contra, /) -> None:
+        """An engine that still answers has emptied its cache and went to sleep."""
 
     def engine_load(self, engine: E_contra, /, *, running: int, waiting: int) -> None:
         """The engine's own gauges."""
@@ -84,7 +87,7 @@ class FleetPoller(Generic[E]):
         self._settings = settings
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
-        self._seldom = Seldom(_SILENT_EVERY_S)
+        self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -226,12 +229,21 @@ class FleetPoller(Generic[E]):
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
+            self._note_sleep(status, asleep=read_asleep(body, status.engine.dp_rank))
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
                     status,
                     running=int(gauges["num_requests_running"]),
                     waiting=int(gauges["num_requests_waiting"]),
                 )
+
+    def _note_sleep(self, status: E, *, asleep: bool) -> None:
+        if asleep == status.asleep:
+            return
+        status.asleep = asleep
+        _log.info("engine sleeps" if asleep else "engine is awake", engine=status.engine_id)
+        if asleep:
+            self._listener.engine_asleep(status)
 
     async def _get(self, url: str) -> bytes:
         async with self._session.get(url, timeout=self._timeout, allow_redirects=False) as answer:

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from router.http.tls import TlsFiles
+
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")
 _DNS_PORT = 53
@@ -173,6 +175,13 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: str | None = None
     """File with the key for engines started with ``--api-key``, sent with the router's own requests.
     Clients' requests keep their own ``Authorization``."""
+    ca_file: str | None = None
+    """Certificate authority of engines with `https://` addresses, PEM; the system's where not set. Read again
+    when it changes, as the next two."""
+    client_cert_file: str | None = None
+    """Certificate that the router presents to such engines, PEM."""
+    client_key_file: str | None = None
+    """Private key of that certificate, PEM."""
     file: FileSettings = FileSettings()
     """Engines listed in a watched file."""
     dns: DnsSettings = DnsSettings()
@@ -184,6 +193,13 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("poll_interval_s", "poll_down_interval_s", "poll_timeout_s", "gauge_interval_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if (self.client_cert_file is None) != (self.client_key_file is None):
+            raise ValueError("client_cert_file: needs client_key_file, and that needs client_cert_file")
+
+    @property
+    def tls(self) -> TlsFiles:
+        """What connections to engines use."""
+        return TlsFiles(self.client_cert_file, self.client_key_file, self.ca_file)
 
     @property
     def discovers(self) -> bool:

@@ -33,7 +33,7 @@ class EngineStatus:
     in use as its metrics say (0..1). What every request asks for is worked out when it changes."""
 
     __slots__ = (
-        *("_fleet_changed", "_held", "_models", "_up", "base_model", "engine", "engine_id"),
+        *("_asleep", "_fleet_changed", "_held", "_models", "_up", "base_model", "engine", "engine_id"),
         *("kv_usage", "pool_blocks", "problem"),
     )
 
@@ -48,6 +48,7 @@ class EngineStatus:
         """Blocks of its KV pool, as its metrics say."""
         self._up = False
         self._held = ""
+        self._asleep = False
         self._models: tuple[ModelCard, ...] = ()
         self._fleet_changed = fleet_changed
 
@@ -69,6 +70,17 @@ class EngineStatus:
     def held(self, why: str) -> None:
         self._held = why
         self._fleet_changed()
+
+    @property
+    def asleep(self) -> bool:
+        """It says that it sleeps: it holds nothing and can answer nothing."""
+        return self._asleep
+
+    @asleep.setter
+    def asleep(self, asleep: bool) -> None:
+        if asleep != self._asleep:
+            self._asleep = asleep
+            self._fleet_changed()
 
     @property
     def models(self) -> tuple[ModelCard, ...]:
@@ -194,11 +206,11 @@ class Fleet(Generic[E]):
         return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
 
     def ready(self, model: str | None) -> list[E]:
-        """Engines that answer, are not held and serve ``model`` (None: any), in a stable order; not to be
-        changed."""
+        """Engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable order; not
+        to be changed."""
         found = self._ready.get(model)
         if found is None:
-            up = [status for status in self._status.values() if status.up and not status.held]
+            up = [s for s in self._status.values() if s.up and not s.held and not s.asleep]
             found = [status for status in up if model is None or status.serves(model)]
             if found:  # a name nobody serves is the client's, and there is no end of those
                 self._ready[model] = found

@@ -43,6 +43,10 @@ _ON_GPU = frozenset({None, "", GPU})
 """How events name the engine's own pool."""
 
 
+def _nobody() -> None:
+    """There is nobody to tell."""
+
+
 class EngineResidency:
     """What one engine holds, how its cache is laid out, and how its hashes are made."""
 
@@ -61,8 +65,10 @@ class EngineResidency:
         self.events = 0
         self.re_reports = 0
         self._known_schemes = known_schemes
-        self.revision = 0
-        """Grows whenever layout, scheme or mode may have changed."""
+        self.changed: Callable[[], None] = _nobody
+        """Told whenever layout, scheme, mode or stores may have changed."""
+        self.scheme: HashScheme | None = None
+        """The scheme to hash prompts with: the engine's own, or ours in learned mode; None before either."""
         self._shared_layouts = {} if shared_layouts is None else shared_layouts
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())
@@ -79,15 +85,18 @@ class EngineResidency:
         self._planes: dict[int | None, Plane] = {}
         self._settled: dict[tuple[int | None, int], Plane] = {}
         self._outside.reset()
-        self.revision += 1
+        self._settle()
 
     @property
     def detection(self) -> Detection:
         return self._detector.state
 
-    @property
-    def scheme(self) -> HashScheme | None:
-        """The scheme to hash prompts with: the engine's own, or ours in learned mode; None before either."""
+    def _settle(self) -> None:
+        """Something changed that predictions rest on."""
+        self.scheme = self._found_scheme()
+        self.changed()
+
+    def _found_scheme(self) -> HashScheme | None:
         if self._detector.scheme is not None:
             return self._detector.scheme
         if self._detector.state is Detection.LEARNED and self._groups.groups:
@@ -114,13 +123,18 @@ class EngineResidency:
     def doubt(self) -> None:
         """It reported more cached tokens than the assumed scheme made expect."""
         self._detector.doubt()
-        self.revision += 1
         self._after_detection()
+        self._settle()
 
     @property
     def doubted(self) -> bool:
         """Whether receipts spoke against what was assumed."""
         return self._detector.doubted
+
+    @property
+    def unproven(self) -> bool:
+        """Whether nothing is known of its hashes for sure; see ``SchemeDetector``."""
+        return self._detector.unproven
 
     @property
     def learned(self) -> LearnedKeys | None:
@@ -177,7 +191,7 @@ class EngineResidency:
         self.rejected.update(old.rejected)
         self.events += old.events
         self.re_reports += old.re_reports
-        self.revision += old.revision
+        self._settle()
 
     def forget(self) -> None:
         """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
@@ -221,7 +235,8 @@ class EngineResidency:
         if event.medium not in _ON_GPU:
             known = self._outside.stores
             self._outside.stored(event)
-            self.revision += known is not self._outside.stores
+            if known is not self._outside.stores:
+                self._settle()
             return
         if not event.block_size and not event.num_tokens():
             self._named(event)
@@ -331,12 +346,12 @@ class EngineResidency:
         return True
 
     def _relayout(self) -> None:
-        self.revision += 1
         scheme = self._detector.scheme or self.assumed
         unit = scheme.hash_block_size if scheme is not None else None
         if self._groups.groups:
             layout = make_layout(self._groups.groups, self.facts, unit, self._lookahead)
             self._layout = self._shared_layouts.setdefault(layout, layout)
+        self._settle()
 
     def _unit(self) -> int:
         return math.gcd(*(group.block_size for group in self._groups.groups))
@@ -374,6 +389,7 @@ class EngineResidency:
             self._learned = None
         elif self._learned is None:
             self._learned = LearnedKeys()
+        self._settle()
         return True
 
     def _is_re_report(self, event: BlockStored) -> bool:

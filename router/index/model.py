@@ -9,24 +9,21 @@ engine's own events speak; that cannot over-predict, since hashes of another sch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeVar
-
-import msgspec
+from typing import Protocol
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash, DecodedBatch
-from router.index.base import Index, IndexStats, Rows, Slot
+from router.index.base import Index, IndexStats, Rows
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.learn.prefixes import LearnedKeys
-from router.index.media import CPU, GPU, STORAGE
-from router.index.rules.hits import WordHits, evaluate
-from router.index.rules.offload import Reach, loaded, reach, usable
+from router.index.media import GPU
+from router.index.seats import NOWHERE, EngineHit, Mode, Seat, Seating, SeatRows, seat_hits
 from router.index.store.memory import MemoryIndex
 
-Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
-_T = TypeVar("_T")
+_NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
+_SEATINGS_MAX = 16
+"""Sets of engines asked about that are remembered; a model has few: all, and all but one that failed."""
 
 
 class HashedPrompt(Protocol):
@@ -44,48 +41,10 @@ class HashedPrompt(Protocol):
     def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]: ...
 
 
-class ClassHit(msgspec.Struct, frozen=True):
-    """Largest boundary valid in one spec class alone, in tokens.
-
-    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` says how far the class would get from the joint GPU
-    hit on, with CPU, and with CPU and STORAGE, of the connector that gets furthest.
-    """
-
-    spec_class: str
-    hit_tokens: int
-    by_medium: dict[str, int]
-
-
-class EngineHit(msgspec.Struct, frozen=True):
-    """What one engine would take from its cache for a prompt; tokens.
-
-    ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
-    beyond them (``offload.py``). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled when
-    detail is asked.
-    """
-
-    mode: Mode
-    hit_tokens: int = 0
-    cpu_tokens: int = 0
-    storage_tokens: int = 0
-    trunk_tokens: int = 0
-    alignment: int = 1
-    """A hit is a multiple of this."""
-    by_class: tuple[ClassHit, ...] = ()
-    why_unknown: str = ""
-    stale: bool = False
-    """Nobody keeps this engine's residency up to date at the moment: to be shown, not to be counted on."""
-
-    @property
-    def offloaded_tokens(self) -> int:
-        """The hit with all that would be loaded: never less than ``hit_tokens``."""
-        return self.hit_tokens + self.cpu_tokens + self.storage_tokens
-
-
 class Residency:
     """What one engine of a model holds: the end of its feed, and all that a prediction needs of it."""
 
-    __slots__ = ("_model", "_seat", "_seat_revision", "_staged", "engine_id", "writer")
+    __slots__ = ("_model", "_seat", "_staged", "engine_id", "writer")
 
     def __init__(self, model: FleetResidency, engine_id: str, writer: EngineResidency) -> None:
         self.engine_id = engine_id
@@ -94,7 +53,7 @@ class Residency:
         self._model = model
         self._staged: EngineResidency | None = None
         self._seat: Seat | None = None
-        self._seat_revision = -1
+        writer.changed = self._changed
 
     def apply(self, batch: DecodedBatch) -> None:
         """One batch, in the order of the sequence numbers."""
@@ -115,7 +74,9 @@ class Residency:
         """What was staged is all that the engine holds, from now on; nothing staged: it holds nothing."""
         staged, self._staged = self._staged or self.writer.successor(), None
         staged.supersede(self.writer)
-        self.writer, self._seat = staged, None
+        self.writer = staged
+        staged.changed = self._changed
+        self._changed()
 
     def unstage(self) -> None:
         """The snapshot broke off: what was staged never was."""
@@ -131,12 +92,16 @@ class Residency:
 
     def seat(self) -> Seat | EngineHit:
         """All a prediction needs of the engine, or the answer that nothing can be predicted and why."""
-        if self._seat is not None and self._seat_revision == self.writer.revision:
+        if self._seat is not None:
             return self._seat
         found = self._model.find_seat(self.writer)
         if isinstance(found, Seat) and found.slot is not NOWHERE:
-            self._seat, self._seat_revision = found, self.writer.revision
+            self._seat = found
         return found
+
+    def _changed(self) -> None:
+        self._seat = None
+        self._model.unseat()
 
 
 class FleetResidency:
@@ -147,6 +112,7 @@ class FleetResidency:
         self.index: Index = index if index is not None else MemoryIndex()
         self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
+        self._seatings: dict[tuple[str, ...], Seating] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
         self._remembered_mode: Mode = "native"
 
@@ -156,6 +122,7 @@ class FleetResidency:
         if found is None:
             writer = EngineResidency(engine_id, self.index, self.facts, self._known_schemes, self._layouts)
             found = self._engines[engine_id] = Residency(self, engine_id, writer)
+            self.unseat()
         return found
 
     def engine(self, engine_id: str) -> EngineResidency:
@@ -201,6 +168,7 @@ class FleetResidency:
         """The engine is none of this model's any more."""
         if self._engines.get(engine.engine_id) is engine:
             del self._engines[engine.engine_id]
+            self.unseat()
 
     def stats(self) -> IndexStats:
         return self.index.stats()
@@ -226,45 +194,89 @@ class FleetResidency:
 
         ``elsewhere``: what other replicas know of shared stores, by hash scheme (``shared_part``).
         """
+        seating = self._seating(tuple(engine_ids))
         answers: dict[str, EngineHit] = {}
-        native: dict[HashScheme, list[Seat]] = {}
-        for engine_id in engine_ids:
-            engine = self._engines.get(engine_id)
-            seat = _NO_EVENTS if engine is None else engine.seat()
-            if engine is not None and (isinstance(seat, EngineHit) or not seat.proven):
-                writer = engine.writer
-                if writer.detection is Detection.WAITING and writer.offer(prompt.token_ids, prompt.extras):
-                    seat = engine.seat()
+        open_seats: dict[HashScheme, list[Seat]] = {}
+        for engine_id in seating.unsettled:
+            seat = self._offered(engine_id, prompt)
             if isinstance(seat, EngineHit):
                 answers[engine_id] = seat
             elif seat.learned is not None:
                 rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
                 answers |= seat_hits(rows, prompt.num_tokens, [seat], detail=detail)
-            elif seat.scheme in native:
-                native[seat.scheme].append(seat)
             else:
-                native[seat.scheme] = [seat]
-        for scheme, seats in native.items():
-            rows = self.index.lookup(prompt.hashes(scheme))
-            told = None if elsewhere is None else elsewhere.get(scheme)
-            if told is not None and told.num_hashes == rows.num_hashes:
-                rows = Rows(rows.num_hashes, rows.columns | told.columns)
-            self._confirm(rows, seats)
-            answers |= seat_hits(rows, prompt.num_tokens, seats, detail=detail)
+                open_seats.setdefault(seat.scheme, []).append(seat)
+        for scheme, settled in seating.settled.items():
+            rows = self._rows(prompt, scheme, elsewhere)
+            hits = settled.hits(rows, prompt.num_tokens, detail=detail)
+            answers = {**answers, **hits} if answers else hits
+            if open_seats and scheme in open_seats:
+                answers |= self._open_hits(rows, prompt.num_tokens, open_seats.pop(scheme), detail=detail)
+        for scheme, seats in open_seats.items():
+            rows = self._rows(prompt, scheme, elsewhere)
+            answers |= self._open_hits(rows, prompt.num_tokens, seats, detail=detail)
         return answers
 
-    def _confirm(self, rows: Rows, seats: list[Seat]) -> None:
-        """What an engine holds of a prompt proves the scheme it was hashed by."""
+    def _seating(self, engine_ids: tuple[str, ...]) -> Seating:
+        found = self._seatings.get(engine_ids)
+        if found is not None:
+            return found
+        settled: dict[HashScheme, list[Seat]] = {}
+        unsettled: list[str] = []
+        for engine_id in engine_ids:
+            engine = self._engines.get(engine_id)
+            seat = None if engine is None else engine.seat()
+            if isinstance(seat, Seat) and seat.settled:
+                settled.setdefault(seat.scheme, []).append(seat)
+            else:
+                unsettled.append(engine_id)
+        rows = {scheme: SeatRows(seats) for scheme, seats in settled.items()}
+        if len(self._seatings) >= _SEATINGS_MAX:
+            self._seatings.clear()
+        found = self._seatings[engine_ids] = Seating(rows, tuple(unsettled))
+        return found
+
+    def unseat(self) -> None:
+        """Something of an engine changed, or one came or left: who sits where is to be worked out anew."""
+        self._seatings.clear()
+
+    def _offered(self, engine_id: str, prompt: HashedPrompt) -> Seat | EngineHit:
+        """The seat of an engine that may find its hashes in this prompt."""
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            return _NO_EVENTS
+        seat, writer = engine.seat(), engine.writer
+        unproven = isinstance(seat, EngineHit) or not seat.proven
+        offers = unproven and writer.detection is Detection.WAITING
+        if offers and writer.offer(prompt.token_ids, prompt.extras):
+            return engine.seat()
+        return seat
+
+    def _rows(
+        self, prompt: HashedPrompt, scheme: HashScheme, elsewhere: Mapping[HashScheme, Rows] | None
+    ) -> Rows:
+        rows = self.index.lookup(prompt.hashes(scheme))
+        told = None if elsewhere is None else elsewhere.get(scheme)
+        if told is not None and told.num_hashes == rows.num_hashes:
+            rows = Rows(rows.num_hashes, rows.columns | told.columns)
+        return rows
+
+    def _open_hits(
+        self, rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool
+    ) -> dict[str, EngineHit]:
+        """Of seats that may not be proven yet: what an engine holds of a prompt proves the scheme it was
+        hashed by."""
         for seat in seats:
             if not seat.proven and rows.holds(GPU, seat.slot):
                 self._engines[seat.engine_id].writer.confirm(seat.scheme)
+        return seat_hits(rows, num_tokens, seats, detail=detail)
 
     def find_seat(self, engine: EngineResidency) -> Seat | EngineHit:
         """See ``Residency.seat``."""
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
         doubted = engine.doubted and self._remembered_mode == "assumed"
-        if self._remembered is not None and engine.detection is Detection.WAITING and not doubted:
+        if self._remembered is not None and engine.unproven and not doubted:
             scheme, layout = _assumed(*self._remembered, layout)
             mode = self._remembered_mode
         elif layout is None and self.facts.shared_stores:
@@ -277,8 +289,7 @@ class FleetResidency:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit("unknown", why_unknown=why)
         slot = self.index.slot(engine.engine_id)
-        proven = engine.detection is not Detection.WAITING
-        place = slot or NOWHERE
+        place, proven = slot or NOWHERE, not engine.unproven
         return Seat(
             engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
         )
@@ -309,74 +320,6 @@ def _assumed(
         return scheme, remembered
     alike = own.hash_block_size == scheme.hash_block_size and own.lookahead == scheme.lookahead
     return (scheme if alike else None), own
-
-
-class Seat(NamedTuple):
-    """All that a prediction needs of one engine."""
-
-    engine_id: str
-    scheme: HashScheme
-    layout: CacheLayout
-    slot: Slot
-    learned: LearnedKeys | None = None
-    stores: frozenset[str] = frozenset()
-    """Shared stores it loads from."""
-    mode: Mode = "native"
-    proven: bool = True
-    """Whether its scheme is known from its own events."""
-
-
-NOWHERE = Slot(-1, 0)
-"""A word no column has: the rows of an engine that stored nothing yet are empty."""
-_NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
-
-
-def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
-    """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
-    offload = False
-    for plane, _ in rows.columns:
-        offload = offload or plane.medium != GPU
-    words: dict[tuple[int, int], tuple[WordHits, tuple[Reach, ...]]] = {}
-    answers: dict[str, EngineHit] = {}
-    equal: dict[tuple[int, int, int, Mode], EngineHit] = {}  # engines that hold as much share the answer
-    for engine_id, _, layout, (word, bit), _, stores, mode, _ in seats:
-        known = words.get((id(layout), word))  # engines laid out alike share the object
-        if known is None:
-            gpu = evaluate(rows, layout, num_tokens, word=word, detail=detail)
-            reaches = reach(rows, layout, num_tokens, word, gpu, detail=detail) if offload else ()
-            known = words[id(layout), word] = gpu, reaches
-        gpu, reaches = known
-        hit, trunk = gpu.hit[bit], gpu.trunk[bit]
-        if not offload and not detail:
-            same = equal.get((hit, trunk, layout.alignment, mode))
-            if same is None:
-                same = EngineHit(mode, hit, 0, 0, trunk, layout.alignment)
-                equal[hit, trunk, layout.alignment, mode] = same
-            answers[engine_id] = same
-            continue
-        cpu = storage = 0
-        if offload:
-            reaches = usable(reaches, stores)
-            by_medium = loaded(reaches, bit, hit, first=layout.first_connector_loads)
-            cpu, storage = by_medium.get(CPU, 0), by_medium.get(STORAGE, 0)
-        by_class = _class_hits(layout, gpu, reaches, bit) if detail else ()
-        answers[engine_id] = EngineHit(mode, hit, cpu, storage, trunk, layout.alignment, by_class)
-    return answers
-
-
-def _class_hits(
-    layout: CacheLayout, on_gpu: WordHits, reaches: Sequence[Reach], bit: int
-) -> tuple[ClassHit, ...]:
-    """Every class by itself, for one engine; only explanations ask for it."""
-    hits = []
-    for number, spec_class in enumerate(layout.classes):
-        tokens = on_gpu.by_class[number][bit]
-        furthest = {GPU: tokens}
-        for medium in (CPU, STORAGE):
-            there = [each.by_class[number][bit] for r in reaches for name, each in r.layers if name == medium]
-            furthest[medium] = tokens = max([tokens, *there])
-        hits.append(ClassHit(spec_class.label, furthest[GPU], furthest))
-    return tuple(hits)
 
 
 def _why_unknown(engine: EngineResidency) -> str:

@@ -10,6 +10,7 @@ receipts are kept for inspection. Pure and bounded.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
@@ -122,9 +123,10 @@ class EngineReceipts(msgspec.Struct):
         self.errors[_bucket(error)] += 1
         key = receipt.farthest, outcome
         self.by_medium[key] = self.by_medium.get(key, 0) + 1
-        for medium, tokens in receipt.by_medium.items():
-            if tokens:
-                self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
+        if predicted:
+            for medium, tokens in receipt.by_medium.items():
+                if tokens:
+                    self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
         if not receipt.storage_tokens:
             self.window.append(error == 0)
 
@@ -155,4 +157,4 @@ class ReceiptLog:
 
 
 def _bucket(error: int) -> int:
-    return next((i for i, bound in enumerate(ERROR_BUCKETS) if error <= bound), len(ERROR_BUCKETS))
+    return bisect_left(ERROR_BUCKETS, error)

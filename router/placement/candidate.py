@@ -14,7 +14,7 @@ import msgspec
 from publisher.events import MEDIA
 
 if TYPE_CHECKING:  # numpy comes with it, which the command line's help does without
-    from router.index.model import EngineHit
+    from router.index.seats import EngineHit
 
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
 """Where a hit comes from; any discount for the feed's state is already applied by the caller."""
@@ -113,8 +113,12 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
         return self.total_s - self.queue_s
 
 
+Weighed = tuple[str, float, float, float, float, float, float, float, int, int]
+"""A ``Cost`` as every decision works it out for every engine; records are made for whoever explains one."""
+
+
 class Choice(msgspec.Struct, frozen=True):
-    """The engine chosen; ``costs`` is in the order of the candidates.
+    """The engine chosen; ``weighed`` and ``costs`` are in the order of the candidates.
 
     ``uncached_tokens`` is what the load account must be charged with: the policy's own belief of what
     the engine will compute.
@@ -124,11 +128,17 @@ class Choice(msgspec.Struct, frozen=True):
     engine_id: str
     reason: Reason
     uncached_tokens: int
-    costs: tuple[Cost, ...]
+    weighed: Sequence[Weighed]
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """What each engine would have cost."""
+        return tuple(Cost(*each) for each in self.weighed)
 
     @property
     def cost(self) -> Cost:
-        return self.costs[self.index]
+        """What the chosen one costs."""
+        return Cost(*self.weighed[self.index])
 
 
 class Ask(msgspec.Struct, frozen=True):

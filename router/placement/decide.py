@@ -18,10 +18,9 @@ import xxhash
 
 from publisher.block_hash import HashScheme
 from router.fleet.status import Fleet
-from router.index.model import EngineHit
 from router.index.models import Scopes
 from router.openai.apis import PROMPT_APIS
-from router.openai.errors import model_not_found, no_ready_engine
+from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
 from router.placement.candidate import Ask, PolicySettings, ask
@@ -84,12 +83,16 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
         if request.method == "POST" and request.path in PROMPT_APIS:
+            if request.trace is not None:
+                request.trace.phase("read prompt")
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
-            schemes = dict.fromkeys([engine.scheme for engine in engines])
+            schemes = _schemes(engines)
             for scheme in schemes:
                 await self._reader.hashes(read, scheme)
+        if request.trace is not None:
+            request.trace.phase("decide")
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
         engines = [engine for engine in engines if not engine.closed]
         if not engines:  # they left while the prompt was being read
@@ -124,7 +127,7 @@ class Planner:
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         now = self._accounts.now()
-        closed = [e for e in untried if e.breaker.allows(now)]
+        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
         if closed:
             return closed
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
@@ -141,6 +144,8 @@ class Planner:
     ) -> list[Engine]:
         """Those of the engines that can go on from an earlier response: the one that made it, where that is
         known. Any other one would say that there is none."""
+        if request.pinned is not None:
+            return self._pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
         found = None if holder is None else self._fleet.get(holder)
         if found is None:
@@ -148,6 +153,13 @@ class Planner:
         if not found.up or found.engine_id in exclude:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
         return [found]
+
+    @staticmethod
+    def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
+        found = [engine for engine in engines if engine.engine_id == engine_id]
+        if not found:
+            raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
+        return found
 
     def _asked(
         self,
@@ -163,20 +175,20 @@ class Planner:
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
-        held: dict[str, EngineHit] = dict(look.hits)
-        of_model: dict[str, list[str]] = {}
-        guessed = False
-        for engine in engines:
-            guessed = guessed or engine.shadow is not None
-            if (
-                engine.engine.events is not None
-                and engine.base_model is not None
-                and engine.engine_id not in held
-            ):
-                of_model.setdefault(engine.base_model, []).append(engine.engine_id)
-        for model, ids in of_model.items():
-            scope = self._scopes.scope(model)
-            held |= scope.predict(prompt, ids, detail=detail, elsewhere=look.stores.get(model))
+        held = look.hits
+        for model in dict.fromkeys([engine.base_model for engine in engines]):
+            if model is None:
+                continue
+            ids = [
+                e.engine_id
+                for e in engines
+                if e.base_model == model and e.engine.events is not None and e.engine_id not in look.hits
+            ]
+            if ids:
+                told = look.stores.get(model)
+                predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
+                held = {**held, **predicted} if held else predicted
+        guessed = any([engine.shadow is not None for engine in engines])  # noqa: C419  # a list is faster
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
         last = tokens - 1
@@ -211,3 +223,18 @@ class Planner:
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         return tuple(headers)
+
+
+def _schemes(engines: list[Engine]) -> dict[HashScheme, None]:
+    """The hash schemes of these engines, the first one's first."""
+    schemes: dict[HashScheme, None] = {}
+    last = None
+    for engine in engines:
+        residency = engine.residency
+        scheme = None if residency is None else residency.writer.scheme
+        if scheme is None:
+            scheme = engine.scheme
+        if scheme is not last:  # most of a fleet have the same object
+            schemes[scheme] = None
+            last = scheme
+    return schemes

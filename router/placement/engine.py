@@ -25,7 +25,8 @@ from router.fleet.response_holders import ResponseHolders
 from router.fleet.status import EngineStatus
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
-from router.index.model import EngineHit, HashedPrompt, Residency
+from router.index.model import HashedPrompt, Residency
+from router.index.seats import EngineHit
 from router.observe.access_log import AccessLog, AccessLogSettings
 from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
@@ -44,6 +45,7 @@ _CONFIDENCE: dict[str, Confidence] = {
     "shadow": "shadow",
 }
 _NO_SCHEME = HashScheme()
+_READY = FeedState.READY
 _EVENTS_DUE_TOKENS = 4096
 """Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
 _NO_ACCESS_LOG = AccessLogSettings()
@@ -191,7 +193,7 @@ class Engine(EngineStatus):
         if self.feed is None:
             return
         layout = self.layout
-        longest = 0 if layout is None else max(spec_class.block_size for spec_class in layout.classes)
+        longest = 0 if layout is None else max([spec_class.block_size for spec_class in layout.classes])
         if tokens >= (2 * longest or _EVENTS_DUE_TOKENS):
             self._events_due(self.engine_id, since)
 
@@ -228,32 +230,24 @@ class Engine(EngineStatus):
 
     def candidate(self, asked: PromptView, now: float) -> Candidate:
         """This engine for one prompt: what it has of it, how much it has to do, how fast it is."""
-        name, rates = self.engine_id, self.rates
-        rate, interference_s = rates.at(now)
-        load = self.load.at(now, asked.others.get(name, NO_OTHERS), rate)
-        return Candidate(
-            name,
-            self.hit(asked),
-            load.queue_s,
-            load.running,
-            load.waiting,
-            load.idle_s,
-            rate,
-            interference_s,
-        )
+        name = self.engine_id
+        rate, interference_s = self.rates.at(now)
+        others = asked.others.get(name, NO_OTHERS) if asked.others else NO_OTHERS
+        queue_s, running, waiting, idle_s = self.load.ahead(now, others, rate)
+        return Candidate(name, self.hit(asked), queue_s, running, waiting, idle_s, rate, interference_s)
 
     def hit(self, asked: PromptView) -> Hit:
         """What this engine has of a prompt, discounted by what its feed has missed."""
-        name = self.engine_id
-        common = asked.common.get(name, 0)
+        name, feed = self.engine_id, self.feed
         held = asked.held.get(name)
-        if held is None and self.shadow is not None and asked.shadows is not None:
+        common = asked.common.get(name, 0) if asked.common else 0
+        coming = asked.coming.get(name, 0) if asked.coming else 0
+        if held is None:
+            if self.shadow is None or asked.shadows is None:
+                return Hit(trunk_tokens=common, common_tokens=common)
             tokens, trunk = self.shadow.lookup(asked.shadows)
             held = EngineHit("shadow", tokens, trunk_tokens=trunk)
-        if held is None:
-            return Hit(trunk_tokens=common, common_tokens=common)
-        coming, feed = asked.coming.get(name, 0), self.feed
-        if feed is not None and feed.state is FeedState.READY and held.mode != "unknown":
+        elif feed is not None and feed.state is _READY and held.mode != "unknown":
             key = id(held), common, coming
             known = asked.hits.get(key)
             if known is None:

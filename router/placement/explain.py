@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from router.index.model import EngineHit
+from router.index.seats import EngineHit
 from router.placement.candidate import Candidate, Hit
 from router.placement.engine import Engine
 from router.placement.placement import Decision

@@ -192,35 +192,31 @@ class LoadAccount:
         """Seconds of prefill still to do there before a prompt sent now would start."""
         return self.at(now).queue_s
 
-    def at(self, now: float, others: OthersLoad = NO_OTHERS, rate: float | None = None) -> EngineLoad:
-        """Everything a candidate needs to know of the load of the engine.
+    def at(self, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
+        """The load of the engine now. ``others`` is what other replicas told. The engine's gauges, where
+        fresh, show their requests too, so the larger of both counts."""
+        queue_s, running, waiting, idle_s = self.ahead(now, others, self.rates.prefill_s_per_token(now))
+        own = self._running + len(self._awaited)
+        return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
 
-        ``others`` is what other replicas told. The engine's gauges, where fresh, show their requests too, so
-        the larger of both counts. ``rate``: its prefill rate at ``now``, if it is known already.
-        """
-        if rate is None:
-            rate = self.rates.prefill_s_per_token(now)
-        own_s = 0.0
+    def ahead(self, now: float, others: OthersLoad, rate: float) -> tuple[float, int, int, float]:
+        """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load.
+        ``rate`` is the engine's prefill rate at ``now``."""
+        # Plain comparisons: this runs once per engine and request.
+        queue_s, own_waiting = 0.0, 0
         if self._awaited:
             self._advance(now, rate)
-            own_s = self._own_queue_s(rate, now)
+            queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
         running, waiting, tokens = others.running, others.waiting, float(others.tokens)
         if now - self._gauges_s <= self._settings.gauge_fresh_s:
-            # Plain comparisons: this runs once per engine and request.
             seen, queued = self._foreign_running, self._foreign_waiting
             running = seen if seen > running else running  # noqa: FURB136
             waiting = queued if queued > waiting else waiting  # noqa: FURB136
             seen_tokens = queued * self._mean_tokens
             tokens = seen_tokens if seen_tokens > tokens else tokens  # noqa: FURB136
-        queue_s = tokens * rate + own_s
-        return EngineLoad(
-            queue_s if queue_s > 0.0 else 0.0,  # noqa: FURB136
-            self._running + running,
-            len(self._awaited) + waiting,
-            self._awaited_tokens,
-            running + waiting,
-            now - self._last_admit_s,
-        )
+        queue_s += tokens * rate
+        queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
+        return queue_s, self._running + running, own_waiting + waiting, now - self._last_admit_s
 
     def own(self, now: float) -> OthersLoad | None:
         """What this router alone has in flight there, for other replicas; None where there is nothing."""

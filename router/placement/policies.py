@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.placement.candidate import Ask, Candidate, Choice, Hit, PolicySettings, Reason
-from router.placement.cost import choose, cost, favourite, weight
+from router.placement.candidate import Ask, Candidate, Choice, Cost, Hit, PolicySettings, Reason
+from router.placement.cost import choose, favourite, weigh, weight
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def _load_order(candidate: Candidate, key: int) -> tuple[float, int, int]:
 
 
 def _choice(candidates: Sequence[Candidate], index: int, prompt: Ask, settings: PolicySettings) -> Choice:
-    costs = tuple(cost(candidate, prompt.prompt_tokens, settings) for candidate in candidates)
-    chosen = costs[index]
-    reason: Reason = "only" if len(costs) == 1 else "policy"
-    return Choice(index, chosen.engine_id, reason, chosen.uncached_tokens, costs)
+    weighed = weigh(candidates, prompt.prompt_tokens, settings)
+    chosen = Cost(*weighed[index])
+    reason: Reason = "only" if len(weighed) == 1 else "policy"
+    return Choice(index, chosen.engine_id, reason, chosen.uncached_tokens, weighed)

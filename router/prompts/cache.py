@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, eq=False, gc=True):
     """One prompt. ``starts[i]`` (characters) is where segment i begins, ``counts[i]`` the tokens before it.
 
     ``scope`` is everything besides messages that the text and hashes depend on, compact; ``weights[i]`` the
-    memory of message i of the conversation.
+    memory of message i, raw and in the conversation.
     """
 
     keys: list[int]
@@ -179,7 +179,7 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
 
 
 def _size(entry: Entry) -> int:
-    texts = sys.getsizeof(entry.text) + sum(map(sys.getsizeof, entry.raws)) + sum(entry.weights)
+    texts = sys.getsizeof(entry.text) + sum(entry.weights)
     per_token = 4 + _CHAIN_BYTES_PER_TOKEN
     num_keys = len(entry.keys) + len(entry.starts) + len(entry.shapes)
     fixed = _ENTRY_BYTES + len(entry.scope) + extras_bytes(entry.extras)

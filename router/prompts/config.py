@@ -20,6 +20,7 @@ class ModelPrompts(msgspec.Struct, frozen=True):
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     default_chat_template_kwargs: dict[str, Any] = {}
     exclude_tools_when_tool_choice_none: bool = False
+    anthropic_disabled_thinking_effort: str = "auto"
     max_model_len: int | None = None
     lora_paths: dict[str, str] = {}
 
@@ -41,8 +42,7 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """More new blocks than this are hashed in a worker thread; fewer take under 3 ms."""
     prompt_bytes_max: int = 1 << 20
     """Larger bodies are placed by text affinity, without tokens (the default is about 260,000 tokens of
-    English). Raising it keeps predictions exact, but each megabyte of new text holds the event loop for 20
-    to 40 ms."""
+    English). Raising it keeps predictions exact, but each megabyte holds the event loop for up to 10 ms."""
     worker_threads: int = 2
     """Threads for tokenizing and hashing."""
     worker_queue_len_max: int = 64

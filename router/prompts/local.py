@@ -14,6 +14,7 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 
 from __future__ import annotations
 
+import sys
 from functools import cached_property
 from typing import Any, Final, cast
 
@@ -35,22 +36,23 @@ from router.prompts.request import (
     CompletionBody,
     NotLocalError,
     decode_message,
-    decode_prompt,
-    first_prompt,
 )
-from router.prompts.sizes import compact, kept_bytes
+from router.prompts.sizes import compact, kept_bytes, num_values
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 from router.prompts.tokens.tokenizer import PromptTokenizer
 from router.prompts.tokens.truncation import ids_of, truncated
 from router.prompts.workers import Workers
 
-_INLINE_BODY_BYTES: Final = 1 << 18
-"""Rendering takes about 0.6 us per KB: 0.2 ms for this much."""
 _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for so many."""
+_MESSAGES_MAX: Final = 8192
+"""Finding and keeping a conversation takes about 1 us per message, all of it on the event loop."""
+_TOOL_VALUES_MAX: Final = 10_000
+"""Writing more of them as JSON is one call that holds the interpreter for 10 ms."""
 _FASTER: Final = 4
 """fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
+_LOOKED_BACK: Final = 8
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -131,25 +133,34 @@ class LocalModel:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What engines find out about the template when they start."""
+        """What engines find out about the template when they start, or were told; where code renders, about
+        the template that they were given, if any."""
         sources = [None if one is None else one.source for one in self.templates.values()]
-        return TemplateTraits(any(map(wants_system_first, sources)), disabled_effort(self._short_chat))
+        if self._renderer not in {"hf", "harmony"} and self._config.chat_template is None:
+            sources = [None]
+        effort = self._config.anthropic_disabled_thinking_effort
+        if effort == "auto":
+            effort = disabled_effort(self._short_chat)
+        return TemplateTraits(any(map(wants_system_first, sources)), effort)
 
-    def _short_chat(self, effort: str) -> str | None:
+    def _short_chat(self, effort: str) -> str | list[int] | None:
         body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
         try:
-            text = self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
+            return self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
         except NotLocalError:
             return None
-        return text if isinstance(text, str) else None
 
-    async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, size: int) -> Entry:
-        """The prompt of a chat. Raises ``NotLocalError``, ``ApiError`` 400."""
+    async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
+        """The prompt of a chat; ``long``: made in a thread. Raises ``NotLocalError``, ``ApiError`` 400."""
         if self._renderer != "hf" and self.family is None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
-        template, context = self._context_of(body)
+        if len(body.messages) > _MESSAGES_MAX or num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
+            raise NotLocalError("too_complex")
+        template, context = (
+            await self._workers.run(lambda: self._context_of(body)) if long else self._context_of(body)
+        )
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         limits = _ENCODER.encode(
             (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
@@ -169,7 +180,7 @@ class LocalModel:
         def render() -> _Rendered:
             return self._render(raws, parent, shared, template, context, orders_calls=body.orders_tool_calls)
 
-        long = size > _INLINE_BODY_BYTES or len(raws) - shared > _INLINE_MESSAGES
+        long = long or len(raws) - shared > _INLINE_MESSAGES
         rendered = await self._workers.run(render) if long else render()
         entry = Entry(
             keys,
@@ -193,21 +204,22 @@ class LocalModel:
             entry.starts, entry.counts = [], []  # offsets of ids that are no longer there
         return self._keep(entry, parent, known)
 
-    async def completion(self, body: CompletionBody, extras: PromptExtras, scope: bytes) -> tuple[Entry, int]:
-        """The first prompt of a completion, and how many there are. Raises as ``chat`` does."""
-        first, count = first_prompt(decode_prompt(body.prompt))
+    async def completion(
+        self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
+    ) -> Entry:
+        """A completion's first prompt. Raises as ``chat`` does."""
         if body.prompt_embeds is not None:
             raise NotLocalError("embeds")
         if body.suffix is not None:
             raise NotLocalError("field")
-        if not isinstance(first, str):
-            ids = truncated(ids_of(first), body, max_model_len=self._config.max_model_len, from_text=False)
-            return self.entry_of_ids(ids, extras, scope), count
+        if not isinstance(prompt, str):
+            ids = truncated(ids_of(prompt), body, max_model_len=self._config.max_model_len, from_text=False)
+            return self.entry_of_ids(ids, extras, scope)
         special = _flag(body.add_special_tokens)
         entry = Entry([], scope, ids_of(()), extras)
-        await self._tokenize(entry, first, None)
+        await self._tokenize(entry, prompt, None)
         ids = self.tokenizer.with_special_tokens(entry.ids) if special else entry.ids
-        return self.entry_of_ids(self._truncated(ids, body, special), extras, scope), count
+        return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
         """A cached prompt of given ids."""
@@ -263,7 +275,7 @@ class LocalModel:
             raw = decode_message(msgspec.Raw(raws[index]), index)
             message = self._parsed(raw, template, orders_calls=orders_calls)
             conversation.append(message)
-            weights.append(kept_bytes(message))
+            weights.append(kept_bytes(message) + sys.getsizeof(raws[index]))
             shapes.add(message_shape(message))
         frozen = frozenset(shapes)
         if not conversation:
@@ -322,8 +334,8 @@ class LocalModel:
         """The last piece of ``parent`` before which both texts are equal and at which both are cut."""
         if not parent.starts:
             return 0
-        low, high = 0, len(parent.starts)  # texts are equal up to starts[low], maybe not up to starts[high]
-        middle = high - 1
+        middle = _same_segment(parent, text)
+        low, high = 0, middle + 1  # texts are equal up to starts[low], maybe not up to starts[high]
         while high - low > 1:
             if text.startswith(parent.text[: parent.starts[middle]]):
                 low = middle
@@ -349,6 +361,16 @@ class LocalModel:
             entry.inherit(parent, shared)
         self._cache.put(entry)
         return entry
+
+
+def _same_segment(parent: Entry, text: str) -> int:
+    """The last cut before which both texts may be equal: of a few, and by what is right before each."""
+    starts = parent.starts
+    last = len(starts) - 1
+    for cut in range(last, max(0, last - _LOOKED_BACK), -1):
+        if text.startswith(parent.text[starts[cut - 1] : starts[cut]], starts[cut - 1]):
+            return cut
+    return last
 
 
 def _by_the_clock(template: ChatTemplate | Family) -> bool:

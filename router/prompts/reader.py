@@ -5,7 +5,8 @@ reproduced exactly; else by a render server, else by an engine's own endpoint, w
 affinity of the text.
 Nothing is ever guessed: each step either is exact or gives way, and is counted with the reason.
 
-Bodies above ``prompt_bytes_max`` are not decoded at all: their first bytes stand for their text.
+Bodies above ``prompt_bytes_max``, and those of too many values, are not decoded at all: their first bytes
+stand for their text.
 
 Event-loop thread only; long work goes to worker threads. No engine is called where step one succeeds.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -35,8 +36,16 @@ from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
 from router.prompts.remote.engine_side import EngineSide, EngineTokens, Post, placed_items
 from router.prompts.remote.renderers import Renderers
-from router.prompts.request import BatchBody, ChatBody, CompletionBody, GenerateBody, NotLocalError
-from router.prompts.sizes import compact
+from router.prompts.request import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    NotLocalError,
+    decode_prompt,
+    first_prompt,
+)
+from router.prompts.sizes import INLINE_BYTES_MAX, INLINE_VALUES_MAX, VALUES_MAX, compact, num_values
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.truncation import ids_of
 from router.prompts.workers import Workers
@@ -57,6 +66,7 @@ _HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "
 """Reasons that asking an engine cannot help, or would only burden it."""
 _ENCODER = msgspec.json.Encoder()
 
+_Result = TypeVar("_Result")
 EngineUrl = Callable[[str | None], str | None]
 
 
@@ -162,13 +172,18 @@ class PromptReader:
 
     async def _read(self, request: InboundRequest, path: str) -> Prompt | TextAffinity:
         if len(request.body) > self._settings.prompt_bytes_max:
-            return self._read_beginning(request, path)
+            return self._read_beginning(request, path, "too_large")
+        if (values := num_values(request.body)) > VALUES_MAX:
+            return self._read_beginning(request, path, "too_complex")
+        long = len(request.body) > INLINE_BYTES_MAX or values > INLINE_VALUES_MAX
         parsed: Parsed | None = None
         try:
             try:
                 parsed = decode_body(path, request.body)
-                prompt = await self._read_local(request, parsed)
+                prompt = await self._read_local(request, parsed, long=long)
             except NotLocalError as miss:
+                if miss.reason == "too_complex":
+                    return self._read_beginning(request, path, miss.reason)
                 self.stats.not_local[miss.reason] += 1
                 return await self._read_elsewhere(request, path, parsed, miss.reason)
         except ApiError:
@@ -186,37 +201,36 @@ class PromptReader:
                 await asyncio.sleep(0)
         return prompt.hashes(scheme)
 
-    def _read_beginning(self, request: InboundRequest, path: str) -> TextAffinity:
-        reason = "too_large"
+    def _read_beginning(self, request: InboundRequest, path: str, reason: str) -> TextAffinity:
         self.stats.not_local[reason] += 1
         self.stats.affinity[reason] += 1
         piece = raw_piece(request.body, prompt_field(path))
         return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
 
-    async def _read_local(self, request: InboundRequest, parsed: Parsed) -> Prompt:
+    async def _read_local(self, request: InboundRequest, parsed: Parsed, *, long: bool) -> Prompt:
         target = self._target(request.model)
         extras = _extras(target, parsed)
         if isinstance(parsed, GenerateBody):
-            return self._prompt_of(
-                _given_tokens(parsed), target, extras, parsed, source="local", by="the request"
-            )
+            given = await self._done(long, lambda: _given_tokens(parsed))
+            return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         local = self._local.get(target.name)
         if local is None:
             raise NotLocalError("no_tokenizer")
         scope = _scope(target, extras)
         count = 1
-        if local.family is not None and not isinstance(parsed, ChatBody | CompletionBody):
-            raise NotLocalError("renderer")  # the engine has code of its own for these APIs, not reproduced
+        if local.family is not None and request.path.rstrip("/") not in local.family.paths:
+            raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
         if isinstance(parsed, CompletionBody):
-            entry, count = await local.completion(parsed, extras, scope)
+            first, count = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
+            entry = await local.completion(parsed, first, extras, scope)
         elif isinstance(parsed, BatchBody):
             count = len(parsed.messages)
-            entry = await local.chat(parsed.first(), extras, scope, len(request.body))
+            entry = await local.chat(parsed.first(), extras, scope, long=long)
+        elif isinstance(parsed, ChatBody):
+            entry = await local.chat(parsed, extras, scope, long=long)
         else:
-            chat = parsed
-            if not isinstance(chat, ChatBody):
-                chat = chat.as_chat(self._conversions, lambda: local.traits)
-            entry = await local.chat(chat, extras, scope, len(request.body))
+            chat = await self._done(long, lambda: parsed.as_chat(self._conversions, lambda: local.traits))
+            entry = await local.chat(chat, extras, scope, long=long)
         self.stats.multi_prompt += count > 1
         return Prompt(
             entry,
@@ -226,6 +240,10 @@ class PromptReader:
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
         )
+
+    async def _done(self, long: bool, job: Callable[[], _Result]) -> _Result:
+        """The job's result; long ones run in a worker thread."""
+        return await self._workers.run(job) if long else job()
 
     async def _read_elsewhere(
         self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str

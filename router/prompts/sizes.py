@@ -14,9 +14,24 @@ from publisher.block_hash import PromptExtras
 
 SHARE: Final = 4
 """Nothing is kept that takes more than one part in so many of a cache: one client would empty it."""
+_TEXTS: Final = frozenset({str, type(None)})
 _PLAIN_BYTES_MAX: Final = 256
 _ITEM_BYTES: Final = 200
 """A multimodal item besides its identifier."""
+
+
+INLINE_BYTES_MAX: Final = 1 << 18
+"""A larger body is worked on in a thread: rendering takes about 0.6 us per KB."""
+INLINE_VALUES_MAX: Final = 512
+"""One with more lists and objects too: a message takes about 15 us to convert, decode, check and render."""
+VALUES_MAX: Final = 50_000
+"""Decoding more of them holds the interpreter for 10 ms and longer, in any thread."""
+_COUNTED_BYTES_MIN: Final = 8192
+
+
+def num_values(data: bytes) -> int:
+    """How many lists and objects JSON has, at most: brackets within texts count too. 0 where it is short."""
+    return 0 if len(data) < _COUNTED_BYTES_MIN else data.count(b"{") + data.count(b"[")
 
 
 def compact(data: bytes) -> bytes:
@@ -26,6 +41,8 @@ def compact(data: bytes) -> bytes:
 
 def kept_bytes(value: Any) -> int:
     """Memory of a decoded JSON value and all that is in it."""
+    if type(value) is dict and _TEXTS.issuperset(map(type, value.values())):  # most messages
+        return sum(map(sys.getsizeof, (value, *value, *value.values())))
     size, waiting = 0, [value]
     while waiting:
         current = waiting.pop()

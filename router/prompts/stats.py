@@ -29,6 +29,7 @@ REASONS = (
     "field",  # another field of a type or use that is not reproduced
     "unusual_json",  # JSON that only some parsers accept
     "too_large",  # over prompt_bytes_max
+    "too_complex",  # more lists, objects or messages than can be decoded without holding the event loop
     "busy",  # the worker queue is full
     "empty",  # a prompt without tokens
     "earlier_response",  # it goes on from a response that one engine holds
@@ -61,7 +62,7 @@ class PromptStats(msgspec.Struct):
     rendered: int = 0
     """Chat templates rendered."""
     rendered_jinja2: int = 0
-    """Renderings by jinja2, the slower engine, because minijinja is not in use for that template."""
+    """Renderings by jinja2, the slower engine, because minijinja is not in use for that template or text."""
     template_checks: int = 0
     """Renderings done by both template engines for comparison."""
     template_mismatches: int = 0

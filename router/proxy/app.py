@@ -8,6 +8,7 @@ that is not an engine's own answer is an ``ApiError`` in OpenAI's shape and carr
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from typing import cast
@@ -16,7 +17,7 @@ from router.admission.gate import KeyGate
 from router.admission.tenants import Entry
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.observe.requests import RequestBook, RequestRecord
+from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
@@ -32,6 +33,7 @@ from router.openai.errors import (
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
+from router.proxy.aliases import Aliases, with_model
 from router.proxy.forward import Forwarder, Outbound, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import POST_PATHS, Verdict, judge
@@ -39,6 +41,8 @@ from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
+PIN = b"x-kvatlas-engine"
+"""A client's choice of an engine; the same name tells it in the answer."""
 _NO_PEEK = Peek()
 _UNREAD = Peek(guarded=True)
 _LARGE_BYTES = 4 * 1024 * 1024
@@ -59,14 +63,17 @@ class ProxyApp:
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        requests: RequestBook | None = None,
+        requests: RequestTracker | None = None,
         gate: KeyGate | None = None,
+        aliases: Aliases | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.requests = requests or RequestBook(clock)
+        self.requests = requests or RequestTracker(clock)
         self._gate = gate
-        self.client = UpstreamClient(self.settings, self.stats, clock)
+        self._aliases = aliases
+        self.client = UpstreamClient(self.settings, self.stats, clock, tls)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
         )
@@ -92,6 +99,7 @@ class ProxyApp:
         try:
             client = scope.get("client")
             sent, scope = scope["headers"], self._cleaned(scope)
+            self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
@@ -153,17 +161,29 @@ class ProxyApp:
         look = await self._peek(path, method, body)
         if entry is not None and method == "POST":
             entry.tenant.allow(look.model)
+        model = look.model
+        if self._aliases is not None and (behind := self._aliases.model_for(model, scope["headers"])):
+            model, body = behind, await self._named(body, behind)
         if look.guarded:
             body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
-            method, path, query, scope["headers"], body, look.model, look.stream, head.request_id
+            method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
+        request.trace = record.trace
+        if self.settings.pin_header:
+            request.pinned = _pinned(scope["headers"])
         if path.startswith(RESPONSES):
             request.earlier_response = look.previous_response if path == RESPONSES else _response_id(path)
-        record.model = look.model or ""
+        record.model = model or ""
         return Outbound(request, head, target, record, entry)
+
+    async def _named(self, body: bytes, model: str) -> bytes:
+        try:
+            return await at_leisure(with_model(body, model))
+        except TooManyStepsError:
+            raise body_too_complex(STEPS_MAX) from None
 
     async def _screen(self, body: bytes) -> bytes:
         try:
@@ -219,7 +239,7 @@ class ProxyApp:
     ) -> None:
         self.stats.count_error(error.status, error.code)
         if error.status >= 500 and not record.explained:
-            self.requests.tell(
+            self.requests.warn(
                 "request not served",
                 record,
                 error.code,
@@ -238,6 +258,10 @@ class ProxyApp:
             headers.append((b"x-request-id", request_id))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _pinned(fields: list[tuple[bytes, bytes]]) -> str | None:
+    return next((value.decode("latin-1") for name, value in fields if name == PIN), None)
 
 
 def _response_id(path: str) -> str | None:

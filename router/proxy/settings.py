@@ -51,6 +51,10 @@ class ProxySettings(ClientSettings, frozen=True):
     """Requests with a ``kv_cache_report_mode`` field: ``pass`` them on, ``strip`` the field, or ``refuse``
     them with 400."""
 
+    pin_header: bool = False
+    """Let clients choose the engine by an `x-kvatlas-engine` header with its id, for debugging; 503 where it
+    cannot take the request."""
+
     attempts_max: int = 3
     """Most engines that are tried for one request."""
     retry_time_s_max: float = 60.0

@@ -20,8 +20,9 @@ from router.feeds.base import FeedState
 from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
 from router.index.media import is_shared
-from router.index.model import EngineHit, HashedPrompt, Seat, seat_hits
+from router.index.model import HashedPrompt
 from router.index.rules.offload import shared_part
+from router.index.seats import EngineHit, Seat, seat_hits
 from router.placement.engine import NO_LOOK, Look
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.gossip.load import LoadGossip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.replication.redis.settings import SettingsError, SharedSettings
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.settings import SharedSettings
 
 
 class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -121,6 +121,29 @@ def test_a_chain_grown_in_steps_or_forked_is_the_chain_of_the_whole(
     assert len(chain.full) == len(chain.hashes) == len(whole)
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.sampled_from(ALGORITHMS),
+    st.sampled_from([1, 3, 4, 16, 17, 272]),
+    st.lists(st.sampled_from([0, 23, 24, 127, 128, 255, 256, 65535, 65536, 2**31 - 1]), min_size=9),
+    st.sampled_from([0, 2**31, 2**64]),
+)
+def test_many_blocks_hash_as_each_by_itself(algo: str, size: int, some: list[int], odd: int) -> None:
+    """Numbers of every length, and such as are hashed one block at a time only."""
+    scheme = HashScheme(algo, hash_block_size=size)
+    prompt = [some[place % len(some)] + (place % 3 == 0 and place % 7) for place in range(40 * size)]
+    prompt = [min(token, 2**31 - 1) for token in prompt]
+    prompt[39] = odd or prompt[39]
+    assert block_hashes(prompt, scheme) == defined(prompt, scheme, [None] * 40)
+
+
+def test_blocks_behind_the_last_extra_key_hash_together() -> None:
+    extras = PromptExtras(cache_salt="tenant", multimodal=(MultimodalItem("cat", 20, 13),))
+    scheme, prompt = HashScheme(), tokens(3000)
+    keys = [(("cache_salt", "tenant"),), (("mm", text("cat"), 4),), (("mm", text("cat"), -12),)]
+    assert block_hashes(prompt, scheme, extras) == defined(prompt, scheme, [*keys, *[None] * 184])
+
+
 @given(st.integers(0, 99), st.integers(1, 5))
 def test_a_changed_token_changes_its_block_and_all_after(place: int, change: int) -> None:
     prompt = tokens(100)

@@ -58,7 +58,8 @@ def make_certificate(
 
 def _new_key(name: str, kind: str = "crt") -> str:
     days = "-days 2 " if kind == "crt" else ""
-    return f"{days}-newkey rsa:2048 -nodes -keyout {name}.key -out {name}.{kind}"
+    kept = f"-nodes -keyout {name}.key -out {name}.{kind}"
+    return f"{days}-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 {kept}"
 
 
 def _openssl(folder: Path, words: str) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from publisher.engine import EngineSettings
 from router.demo.run import engine_process
-from router.replication.redis.client import connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.index.command import verify_scope
@@ -141,7 +141,7 @@ class Fleet:
     async def holders(self) -> dict[str, str]:
         """Engine -> the replica whose lease has not expired, by a registry that was written to these
         servers."""
-        client = connect(IndexSettings(url=self.index))
+        client = Client(IndexSettings(url=self.index))
         try:
             if not await client.start(2.0):
                 return {}
@@ -175,7 +175,7 @@ class Fleet:
 
     async def verify(self) -> list[EngineDiff]:
         """``kvatlas index verify`` on a fleet at work; every difference that stays."""
-        client = connect(IndexSettings(url=self.index))
+        client = Client(IndexSettings(url=self.index))
         try:
             assert await client.start(5.0)
             snapshot = await read_scope(client, MODEL)

@@ -7,15 +7,17 @@ certificate of it.
 from __future__ import annotations
 
 import asyncio
-import ssl
+import socket
 from typing import Any
 
-from router.api.admin.door import PEER
+from router.api.admin.authenticator import PEER
 from router.api.admin.settings import AdminSettings
-from router.api.admin.tokens import AdminFileError
 from router.http.server.config import ListenConfig
 from router.http.server.connection import ClientConnection
 from router.http.server.side_server import SIDE_LISTEN, SideServer
+from router.http.tls import Certificates, server_context
+
+_KEYS = "admin.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class _Connection(ClientConnection):
@@ -26,8 +28,14 @@ class _Connection(ClientConnection):
             self._scope[PEER] = common_name(certificate)
 
 
-def make_admin_server(app: Any, settings: AdminSettings) -> SideServer:
-    """The server of the separate port. Raises ``AdminFileError`` for TLS files of no use."""
+def make_admin_server(
+    app: Any, settings: AdminSettings, certificates: Certificates, sock: socket.socket | None = None
+) -> SideServer:
+    """The server of the separate port; ``sock`` listens already. Raises ``TlsError`` for TLS files of no
+    use."""
+    context = None
+    if settings.tls.given:
+        context = certificates.hold(server_context(settings.tls, _KEYS), settings.tls, _KEYS)
     config = ListenConfig(
         app,
         protocol=_Connection,
@@ -35,16 +43,9 @@ def make_admin_server(app: Any, settings: AdminSettings) -> SideServer:
         port=settings.port or 0,
         listen=SIDE_LISTEN,
         lifespan="off",
-        ssl_certfile=settings.tls_cert_file,
-        ssl_keyfile=settings.tls_key_file,
-        ssl_ca_certs=settings.client_ca_file,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.client_ca_file else ssl.CERT_NONE,
+        tls=context,
     )
-    try:
-        config.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise AdminFileError(f"admin.tls_cert_file, tls_key_file or client_ca_file: {error}") from None
-    return SideServer(config, name="admin API", key="admin.port")
+    return SideServer(config, name="admin API", key="admin.port", sock=sock)
 
 
 def common_name(certificate: dict[str, Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from router.http.tls import TlsFiles, check_tls_files
+
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The admin API, off by default. It needs a bearer token, a client certificate (mTLS), or both if both
@@ -39,11 +41,13 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.token_file is None and self.client_ca_file is None:
             raise ValueError("enabled: give token_file, or client_ca_file with port and TLS files")
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("tls_cert_file: a certificate and its key go together; give tls_key_file too")
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
         if self.tls_cert_file is not None and self.port is None:
             raise ValueError("tls_cert_file: TLS needs a port of its own; give port")
-        if self.client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("client_ca_file: needs tls_cert_file and tls_key_file")
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise ValueError(f"port: {self.port} is not a port number")
+
+    @property
+    def tls(self) -> TlsFiles:
+        """Of the own port."""
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from router.admission.watched_file import WatchedFile
+from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
 _LENGTH_MIN = 16

@@ -53,14 +53,20 @@ class Origin(msgspec.Struct, gc=False):
 
 
 class UpstreamClient:
-    """Asks engines. One per event loop; ``close`` when done."""
+    """Asks engines. One per event loop; ``close`` when done. ``tls`` is for ``https://`` origins."""
 
-    def __init__(self, settings: ClientSettings, stats: ClientStats, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: ClientSettings,
+        stats: ClientStats,
+        clock: Callable[[], float],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._settings = settings
         self._stats = stats
         self._clock = clock
         self._origins: dict[str, Origin] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls or ssl.create_default_context()
         self._sweeper = Sweeper(
             clock,
             tick_for(
@@ -149,7 +155,7 @@ class UpstreamClient:
                     lambda: connection,
                     origin.host,
                     origin.port,
-                    ssl=self._tls_context() if origin.tls else None,
+                    ssl=self._tls if origin.tls else None,
                 )
         except TimeoutError:
             self._lost(connection)
@@ -176,11 +182,6 @@ class UpstreamClient:
         origin.open -= 1
         if connection in origin.idle:
             origin.idle.remove(connection)
-
-    def _tls_context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
 
     def forget(self, base_url: str) -> None:
         """The engine left the fleet: close what is idle; running exchanges end by themselves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ class ListenConfig(uvicorn.Config):
         listen: ListenSettings | None = None,
         stats: ListenStats | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tls: ssl.SSLContext | None = None,
         **options: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -46,6 +48,7 @@ class ListenConfig(uvicorn.Config):
         self.listen_stats = stats or ListenStats()
         self.clock = clock
         self.capacity = Capacity(self.listen)
+        self._tls = tls
         self.lame = False
         """The server is about to end: every connection is closed with its next answer."""
         settings = self.listen
@@ -60,3 +63,12 @@ class ListenConfig(uvicorn.Config):
                 settings.linger_s_max,
             ),
         )
+
+    @property
+    def is_ssl(self) -> bool:
+        """Once it is loaded; before, uvicorn would make a context of its own."""
+        return self.loaded and self._tls is not None
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls

@@ -121,7 +121,7 @@ class SchemeDetector:
         where it is too early, or receipts spoke against it. ``hidden``: no event of this layout need ever
         show anything, so nothing is waited for."""
         early = not hidden and self._algorithm is None and self._events_seen < _ASSUME_AFTER
-        if not self._open or early or self.doubted:
+        if not self.unproven or early or self.doubted:
             return None
         first = HashScheme(ALGORITHMS[0], self._seeds[0], unit, lookahead)
         if self._algorithm is not None:
@@ -177,15 +177,15 @@ class SchemeDetector:
 
     def confirm(self, scheme: HashScheme) -> None:
         """Hashes under this scheme are held by the engine: it is the engine's."""
-        if self._open:
+        if self.unproven:
             self._found(scheme)
 
     def doubt(self) -> None:
         """A receipt reported more than the assumption made expect."""
-        self._doubts += self._open
+        self._doubts += self.unproven
 
     @property
-    def _open(self) -> bool:
+    def unproven(self) -> bool:
         """Whether nothing is proven or given up: a search on weak evidence changes nothing until it finds."""
         weak = self._search is not None and self._given_up_after is Detection.WAITING
         return self.state is Detection.WAITING or weak

@@ -23,7 +23,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from publisher.groups import Family, SpecClass
@@ -38,17 +37,36 @@ from router.index.rules.eagle import (
     longest,
     order_matters,
 )
+from router.index.rules.runs import Ends, RunClass, run_ends
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
 
-class WordHits(msgspec.Struct, frozen=True):
-    """Hits of the 64 engines of one word; tokens, indexed by bit. ``trunk`` is the full-attention prefix."""
+class WordHits:
+    """Hits of the 64 engines of one word, in tokens: ``hit_ends``, and the full-attention prefixes,
+    ``trunk_ends``; ``hit`` and ``trunk`` are the same by bit."""
 
-    hit: list[int]
-    trunk: list[int]
-    by_class: list[list[int]]
-    """Per spec class, in the layout's order, the largest boundary valid in that class alone."""
+    __slots__ = ("_hit", "_trunk", "by_class", "hit_ends", "trunk_ends")
+
+    def __init__(self, hit_ends: Ends, trunk_ends: Ends, by_class: list[list[int]]) -> None:
+        self.hit_ends = hit_ends
+        self.trunk_ends = trunk_ends
+        self.by_class = by_class
+        """Per spec class, in the layout's order, the largest boundary valid in that class alone, by bit."""
+        self._hit: list[int] | None = None
+        self._trunk: list[int] | None = None
+
+    @property
+    def hit(self) -> list[int]:
+        if self._hit is None:
+            self._hit = _by_bit(self.hit_ends)
+        return self._hit
+
+    @property
+    def trunk(self) -> list[int]:
+        if self._trunk is None:
+            self._trunk = _by_bit(self.trunk_ends)
+        return self._trunk
 
 
 class _ClassPlan(NamedTuple):
@@ -70,6 +88,8 @@ class _Plan(NamedTuple):
     full: tuple[int, ...]
     """Which of the classes are full attention."""
     order_matters: bool
+    by_runs: tuple[RunClass, ...] | None
+    """What ``runs.py`` needs of the classes; None: it cannot say."""
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +106,18 @@ def _plan(layout: CacheLayout, *, loading: bool) -> _Plan:
         for c in layout.classes
     )
     full = tuple(number for number, c in enumerate(classes) if c.family is Family.FULL)
-    return _Plan(classes, full, order_matters(layout, loading=loading))
+    in_turn = order_matters(layout, loading=loading)
+    return _Plan(classes, full, in_turn, None if in_turn else _run_classes(classes, layout))
+
+
+def _run_classes(classes: tuple[_ClassPlan, ...], layout: CacheLayout) -> tuple[RunClass, ...] | None:
+    found: list[RunClass] = []
+    for spec_class, family, block_size, planes, eagle, _ in classes:
+        alike = block_size == layout.hash_block_size == layout.alignment
+        if not alike or eagle or family not in {Family.FULL, Family.WINDOW}:
+            return None
+        found.append(RunClass(planes, 0 if family is Family.FULL else _blocks_needed(spec_class, 0)))
+    return tuple(found)
 
 
 def evaluate(
@@ -106,19 +137,17 @@ def evaluate(
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
     boundaries = max(0, num_tokens - 1) // alignment
+    if rows.runs is not None and plan.by_runs is not None and not detail:
+        ends = min(boundaries, rows.num_hashes)
+        return WordHits(*run_ends(rows.runs, plan.by_runs, ends, alignment, word), [])
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
         tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
-        hit = [boundary * alignment for boundary in fixed_point(tables, boundaries)]
+        hit = _ends_of([boundary * alignment for boundary in fixed_point(tables, boundaries)])
     else:
-        joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
-        hit = _largest(joint, alignment)
-    trunk = hit
-    if len(plan.full) == 1:
-        trunk = _largest(valid[plan.full[0]], alignment)
-    elif plan.full:
-        trunk = _largest(np.bitwise_and.reduce([valid[number] for number in plan.full]), alignment)
-    by_class = [_largest(v, alignment) for v in valid] if detail else []
+        hit = _largest(_joint(valid, boundaries), alignment)
+    trunk = _largest(_joint([valid[i] for i in plan.full], boundaries), alignment) if plan.full else hit
+    by_class = [_by_bit(_largest(v, alignment)) for v in valid] if detail else []
     return WordHits(hit, trunk, by_class)
 
 
@@ -169,10 +198,20 @@ def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
     return presence
 
 
+def _joint(valid: list[Words], boundaries: int) -> Words:
+    """Per boundary: the engines for which it is valid in all of these classes."""
+    joint = valid[0] if valid else np.zeros(boundaries, np.uint64)
+    for of_class in valid[1:]:
+        joint = joint & of_class
+    return joint
+
+
 def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
     """``ends[i]`` tells about the end of block i; pick the ends ``shift`` blocks past each boundary."""
-    picked = np.zeros(boundaries, np.uint64)
     found = ends[step - 1 + shift :: step][:boundaries]
+    if len(found) == boundaries:
+        return found
+    picked = np.zeros(boundaries, np.uint64)
     picked[: len(found)] = found
     return picked
 
@@ -226,8 +265,9 @@ def _window(blocks: Words, needed: int) -> Words:
     run, length = blocks, 1
     while length < needed:
         stride = min(length, needed - length)
-        run = run.copy()
-        run[stride:] &= run[:-stride].copy()
+        longer = run.copy()
+        np.bitwise_and(run[stride:], run[:-stride], out=longer[stride:])
+        run = longer
         length += stride
     return run
 
@@ -246,18 +286,35 @@ def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -
     return valid
 
 
-def _largest(valid: Words, alignment: int) -> list[int]:
-    """For each bit: tokens of the last boundary where it is set; 0 where it never is."""
-    tokens = [0] * WORD_BITS
+def _largest(valid: Words, alignment: int) -> Ends:
+    """The last boundary where each bit is set."""
+    if not len(valid):
+        return []
     seen = np.bitwise_or.accumulate(valid[::-1])
-    if not len(seen) or not seen[-1]:
-        return tokens
     new = seen.copy()
-    new[1:] &= ~seen[:-1]
-    for reverse in new.nonzero()[0].tolist():
-        bits, boundary = int(new[reverse]), len(valid) - reverse
-        while bits:
-            low = bits & -bits
-            tokens[low.bit_length() - 1] = boundary * alignment
-            bits ^= low
+    new[1:] ^= seen[:-1]
+    grows = new.nonzero()[0]
+    last = len(valid) * alignment
+    return [
+        (last - back * alignment, bits)
+        for back, bits in zip(grows.tolist(), new[grows].tolist(), strict=True)
+    ]
+
+
+def _by_bit(ends: Ends) -> list[int]:
+    tokens = [0] * WORD_BITS
+    for end, bits in ends:
+        left = bits
+        while left:
+            bit = left.bit_length() - 1
+            tokens[bit] = end
+            left ^= 1 << bit
     return tokens
+
+
+def _ends_of(tokens: list[int]) -> Ends:
+    ends: dict[int, int] = {}
+    for bit, end in enumerate(tokens):
+        if end:
+            ends[end] = ends.get(end, 0) | 1 << bit
+    return list(ends.items())

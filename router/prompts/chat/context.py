@@ -8,6 +8,7 @@ own fields, None and "auto" count as not given, and only names the template read
 from __future__ import annotations
 
 from collections import OrderedDict
+from threading import Lock
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -54,6 +55,7 @@ class ContextCache:
     """Templates and contexts of plain requests, which are mostly the same ones: saves 15 us.
 
     Always true: all entries take at most ``bytes_max`` together; one above a quarter of it is not kept.
+    Any thread may call it.
     """
 
     def __init__(self, stats: PromptStats, bytes_max: int) -> None:
@@ -61,13 +63,15 @@ class ContextCache:
         self._bytes_max = bytes_max
         self._bytes = 0
         self._entries: OrderedDict[Key, tuple[Any, ChatContext, int]] = OrderedDict()
+        self._lock = Lock()
 
     def get(self, key: Key) -> tuple[Any, ChatContext] | None:
         """What was kept, or None."""
-        found = self._entries.get(key)
-        if found is None:
-            return None
-        self._entries.move_to_end(key)
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                return None
+            self._entries.move_to_end(key)
         return found[0], found[1]
 
     def put(self, key: Key, template: ReadsArguments, context: ChatContext) -> None:
@@ -76,17 +80,20 @@ class ContextCache:
         if size > self._bytes_max // SHARE:
             self._stats.not_kept += 1
             return
-        self._entries[key] = template, context, size
-        self._count(size)
-        while self._bytes > self._bytes_max:
-            _, (_, _, old) = self._entries.popitem(last=False)
-            self._count(-old)
-            self._stats.context_evictions += 1
+        with self._lock:
+            _, _, before = self._entries.pop(key, (None, None, 0))  # another thread's, of the same request
+            self._entries[key] = template, context, size
+            self._count(size - before)
+            while self._bytes > self._bytes_max:
+                _, (_, _, old) = self._entries.popitem(last=False)
+                self._count(-old)
+                self._stats.context_evictions += 1
 
     def clear(self) -> None:
         """Forget all: the model is not served any more."""
-        self._entries.clear()
-        self._count(-self._bytes)
+        with self._lock:
+            self._entries.clear()
+            self._count(-self._bytes)
 
     def _count(self, size: int) -> None:
         self._bytes += size
@@ -105,8 +112,10 @@ def context_key(body: ChatBody) -> Key | None:
     )
 
 
-def _plain(value: Any) -> tuple[str, bytes]:
+def _plain(value: Any) -> object:
     """A key that tells True from 1 and from "True"."""
+    if value is True or value is False or value is None:
+        return str(value)
     return type(value).__name__, compact(str(value).encode(errors="replace"))
 
 

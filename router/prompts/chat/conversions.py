@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ BYTES_MAX: Final = 32 << 20
 _ENTRY_BYTES: Final = 400
 _ANY: Final = msgspec.json.Decoder()
 _ENCODER: Final = msgspec.json.Encoder()
+_Key = tuple[Callable[[Any], Any], bytes]
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
@@ -39,29 +41,36 @@ class TemplateTraits(msgspec.Struct, frozen=True):
 
 
 class Conversions:
-    """What was converted before, by kind and bytes; the least recently used go first."""
+    """What was converted before, by kind and bytes; the least recently used go first. Thread-safe."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._known: OrderedDict[tuple[Callable[[Any], Any], bytes], tuple[Any, int]] = OrderedDict()
+        self._known: OrderedDict[_Key, tuple[Any, int]] = OrderedDict()
+        self._lock = Lock()
 
     def get(self, convert: Callable[[Any], T], raw: bytes) -> T:
         """``convert(the value of raw)``, which must depend on nothing else. Raises ``NotLocalError``."""
         key = convert, raw
-        found = self._known.get(key)
-        if found is not None:
-            self._known.move_to_end(key)
-            kept: T = found[0]
-            return kept
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+                kept: T = found[0]
+                return kept
         result = convert(decoded(raw))
         size = _ENTRY_BYTES + len(raw) + kept_bytes(msgspec.to_builtins(result, builtin_types=(bytes,)))
         if size <= self._bytes_max // SHARE:
+            self._keep(key, result, size)
+        return result
+
+    def _keep(self, key: _Key, result: object, size: int) -> None:
+        with self._lock:
+            _, before = self._known.pop(key, (None, 0))  # another thread's
             self._known[key] = result, size
-            self._bytes += size
+            self._bytes += size - before
             while self._bytes > self._bytes_max:
                 self._bytes -= self._known.popitem(last=False)[1][1]
-        return result
 
 
 def decoded(raw: bytes | msgspec.Raw) -> Any:

@@ -18,17 +18,16 @@ sample. Encoding releases the GIL.
 from __future__ import annotations
 
 import os
-import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
-import msgspec
 from tokenizers import Tokenizer
 
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
+from router.prompts.tokens.barriers import barrier_pattern, find_barriers
 from router.prompts.tokens.fast import FastEncoder, NoFastEncoder, fast_encoder
 from router.prompts.tokens.ids import Encoded, Ids
 
@@ -58,7 +57,7 @@ class PromptTokenizer:
         self._fast = found if isinstance(found, FastEncoder) else None
         self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
         barriers = find_barriers(tokenizer)
-        self.barrier = _barrier_pattern(barriers)
+        self.barrier = barrier_pattern(barriers)
         self._barrier_chars_max = max(map(len, barriers), default=0)
         if self.barrier is not None and not self._probes_agree(barriers):
             self.barrier = None
@@ -160,71 +159,6 @@ class PromptTokenizer:
             if all(before + self._whole(p) + after == self._whole(p, special=True) for p in _PLAIN_PROBES):
                 return array("I", before), array("I", after)
         return None, None
-
-
-def find_barriers(tokenizer: Tokenizer) -> list[str]:
-    """The contents of all added tokens that are barriers."""
-    if tokenizer.encode_special_tokens:
-        return []
-    added = list(tokenizer.get_added_tokens_decoder().values())
-    raw = [token.content for token in added if not token.normalized]
-    hidden = _hidden_by(raw)
-    if _normalizes(tokenizer):
-        candidates = [token for token in added if not token.normalized]
-    else:  # all are matched on the raw text, these ones first
-        candidates = added
-        hidden_later, cut_short = _hidden_by([token.content for token in added]), _cut_short_by(raw)
-    return [
-        token.content
-        for token in candidates
-        if not (token.lstrip or token.rstrip or token.single_word)
-        and token.content.strip() == token.content != ""
-        and not hidden(token.content)
-        and not (token.normalized and (hidden_later(token.content) or cut_short(token.content)))
-    ]
-
-
-def _normalizes(tokenizer: Tokenizer) -> bool:
-    """Whether text is changed before tokens that are not raw are looked for."""
-    if tokenizer.normalizer is None:
-        return False
-    state = msgspec.json.decode(tokenizer.normalizer.__getstate__())
-    return bool(state != {"type": "Sequence", "normalizers": []})
-
-
-def _hidden_by(others: list[str]) -> Callable[[str], bool]:
-    """Tells whether a match of one of ``others`` can keep an occurrence of a token from being matched.
-
-    One does that begins with the token and goes on, holds it further inside, or ends with its beginning.
-    """
-    longer = {other[:end] for other in others for end in range(1, len(other))}
-    tails = {other[start:] for other in others for start in range(1, len(other))}
-    inside = "\0".join(other[1:] for other in others)
-
-    def hidden(token: str) -> bool:
-        beginnings = (token[:end] for end in range(1, len(token) + 1))
-        return token in longer or token in inside or not tails.isdisjoint(beginnings)
-
-    return hidden
-
-
-def _cut_short_by(others: list[str]) -> Callable[[str], bool]:
-    """The same for matches of ``others`` that begin inside the token; they are made first."""
-    beginnings = {other[:end] for other in others for end in range(1, len(other) + 1)}
-    whole = set(others)
-
-    def cut_short(token: str) -> bool:
-        starts = range(1, len(token))
-        ends = any(token[start:] in beginnings for start in starts)
-        return ends or any(token[a:b] in whole for a in starts for b in range(a + 1, len(token) + 1))
-
-    return cut_short
-
-
-def _barrier_pattern(barriers: list[str]) -> re.Pattern[str] | None:
-    if not barriers:
-        return None
-    return re.compile("|".join(re.escape(barrier) for barrier in sorted(barriers, key=len, reverse=True)))
 
 
 _PLAIN_PROBES: Final = ("", "a", "Hello world", " leading", "trailing ", "日本 é\n\n", "1234 x")

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
 
 import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError, ResponseError
 
-from router.replication.redis.connection import PipelinedConnection, Reply, pack
-from router.replication.redis.errors import IndexUnavailable, ServerError, unavailable
-from router.replication.redis.settings import SettingsError, SharedSettings, parse_url
+from router.replication.redis.connection import PipelinedConnection, Reply
+from router.replication.redis.errors import IndexUnavailable, SettingsError, unavailable
+from router.replication.redis.master import Master, Script, ScriptCall
+from router.replication.redis.settings import SharedSettings
 from router.replication.redis.topology import Address, Topology, cluster_topology, sentinel_master, single
+from router.replication.redis.url import parse_url
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
@@ -36,53 +37,19 @@ _CONNECTIONS_MAX = 16
 _CHANGED = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN"})
 """Errors that say that the servers are others than this client knows."""
 
-T = TypeVar("T")
-
-
-class Script:
-    """A Lua script: its source, and the name the server knows it by."""
-
-    __slots__ = ("sha", "source")
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-
-
-class ScriptCall(NamedTuple):
-    """One call of a script; its keys are of one hash tag."""
-
-    script: Script
-    keys: Sequence[bytes]
-    args: Sequence[bytes | str | int]
-
-
-class _Master:
-    """One server: commands by redis-py's client; look-ups and block writes by the pipelined connection."""
-
-    def __init__(self, pool: BlockingConnectionPool, pipelined: PipelinedConnection) -> None:
-        self.commands = Redis.from_pool(pool)
-        self.pipelined = pipelined
-        self.loaded: set[str] = set()
-        """Scripts it has."""
-
-    def call(self, call: ScriptCall) -> tuple[bytes | str | int, ...]:
-        """The command for a script; its source only where the server may not have it yet."""
-        known = call.script.sha in self.loaded
-        self.loaded.add(call.script.sha)
-        verb, body = ("EVALSHA", call.script.sha) if known else ("EVAL", call.script.source)
-        return (verb, body, len(call.keys), *call.keys, *call.args)
-
 
 class Client:
-    """One user's connections. A reader and a writer have one each: no look-up waits behind a batch."""
+    """One user's connections. A reader and a writer have one each: no look-up waits behind a batch.
+
+    Raises ``SettingsError`` for unreadable TLS files; connects nowhere before ``start``.
+    """
 
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
         self._target = parse_url(settings.url)
         self._arguments = self._target.connection_arguments(settings.connect_timeout_s)
         self._topology = Topology(False, ())
-        self._masters: dict[Address, _Master] = {}
+        self._masters: dict[Address, Master] = {}
         self._identity: str | None = None
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
@@ -125,7 +92,7 @@ class Client:
 
     def masters(self) -> list[Redis]:
         """redis-py's client of every master; raises ``IndexUnavailable`` while any is missing."""
-        return [self._connected(address).commands for address in self._topology.masters]
+        return [self._connected(address).redis for address in self._topology.masters]
 
     def pipelined(self, key: bytes) -> PipelinedConnection:
         """The pipelined connection to a key's master. Raises ``IndexUnavailable`` while there is none."""
@@ -140,24 +107,16 @@ class Client:
         where = key if key is not None else args[1]
         if not isinstance(where, bytes):
             raise TypeError(f"{args[0]!r}: a command is routed by a key in bytes")
-        return await self._answer(self._master(where).commands.execute_command(*args))
+        return await self._master(where).command(*args)
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | str | int) -> Reply:
         """One script on the master of its keys, with its reply. Raises ``IndexUnavailable``."""
-        call = ScriptCall(script, keys, args)
-        master = self._master(keys[0])
-        try:
-            return await self._answer(master.commands.execute_command(*master.call(call)))
-        except ServerError as error:
-            if error.reason != "NOSCRIPT":
-                raise
-        master.loaded.discard(script.sha)
-        return await self._answer(master.commands.execute_command(*master.call(call)))
+        return await self._master(keys[0]).run(ScriptCall(script, keys, args))
 
     async def batch(self, calls: Sequence[ScriptCall]) -> list[Reply]:
         """Scripts in order, pipelined to all their masters at once; for each call its reply, or the
         ``IndexUnavailable`` that says why there is none (``NOSCRIPT``: call again)."""
-        parts: dict[_Master, list[int]] = {}
+        parts: dict[Master, list[int]] = {}
         replies: list[Reply] = [None] * len(calls)
         for number, call in enumerate(calls):
             try:
@@ -165,59 +124,36 @@ class Client:
             except IndexUnavailable as error:
                 replies[number] = error
         answers = await asyncio.gather(
-            *(self._pipeline(master, [calls[number] for number in part]) for master, part in parts.items())
+            *(master.batch([calls[number] for number in part]) for master, part in parts.items())
         )
         for part, answer in zip(parts.values(), answers, strict=True):
             for number, reply in zip(part, answer, strict=True):
                 replies[number] = reply
         return replies
 
-    async def _pipeline(self, master: _Master, calls: Sequence[ScriptCall]) -> list[Reply]:
-        payload = b"".join(pack(*master.call(call)) for call in calls)
-        try:
-            replies = await master.pipelined.ask(payload, len(calls), self.settings.write_timeout_s)
-        except IndexUnavailable as error:
-            return [error] * len(calls)
-        for number, reply in enumerate(replies):
-            try:
-                self.checked(reply)
-            except ServerError as error:
-                replies[number] = error
-                if error.reason == "NOSCRIPT":
-                    master.loaded.discard(calls[number].script.sha)
-        return replies
-
     def checked(self, reply: Reply) -> Reply:
-        """The reply, unless it is an error: then ``ServerError``, and a fresh look at the servers if it says
-        that they have changed."""
+        """The reply to a pipelined command. Raises ``ServerError`` if it is an error."""
         if isinstance(reply, ResponseError):
-            raise self._unavailable(reply)
+            error = unavailable(reply)
+            self._notice(error)
+            raise error
         return reply
 
-    async def _answer(self, work: Awaitable[T]) -> T:
-        """What the library answers before the deadline for writes. Raises ``IndexUnavailable``."""
-        try:
-            async with asyncio.timeout(self.settings.write_timeout_s):
-                return await work
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from error
-
-    def _unavailable(self, error: RedisError | OSError) -> IndexUnavailable:
-        problem = unavailable(error)
-        if problem.reason == "READONLY":  # a master no more: see who answers there now
+    def _notice(self, error: IndexUnavailable) -> None:
+        """Look at the servers again if an error says that they have changed."""
+        if error.reason == "READONLY":  # a master no more: see who answers there now
             for master in self._masters.values():
                 master.pipelined.abort()
-        if problem.reason in _CHANGED:
+        if error.reason in _CHANGED:
             self.refresh()
-        return problem
 
-    def _master(self, key: bytes) -> _Master:
+    def _master(self, key: bytes) -> Master:
         address = self._topology.master_of(key)
         if address is None:
             raise IndexUnavailable("connection", self.last_error or "not connected yet")
         return self._connected(address)
 
-    def _connected(self, address: Address) -> _Master:
+    def _connected(self, address: Address) -> Master:
         master = self._masters.get(address)
         if master is None or not master.pipelined.is_open:
             self._wake.set()
@@ -251,11 +187,11 @@ class Client:
                     await asyncio.wait_for(self._wake.wait(), self._look_again_s)
 
     async def _not_reachable(self, error: Exception, pause_s: float) -> None:
-        known = isinstance(error, RedisError | OSError)
         problem = unavailable(error) if isinstance(error, RedisError | OSError) else error
+        shown = str(problem) or type(problem).__name__
         if not self.last_error:
-            _LOG.warning("shared index not reachable", index=repr(self._target), error=str(problem))
-        self.last_error = str(problem) if known else str(error) or type(error).__name__
+            _LOG.warning("shared index not reachable", index=repr(self._target), error=shown)
+        self.last_error = shown
         self._ready.clear()
         await asyncio.sleep(pause_s)
 
@@ -288,12 +224,12 @@ class Client:
                 master = await self._connect(address, tasks)
                 if not master.pipelined.clustered:
                     return single(address)
-                return await cluster_topology(master.commands, address)
+                return await cluster_topology(master.redis, address)
             except (RedisError, OSError, IndexUnavailable) as error:
                 failure = error
         raise failure
 
-    async def _connect(self, address: Address, tasks: asyncio.TaskGroup) -> _Master:
+    async def _connect(self, address: Address, tasks: asyncio.TaskGroup) -> Master:
         master = self._masters.get(address)
         if master is not None and master.pipelined.is_open:
             return master
@@ -309,22 +245,15 @@ class Client:
         async with asyncio.timeout(self.settings.connect_timeout_s):
             await pipelined.open(tasks)
         self._identity = None  # whoever answers here may be another server than before
-        master = self._masters[address] = _Master(pool, pipelined)
+        master = self._masters[address] = Master(pool, pipelined, self.settings.write_timeout_s, self._notice)
         return master
 
     async def _drop(self, address: Address) -> None:
         master = self._masters.pop(address, None)
         if master is not None:
-            master.pipelined.abort()
-            with suppress(RedisError, OSError):
-                await master.commands.aclose()
+            await master.close()
 
     def _lost(self) -> None:
         """A connection ended: of consequence if it is one of those in use."""
         if not all(master.pipelined.is_open for master in self._masters.values()):
             self.refresh()
-
-
-def connect(settings: SharedSettings) -> Client:
-    """A client for these settings, not yet started. Raises ``SettingsError`` for unreadable TLS files."""
-    return Client(settings)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
 from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.settings import Target
+from router.replication.redis.url import Target
 
 Address = tuple[str, int]
 
@@ -64,9 +64,11 @@ async def cluster_topology(node: Redis, asked: Address) -> Topology:
 
 async def sentinel_master(target: Target, arguments: dict[str, Any]) -> Address:
     """The address of the master that the Sentinels name. Raises ``IndexUnavailable``."""
-    not_theirs = {"username", "password", "db", "connection_class"}
-    own = {name: value for name, value in arguments.items() if name not in not_theirs}
-    sentinel = Sentinel(target.addresses, sentinel_kwargs=own | {"ssl": target.tls})
+    own = arguments | {"username": None, "password": None, "db": 0}
+    sentinel = Sentinel([])
+    sentinel.sentinels = [
+        Redis.from_pool(ConnectionPool(host=host, port=port, **own)) for host, port in target.addresses
+    ]
     try:
         host, port = await sentinel.discover_master(target.service)
     except MasterNotFoundError as error:

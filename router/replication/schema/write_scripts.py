@@ -7,7 +7,7 @@ applied before.
 
 from __future__ import annotations
 
-from router.replication.redis.client import Script
+from router.replication.redis.master import Script
 
 FENCE = Script(
     """

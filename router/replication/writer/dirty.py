@@ -8,7 +8,7 @@ import msgspec
 
 from publisher.events import BlockHash
 from router.index.base import Words
-from router.replication.redis.client import ScriptCall
+from router.replication.redis.master import ScriptCall
 from router.replication.schema.registry import EngineFacts, EngineSlot
 
 

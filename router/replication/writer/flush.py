@@ -14,9 +14,9 @@ import numpy as np
 
 from publisher.events import BlockHash
 from router.index.base import Words
-from router.replication.redis.client import ScriptCall
 from router.replication.redis.connection import Reply
 from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.master import ScriptCall
 from router.replication.schema import write_scripts
 from router.replication.schema.codec import pack_records
 from router.replication.schema.keys import partition_of

@@ -18,7 +18,7 @@ from publisher.groups import SpecClass
 from router.index.base import Plane
 from router.index.learn.layout import CacheLayout, make_layout
 from router.index.media import GPU
-from router.index.model import ClassHit, EngineHit, Seat, seat_hits
+from router.index.seats import ClassHit, EngineHit, Seat, seat_hits
 from router.tools.explain.needs import Need, needs
 from router.tools.replay.ledger import EventPosition
 from router.tools.replay.player import MaskedSpan, Player

@@ -19,9 +19,8 @@ from publisher.events import BlockHash
 from router.config.errors import ConfigError
 from router.fleet.identity import EngineAddress
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.settings import SettingsError
+from router.replication.redis.client import Client
+from router.replication.redis.errors import IndexUnavailable, SettingsError
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import IndexRefused, Registry
 from router.replication.settings import IndexSettings
@@ -222,7 +221,7 @@ async def _blocks(client: Client, snapshot: ScopeSnapshot) -> AsyncIterator[dict
 
 @asynccontextmanager
 async def _connected(settings: IndexSettings) -> AsyncIterator[Client]:
-    client = connect(settings)
+    client = Client(settings)
     try:
         if not await client.start(_CONNECT_S):
             raise IndexUnavailable("connection", client.last_error or "no connection in time")

@@ -18,7 +18,7 @@ from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.service import engine_facts
 from router.replication.settings import IndexSettings
@@ -87,7 +87,7 @@ async def opened(
     """Both connections, and the writer at work. Raises ``IndexUnavailable`` or ``IndexRefused``."""
     settings = trace_settings(index.url, f"replay-{secrets.token_hex(6)}")
     async with contextlib.AsyncExitStack() as stack:
-        writing, reading = connect(settings), connect(settings)
+        writing, reading = Client(settings), Client(settings)
         for client in (writing, reading):
             stack.push_async_callback(client.close)
             if not await client.start(CONNECT_S):

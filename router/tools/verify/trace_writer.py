@@ -17,7 +17,7 @@ import msgspec
 from router.feeds.base import FeedState
 from router.index.model import FleetResidency
 from router.replication.leases.leases import Leases
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.service import engine_facts
 from router.replication.settings import IndexSettings
@@ -101,7 +101,7 @@ async def _main() -> None:
         order, reply = orders.decode(line), Reply()
         try:
             if order.url:
-                client = connect(trace_settings(order.url, order.namespace))
+                client = Client(trace_settings(order.url, order.namespace))
                 if not await client.start(CONNECT_S):
                     reply.problem = client.last_error or "no connection in time"
             elif order.trace and client is not None:

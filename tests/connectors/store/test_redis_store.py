@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ from connectors.store.base import StoreUnavailable
 from connectors.store.open import open_store
 from connectors.store.redis import RedisSettings, RedisStore
 from connectors.store.redis_link import RedisAddress
+from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, any_program
 
@@ -209,35 +208,24 @@ def test_over_a_unix_socket(tmp_path: Path) -> None:
         server.close()
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout key.pem -out cert.pem"
+def test_over_tls_with_a_certificate_and_only_to_the_given_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_authority(tmp_path)
+    make_authority(tmp_path, "other")
+    make_certificate(tmp_path, "both")
+    cert, key, ca, other = (
+        str(tmp_path / f"{name}") for name in ("both.crt", "both.key", "ca.crt", "other.crt")
     )
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command.split(), *names], cwd=tmp_path, check=True, capture_output=True)
-    return tmp_path / "cert.pem", tmp_path / "key.pem"
-
-
-def test_over_tls_with_a_certificate_and_only_to_who_is_trusted(certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
     port = free_port()
-    options = ["--tls-port", port, "--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
+    options = ["--tls-port", port, "--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca]
     try:
         server = Server(any_program(), *map(str, options))
     except AssertionError:
         pytest.skip("this server is built without TLS")
-    trusting = {
-        "kind": "redis",
-        "url": f"rediss://127.0.0.1:{port}/0",
-        "cert_file": str(cert),
-        "key_file": str(key),
-    }
+    given = {"kind": "redis", "url": f"rediss://127.0.0.1:{port}/0", "cert_file": cert, "key_file": key}
     try:
-        store = open_store(trusting | {"ca_file": str(cert)})
+        store = open_store(given | {"ca_file": ca})
         value = os.urandom(300_000)
         assert store.put([(b"key", memoryview(value))], WAIT_S) == [True]
         buffer = bytearray(300_000)
@@ -245,6 +233,10 @@ def test_over_tls_with_a_certificate_and_only_to_who_is_trusted(certificate: tup
         assert bytes(buffer) == value
         store.close()
         with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
-            open_store(trusting).exists([b"key"], WAIT_S)
+            open_store(given).exists([b"key"], WAIT_S)
+        monkeypatch.setenv("SSL_CERT_FILE", ca)  # what the system trusts
+        assert open_store(given).exists([b"key"], WAIT_S) == [True]
+        with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
+            open_store(given | {"ca_file": other}).exists([b"key"], WAIT_S)
     finally:
         server.close()

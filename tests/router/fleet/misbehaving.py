@@ -68,6 +68,7 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
         self.loads: dict[str, tuple[int, int]] = {}
+        self.asleep: list[str] = []
         self.fault: Exception | None = None
 
     def engine_up(self, status: EngineStatus) -> None:
@@ -77,6 +78,9 @@ class Listener:
 
     def engine_down(self, status: EngineStatus) -> None:
         self.told.append(("down", status.engine_id))
+
+    def engine_asleep(self, status: EngineStatus) -> None:
+        self.asleep.append(status.engine_id)
 
     def engine_load(self, status: EngineStatus, *, running: int, waiting: int) -> None:
         self.loads[status.engine_id] = running, waiting

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_gauges
+from router.fleet.gauges import read_asleep, read_gauges
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import reachable
 from router.fleet.settings import FleetSettings
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
+from tests.support.waiting import run, until
 
 SOURCE = {
     "enable_kv_cache_events": True,
@@ -281,6 +282,33 @@ def test_gauges_that_are_no_number_are_left_out(value: str) -> None:
     gauges = read_gauges(text, None)
     assert gauges == {"num_requests_waiting": 2.0}
     assert all(math.isfinite(number) for number in gauges.values())
+
+
+def test_an_engine_that_sleeps_gets_nothing_until_it_wakes() -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            watch.server.answers["/metrics"] = page(sleep_state(awake=1))
+            await until(lambda: bool(watch.fleet.ready(None)), "awake")
+            watch.server.answers["/metrics"] = page(sleep_state(awake=0))
+            await until(lambda: not watch.fleet.ready(None), "asleep")
+            assert watch.listener.asleep == [watch.server.base_url]
+            watch.server.answers["/metrics"] = page(sleep_state(awake=1))
+            await until(lambda: bool(watch.fleet.ready(None)), "awake again")
+
+    run(main())
+
+
+def sleep_state(*, awake: int) -> bytes:
+    labels = 'engine="0",model_name="m"'
+    states = {"awake": awake, "weights_offloaded": 1 - awake, "discard_all": 0}
+    lines = (f'vllm:engine_sleep_state{{{labels},sleep_state="{s}"}} {v}.0' for s, v in states.items())
+    return "\n".join(lines).encode()
+
+
+def test_only_the_rank_that_sleeps_is_asleep() -> None:
+    both = b'vllm:engine_sleep_state{engine="%d",sleep_state="awake"} %d'
+    text = b"\n".join((both % (0, 1), both % (1, 0)))
+    assert [read_asleep(text, rank) for rank in (0, 1, None)] == [False, True, True]
 
 
 def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:

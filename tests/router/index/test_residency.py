@@ -25,8 +25,9 @@ from router.index.base import Plane
 from router.index.learn import hash_scheme as detect
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
-from router.index.model import EngineHit, FleetResidency
+from router.index.model import FleetResidency
 from router.index.models import Scopes
+from router.index.seats import EngineHit
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, removed, tokens
 from tests.support.examples import examples
 

@@ -13,7 +13,8 @@ from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
-from router.index.model import EngineHit, FleetResidency
+from router.index.model import FleetResidency
+from router.index.seats import EngineHit
 from router.placement.engine import Accounts, Engine, PromptView
 from router.placement.load import OthersLoad
 from router.placement.rates import PrefillSample

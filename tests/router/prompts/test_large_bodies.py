@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,13 +14,31 @@ from hypothesis import strategies as st
 
 from router.openai import body as body_module
 from router.openai import outline
+from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.body import Peek, peek, peek_any_size
 from router.openai.errors import ApiError
 from router.openai.outline import OutlineError, top_level
+from router.prompts import local as local_module
+from router.prompts import reader as reader_module
 from router.prompts.config import PromptSettings
 from router.prompts.reader import ModelPrompts, TextAffinity
 from tests.support.examples import examples
-from tests.support.prompts.readers import chat, read, reader, say
+from tests.support.prompts.readers import (
+    chat,
+    local_reader,
+    model_dir,
+    plain_tokenizer,
+    read,
+    read_exact,
+    reader,
+    say,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("m"), "thinking_tools", tokenizer=plain_tokenizer())
+
 
 NAMES = ("model", "stream")
 TEXT = st.text(st.sampled_from('model "\\{}[]:,\n\u00e9\U0001f600'), max_size=8) | st.sampled_from(NAMES)
@@ -113,6 +132,61 @@ def test_nothing_above_the_limit_is_decoded(path: str) -> None:
     assert isinstance(found, TextAffinity)
     assert found.reason == "too_large"
     assert (side.stats.not_local["too_large"], side.stats.affinity["too_large"]) == (1, 1)
+
+
+LISTS = [[] for _ in range(60_000)]
+COMPLEX: dict[str, tuple[str, dict[str, Any]]] = {
+    "a field nobody reads": (CHAT, chat(say("user", "x"), z=LISTS)),
+    "template arguments": (CHAT, chat(say("user", "x"), chat_template_kwargs={"a": LISTS})),
+    "a message": (CHAT, chat({**say("user", "x"), "z": LISTS})),
+    "messages": (CHAT, chat(*[say("user", "x")] * 9000)),
+    "tools": (CHAT, chat(say("user", "x"), tools=[{"a": LISTS[:12_000]}])),
+    "messages of Anthropic's API": (MESSAGES, {"messages": [say("user", "x")] * 9000}),
+    "input items": (RESPONSES, {"input": [say("user", "x")] * 9000}),
+}
+
+
+@pytest.mark.parametrize("shape", COMPLEX)
+def test_what_would_take_long_to_decode_is_placed_by_its_beginning(folder: Path, shape: str) -> None:
+    path, body = COMPLEX[shape]
+    side = local_reader(folder)
+    found = read(side, body, path)
+    side.close()
+    assert isinstance(found, TextAffinity)
+    assert found.reason == "too_complex"
+    assert (side.stats.not_local["too_complex"], side.stats.affinity["too_complex"]) == (1, 1)
+
+
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "turns": (MESSAGES, {"messages": [say(("user", "assistant")[n % 2], f"{n}") for n in range(601)]}),
+    "items": (RESPONSES, {"input": [say("user", f"{n}") for n in range(600)]}),
+    "blocks": (MESSAGES, {"messages": [say("user", [{"type": "text", "text": f"{n}"} for n in range(600)])]}),
+    "tools": (
+        CHAT,
+        chat(
+            say("user", "x"),
+            tools=[{"type": "function", "function": {"name": f"{n}", "parameters": {}}} for n in range(300)],
+        ),
+    ),
+    "prompts": (COMPLETION, {"prompt": [[n, 1] for n in range(2000)]}),
+    "tokens": (GENERATE, {"token_ids": [1_000_000_000 + n for n in range(30_000)]}),
+}
+
+
+@pytest.mark.parametrize("shape", LONG)
+def test_long_work_is_done_in_a_thread_with_the_same_result(
+    folder: Path, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body = LONG[shape]
+    threaded, inline = local_reader(folder), local_reader(folder)
+    found = read_exact(threaded, body, path)
+    assert threaded.stats.worker_jobs >= 1
+    monkeypatch.setattr(reader_module, "INLINE_VALUES_MAX", 1 << 30)
+    monkeypatch.setattr(reader_module, "INLINE_BYTES_MAX", 1 << 30)
+    monkeypatch.setattr(local_module, "_INLINE_MESSAGES", 1 << 30)
+    assert read_exact(inline, body, path).token_ids == found.token_ids
+    threaded.close()
+    inline.close()
 
 
 def test_a_next_turn_above_the_limit_goes_where_its_past_went() -> None:

@@ -86,6 +86,33 @@ def test_a_difference_met_in_use_ends_minijinja_for_that_template() -> None:
     assert stats.template_mismatches == 1
 
 
+@pytest.mark.parametrize(
+    ("shown", "texts"),
+    [
+        ("m.content | trim", ["hi\x1f", "\x1c hi", "\n\x1d\n", "\x1e\x1e"]),
+        ("m.content.strip()", ["hi\x1f", "a\x1cb"]),
+        ("m.content.split() | join(',')", ["a\x1fb"]),
+        ("m.content | title", ["\N{GREEK CAPITAL LETTER SIGMA}"]),
+        ("m.content | upper", ["\N{LATIN SMALL LETTER LAMBDA WITH STROKE}"]),
+        ("m.content | capitalize", ["\N{LATIN SMALL LETTER DZ WITH CARON}"]),
+        ("m.content | e", ["'a/b'"]),
+        ("m.content.splitlines() | join(',')", ["a\x0bb", "a\rb"]),
+        ("m.content | indent", ["a\x0cb"]),
+    ],
+)
+def test_characters_that_minijinja_knows_otherwise(shown: str, texts: list[str]) -> None:
+    """Models write any byte; their answers come back in the next turn."""
+    stats = PromptStats()
+    source = "{% for m in messages %}[{{ " + shown + " }}]{% endfor %}"
+    template = ChatTemplate(source, stats)
+    reference = reference_environment().from_string(source)
+    for text in ("plain", *texts, "plain again"):
+        names = context([{"role": "user", "content": text}])
+        assert template.render(names, shapes(names["messages"])) == reference.render(**names), repr(text)
+    assert stats.template_mismatches == 0
+    assert stats.rendered_jinja2 in {len(texts), len(texts) + 2}, "plain text by minijinja, where it may"
+
+
 def test_known_shapes_are_checked_only_now_and_then() -> None:
     stats = PromptStats()
     template = ChatTemplate(PLAIN, stats)

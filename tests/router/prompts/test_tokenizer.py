@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from functools import cache
 
@@ -13,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from router.prompts.stats import PromptStats
 from router.prompts.tokens import fast as fast_module
 from router.prompts.tokens import tokenizer as module
+from router.prompts.tokens.barriers import barrier_pattern, find_barriers
 from router.prompts.tokens.fast import FastEncoder
 from router.prompts.tokens.ids import Encoded
-from router.prompts.tokens.tokenizer import PromptTokenizer, find_barriers
+from router.prompts.tokens.tokenizer import PromptTokenizer
 from tests.support.examples import examples
 from tests.support.prompts.readers import SPECIAL, byte_level_tokenizer, metaspace_tokenizer
 
@@ -68,6 +70,19 @@ def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_WINDOW_CHARS", window)
         assert tokenizer.split(text) == expected
+
+
+@given(st.sets(st.text("<|a.", min_size=1), min_size=1, max_size=12), st.text("<|a.", max_size=40))
+def test_the_pattern_finds_the_longest_barrier_at_each_place(barriers: set[str], text: str) -> None:
+    plain = re.compile("|".join(re.escape(one) for one in sorted(barriers, key=len, reverse=True)))
+    pattern = barrier_pattern(barriers)
+    assert pattern is not None
+    assert [m.span() for m in pattern.finditer(text)] == [m.span() for m in plain.finditer(text)]
+
+
+def test_barriers_nested_too_deeply_are_none() -> None:
+    assert barrier_pattern(["a" * 3000, "b"]) is not None
+    assert barrier_pattern("a" * length for length in range(1, 3000)) is None
 
 
 def test_offsets_say_which_ids_are_whose() -> None:

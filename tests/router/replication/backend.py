@@ -14,7 +14,7 @@ from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Slot
 from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis.client import connect
+from router.replication.redis.client import Client
 from router.replication.redis.settings import SharedSettings
 from router.replication.writer.mirror import MirroredIndex
 
@@ -40,7 +40,7 @@ class SharedIndex:
         self.run(self._open())
 
     async def _open(self) -> None:
-        self.writing, self.reading = connect(self.settings), connect(self.settings)
+        self.writing, self.reading = Client(self.settings), Client(self.settings)
         assert await self.writing.start(10)
         assert await self.reading.start(10)
         self.mirror = MirroredIndex(self.writing, MODEL)

@@ -9,7 +9,7 @@ from publisher.events import BlockHash
 from router.index.base import Plane
 from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis.client import Client, connect
+from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
 from router.replication.writer.mirror import MirroredIndex
@@ -54,7 +54,7 @@ class Replicas:
         self._names = names
 
     async def __aenter__(self) -> Replicas:
-        self.clients = [connect(self.settings) for _ in range(len(self._names) + 1)]
+        self.clients = [Client(self.settings) for _ in range(len(self._names) + 1)]
         for client in self.clients:
             assert await client.start(10), client.last_error
         self.writers = {n: Writer(n, c) for n, c in zip(self._names, self.clients[1:], strict=True)}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from router.index.learn.hash_scheme import Detection
-from router.index.model import FleetResidency, Seat, seat_hits
+from router.index.model import FleetResidency
+from router.index.seats import Seat, seat_hits
 from router.replication.redis.settings import SharedSettings
 from router.replication.schema.registry import EngineFacts
 from router.tools.verify.run import RECORDED, ProbePrompt, apply_line, learn_trace

@@ -451,6 +451,18 @@ def test_other_layouts_are_waited_for_before_anything_is_assumed() -> None:
     assert answered(fleet, 50) == ("assumed", 0)
 
 
+def test_a_search_takes_no_assumption_back_and_ends_where_it_is_proven() -> None:
+    fleet = fleet_of(attention_chunk_size=64)
+    fleet.apply("a", batch(*turns(chunk_engine(DEFAULT), 8)))
+    engine = fleet.engine("a")
+    other = PromptExtras(cache_salt="tenant")
+    fleet.predict(Prompt(tokens(100, seed=0), other), ["a"])
+    assert engine.detection is Detection.SEARCHING, "the engine's block stands in a prompt that it is not of"
+    assert answered(fleet, 50) == ("assumed", 64)
+    assert answered(fleet, 1) == ("assumed", 96)
+    assert engine.detection is Detection.NATIVE
+
+
 def test_an_assumption_that_matches_is_proven() -> None:
     fleet = fleet_of(attention_chunk_size=64)
     engine = feed(fleet, *turns(chunk_engine(DEFAULT), 400))

@@ -9,7 +9,7 @@ import pytest
 
 from router.replication.redis.connection import PipelinedConnection, pack, within
 from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.settings import parse_url
+from router.replication.redis.url import parse_url
 
 INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from router.replication.redis.client import connect
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.settings import SettingsError
+from router.replication.redis.client import Client
+from router.replication.redis.errors import IndexUnavailable, SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
+from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_port
 from tests.support.redis_servers import Cluster, Server, any_program
+from tests.support.waiting import until
 
 # What the index itself needs; operators are told the whole list, with what replicas need besides.
 _SCRIPTS = ["+evalsha", "+eval", "+time"]
@@ -84,7 +84,7 @@ def test_none_of_them_is_idle(plain_server: Server, right: str) -> None:
 
     async def body() -> None:
         settings = make_settings(url, namespace=namespace)
-        client = connect(settings)
+        client = Client(settings)
         ready = await client.start(0.5)
         why = client.last_error
         await client.close()
@@ -116,7 +116,7 @@ def test_without_rights_nothing_connects_and_nothing_leaks(
     server.command("ACL", "SETUSER", "default", "off")
 
     async def body() -> None:
-        client = connect(make_settings(server.url.replace("://", f"://{userinfo}")))
+        client = Client(make_settings(server.url.replace("://", f"://{userinfo}")))
         assert not await client.start(0.5)
         assert "AUTH" in client.last_error or "WRONGPASS" in client.last_error
         with pytest.raises(IndexUnavailable):
@@ -132,47 +132,61 @@ def test_without_rights_nothing_connects_and_nothing_leaks(
         server.close()
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """A self-signed certificate for 127.0.0.1: ``cert.pem`` and ``key.pem``."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout key.pem -out cert.pem"
-    )
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command.split(), *names], cwd=tmp_path, check=True, capture_output=True)
-    return tmp_path
-
-
-def test_tls(certificate: Path) -> None:
+def tls_server(folder: Path, *options: str) -> tuple[Server, str]:
+    """A server with the certificate ``server`` of the folder's authority ``ca``, and its URL."""
+    make_authority(folder)
+    make_certificate(folder, "server")
     port = free_port()
-    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
-    options = [
-        "--tls-port",
-        str(port),
-        "--tls-cert-file",
-        cert,
-        "--tls-key-file",
-        key,
-        "--tls-ca-cert-file",
-        cert,
-    ]
+    files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
+    own = [word for name, file in files.items() for word in (f"--tls-{name}-file", str(folder / file))]
     try:
-        server = Server(any_program(), *options)
+        return Server(any_program(), "--tls-port", str(port), *own, *options), f"rediss://127.0.0.1:{port}/0"
     except AssertionError:
         pytest.skip("this server is built without TLS")
 
+
+def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
+    server, url = tls_server(tmp_path)
+    own = f"cert={tmp_path}/server.crt&key={tmp_path}/server.key"
+
     async def body() -> None:
-        url = f"rediss://127.0.0.1:{port}/0?ca={cert}&cert={cert}&key={key}"
-        async with Replicas(make_settings(url), "a") as replicas:
+        async with Replicas(make_settings(f"{url}?ca={tmp_path}/ca.crt&{own}"), "a") as replicas:
             await everything(replicas)
-        stranger = connect(make_settings(f"rediss://127.0.0.1:{port}/0?cert={cert}&key={key}"))
+        stranger = Client(make_settings(f"{url}?{own}"))
         assert not await stranger.start(0.5), "its certificate is not trusted"
         assert "certificate" in stranger.last_error.lower()
         await stranger.close()
         with pytest.raises(SettingsError, match="TLS files"):
-            connect(make_settings(f"rediss://127.0.0.1:{port}/0?ca=/nowhere.pem"))
+            Client(make_settings(f"{url}?ca=/nowhere.pem"))
+
+    try:
+        asyncio.run(body())
+    finally:
+        server.close()
+
+
+def test_an_authority_given_in_the_url_replaces_those_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = tls_server(tmp_path, "--tls-auth-clients", "no")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))  # what the system trusts
+    make_authority(tmp_path, "other")
+
+    as_sentinel = url.replace("rediss://", "rediss+sentinel://").replace("/0", "/main")
+
+    async def problem(form: str) -> str:
+        client = Client(make_settings(form, connect_timeout_s=5.0))
+        await client.start()
+        await until(lambda: client.last_error or client.masters(), "an answer", ignoring=(IndexUnavailable,))
+        await client.close()
+        return client.last_error
+
+    async def body() -> None:
+        assert await problem(url) == ""
+        assert "SENTINEL" in await problem(as_sentinel), "it is none, but its certificate is accepted"
+        other = f"?ca={tmp_path}/other.crt"
+        assert "CERTIFICATE_VERIFY_FAILED" in await problem(url + other)
+        assert "does not answer" in await problem(as_sentinel + other)
 
     try:
         asyncio.run(body())
@@ -195,12 +209,12 @@ def test_sentinel(tmp_path: Path) -> None:
         settings = make_settings(
             f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main/2", connect_timeout_s=5.0
         )
-        client = connect(settings)
+        client = Client(settings)
         assert await client.start(20), client.last_error
         await client.close()
         async with Replicas(settings, "a") as replicas:
             await everything(replicas)
-        stranger = connect(make_settings(f"redis+sentinel://127.0.0.1:{port}/other"))
+        stranger = Client(make_settings(f"redis+sentinel://127.0.0.1:{port}/other"))
         assert not await stranger.start(0.3)
         assert "no master named 'other'" in stranger.last_error
         await stranger.close()
@@ -219,7 +233,7 @@ def test_a_replica_is_not_written_to() -> None:
     replica = Server(binary, "--replicaof", f"127.0.0.1 {master.port}")
 
     async def body() -> None:
-        client = connect(make_settings(replica.url))
+        client = Client(make_settings(replica.url))
         assert not await client.start(0.3)
         assert "replica" in client.last_error
         await client.close()

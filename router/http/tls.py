@@ -1,0 +1,109 @@
+"""Certificates of listeners and of connections to engines, taken again when their files change.
+
+A context lives as long as its listener or client; a renewed certificate is loaded into it, so that handshakes
+from then on use it and open connections go on. Always true: files of no use at the start are an error that
+names the setting; later they change nothing and are logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from router.http.watched_file import WatchedFile
+
+_log = structlog.get_logger()
+_LOOK_EVERY_S = 5.0
+
+
+class TlsError(ValueError):
+    """Certificates or keys that cannot be used; the message names the setting."""
+
+
+class TlsFiles(msgspec.Struct, frozen=True):
+    """PEM files. ``ca``: of the authorities by which the other side is verified."""
+
+    cert: str | None = None
+    key: str | None = None
+    ca: str | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any."""
+        return self != TlsFiles()
+
+
+def check_tls_files(cert: str | None, key: str | None, ca: str | None) -> None:
+    """That a listener is given what belongs together. Raises ``ValueError`` naming the setting."""
+    if (cert is None) != (key is None):
+        raise ValueError("tls_cert_file: a certificate and its key go together; give tls_key_file too")
+    if ca is not None and cert is None:
+        raise ValueError("client_ca_file: needs tls_cert_file and tls_key_file")
+
+
+def server_context(files: TlsFiles, setting: str) -> ssl.SSLContext:
+    """For a listener; with ``ca`` no byte is read from clients without a certificate of it. Raises
+    ``TlsError``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, files, setting)
+    if files.ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(files: TlsFiles, setting: str) -> ssl.SSLContext:
+    """For connections to servers, which are verified by ``ca`` alone, or else by the system's authorities.
+    Raises ``TlsError``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if files.ca is None:
+        context.load_default_certs()
+    _load(context, files, setting)
+    return context
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles, setting: str) -> None:
+    """Authorities made before RFC 5280's rules were checked are good too: Python 3.13 is strict by default,
+    earlier ones are not."""
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    try:
+        if files.cert is not None:
+            context.load_cert_chain(files.cert, files.key)
+        if files.ca is not None:
+            context.load_verify_locations(files.ca)
+    except OSError as error:  # ssl.SSLError is one
+        given = ", ".join(path for path in (files.cert, files.key, files.ca) if path is not None)
+        raise TlsError(f"{setting}: {given}: {error}") from None
+
+
+class Certificates:
+    """All contexts of one process whose files may change."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[ssl.SSLContext, TlsFiles, str, list[WatchedFile]]] = []
+
+    def hold(self, context: ssl.SSLContext, files: TlsFiles, setting: str) -> ssl.SSLContext:
+        """Renew this context from now on; ``setting`` is for the log."""
+        paths = (path for path in (files.cert, files.key, files.ca) if path is not None)
+        self._held.append((context, files, setting, [WatchedFile(Path(path)) for path in paths]))
+        return context
+
+    def renew(self) -> None:
+        """Load what has changed. An authority is added to the known ones; one taken out of its file is
+        believed until the next start."""
+        for context, files, setting, watched in self._held:
+            if sum(file.changed() for file in watched):  # each one looks
+                try:
+                    _load(context, files, setting)
+                    _log.info("certificate renewed", key=setting)
+                except TlsError as error:
+                    _log.warning("certificate not renewed, the old one stays", problem=str(error))
+
+    async def watch(self) -> None:
+        """Renew every few seconds; returns only by cancellation."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self.renew()

@@ -1,0 +1,189 @@
+"""Who is asked what: an engine's seat (hash scheme, layout, place in the rows), and its hit from the rows.
+
+Engines whose hashes and groups are known from their own events sit together in a ``Seating``, which holds as
+long as nothing of them changes: a decision then takes their hits in one step per layout and 64 engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from publisher.block_hash import HashScheme
+from router.index.base import Rows, Slot
+from router.index.learn.layout import CacheLayout
+from router.index.learn.prefixes import LearnedKeys
+from router.index.media import CPU, GPU, STORAGE
+from router.index.rules.hits import WordHits, evaluate
+from router.index.rules.offload import Reach, loaded, reach, usable
+
+Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
+
+
+class ClassHit(msgspec.Struct, frozen=True):
+    """Largest boundary valid in one spec class alone, in tokens.
+
+    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` says how far the class would get from the joint GPU
+    hit on, with CPU, and with CPU and STORAGE, of the connector that gets furthest.
+    """
+
+    spec_class: str
+    hit_tokens: int
+    by_medium: dict[str, int]
+
+
+class EngineHit(msgspec.Struct, frozen=True):
+    """What one engine would take from its cache for a prompt; tokens.
+
+    ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
+    beyond them (``offload.py``). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled when
+    detail is asked.
+    """
+
+    mode: Mode
+    hit_tokens: int = 0
+    cpu_tokens: int = 0
+    storage_tokens: int = 0
+    trunk_tokens: int = 0
+    alignment: int = 1
+    """A hit is a multiple of this."""
+    by_class: tuple[ClassHit, ...] = ()
+    why_unknown: str = ""
+    stale: bool = False
+    """Nobody keeps this engine's residency up to date at the moment: to be shown, not to be counted on."""
+
+    @property
+    def offloaded_tokens(self) -> int:
+        """The hit with all that would be loaded: never less than ``hit_tokens``."""
+        return self.hit_tokens + self.cpu_tokens + self.storage_tokens
+
+
+class Seat(NamedTuple):
+    """All that a prediction needs of one engine."""
+
+    engine_id: str
+    scheme: HashScheme
+    layout: CacheLayout
+    slot: Slot
+    learned: LearnedKeys | None = None
+    stores: frozenset[str] = frozenset()
+    """Shared stores it loads from."""
+    mode: Mode = "native"
+    proven: bool = True
+    """Whether its scheme is known from its own events."""
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of it will be found out by the next prompt."""
+        return self.proven and self.learned is None and self.slot is not NOWHERE
+
+
+NOWHERE = Slot(-1, 0)
+"""A word no column has: the rows of an engine that stored nothing yet are empty."""
+
+
+class _Row:
+    """Seats of one layout, word and mode, whose hits are worked out together."""
+
+    __slots__ = ("bits", "by_bit", "engine_ids", "layout", "mode", "seats", "word")
+
+    def __init__(self, seats: list[Seat]) -> None:
+        first = seats[0]
+        self.layout, self.word, self.mode = first.layout, first.slot.word, first.mode
+        self.seats = seats
+        self.engine_ids = [seat.engine_id for seat in seats]
+        self.by_bit = {seat.slot.bit: seat.engine_id for seat in seats}
+        self.bits = sum([1 << bit for bit in self.by_bit])
+
+    def hits(self, found: WordHits) -> dict[str, EngineHit]:
+        """From what was found of the word. Engines that hold as much share theirs."""
+        mode, alignment, by_bit = self.mode, self.layout.alignment, self.by_bit
+        answers = dict.fromkeys(self.engine_ids, EngineHit(mode, alignment=alignment))
+        trunks = sum([bits for _, bits in found.trunk_ends])
+        without_trunk = sum([bits for _, bits in found.hit_ends]) & ~trunks
+        for trunk, reached in (*found.trunk_ends, (0, without_trunk)):
+            left = reached & self.bits
+            for end, bits in (*found.hit_ends, (0, left)):
+                alike = bits & left
+                if alike:
+                    hit = EngineHit(mode, end, trunk_tokens=trunk, alignment=alignment)
+                    left ^= alike
+                    while alike:
+                        bit = alike.bit_length() - 1
+                        answers[by_bit[bit]] = hit
+                        alike ^= 1 << bit
+        return answers
+
+
+class SeatRows:
+    """Seats of one hash scheme, arranged for ``hits``."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, seats: list[Seat]) -> None:
+        rows: dict[tuple[int, int, Mode, str], list[Seat]] = {}
+        for seat in seats:
+            word = seat.slot.word
+            # Engines laid out alike share the object; those that are nowhere share a bit too.
+            key = id(seat.layout), word, seat.mode, seat.engine_id if word < 0 else ""
+            rows.setdefault(key, []).append(seat)
+        self._rows = [_Row(alike) for alike in rows.values()]
+
+    def hits(self, found: Rows, num_tokens: int, *, detail: bool) -> dict[str, EngineHit]:
+        """The hit of each seat from the rows of its scheme's hashes; ``detail``: by spec class too."""
+        offload = any([plane.medium != GPU for plane, _ in found.columns])  # noqa: C419  # a list is faster
+        answers: dict[str, EngineHit] = {}
+        for row in self._rows:
+            gpu = evaluate(found, row.layout, num_tokens, word=row.word, detail=detail)
+            if offload or detail:
+                reaches = reach(found, row.layout, num_tokens, row.word, gpu, detail=detail)
+                for seat in row.seats:
+                    answers[seat.engine_id] = _loading(seat, gpu, reaches, detail=detail)
+            else:
+                answers = {**answers, **row.hits(gpu)} if answers else row.hits(gpu)
+        return answers
+
+
+class Seating(NamedTuple):
+    """Some engines of a model: those whose seats stay as they are, and the ids of the others."""
+
+    settled: dict[HashScheme, SeatRows]
+    unsettled: tuple[str, ...]
+
+
+def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
+    """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
+    return SeatRows(seats).hits(rows, num_tokens, detail=detail)
+
+
+def _loading(seat: Seat, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: bool) -> EngineHit:
+    """One engine's hit where connectors hold blocks too, or every class is asked for by itself."""
+    layout, bit = seat.layout, seat.slot.bit
+    hit, its = gpu.hit[bit], usable(reaches, seat.stores)
+    by_medium = loaded(its, bit, hit, first=layout.first_connector_loads)
+    return EngineHit(
+        seat.mode,
+        hit,
+        by_medium.get(CPU, 0),
+        by_medium.get(STORAGE, 0),
+        gpu.trunk[bit],
+        layout.alignment,
+        _class_hits(layout, gpu, its, bit) if detail else (),
+    )
+
+
+def _class_hits(
+    layout: CacheLayout, on_gpu: WordHits, reaches: Sequence[Reach], bit: int
+) -> tuple[ClassHit, ...]:
+    """Every class by itself, for one engine; only explanations ask for it."""
+    hits = []
+    for number, spec_class in enumerate(layout.classes):
+        tokens = on_gpu.by_class[number][bit]
+        furthest = {GPU: tokens}
+        for medium in (CPU, STORAGE):
+            there = [each.by_class[number][bit] for r in reaches for name, each in r.layers if name == medium]
+            furthest[medium] = tokens = max([tokens, *there])
+        hits.append(ClassHit(spec_class.label, furthest[GPU], furthest))
+    return tuple(hits)

@@ -1,0 +1,77 @@
+"""Names that clients may use for models, and the shares of the models behind them.
+
+Where several models share a name, requests of one session (``x-session-id``) stay with one of them, so that
+their prefixes stay cached; others are spread at random by weight. Always true: only the value of the body's
+top-level ``model`` changes, every other byte stays.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping
+
+import msgspec
+import xxhash
+
+from router.openai.members import MalformedError, Scan
+
+SESSION = b"x-session-id"
+_Fields = list[tuple[bytes, bytes]]
+
+
+class Aliases:
+    """``shares``: name -> model -> weight. Raises ``ValueError`` naming what is wrong."""
+
+    def __init__(self, shares: Mapping[str, Mapping[str, float]]) -> None:
+        for name, weights in shares.items():
+            if not weights or not all(0 <= weight < float("inf") for weight in weights.values()):
+                raise ValueError(f"{name}: expected models with weights, 0 or more each")
+            if not sum(weights.values()):
+                raise ValueError(f"{name}: one weight at least must be more than 0")
+            if chained := set(weights) & set(shares):
+                raise ValueError(f"{name}: {min(chained)} is an alias itself; name a served model")
+        self._shares = {name: tuple(weights.items()) for name, weights in shares.items()}
+
+    def items(self) -> list[tuple[str, list[str]]]:
+        """Every name, and the models that it may stand for."""
+        return [(name, [to for to, weight in shares if weight]) for name, shares in self._shares.items()]
+
+    def model_for(self, name: str | None, fields: _Fields) -> str | None:
+        """The model to be asked for instead of ``name``; None: it is no alias."""
+        shares = None if name is None else self._shares.get(name)
+        if shares is None:
+            return None
+        total = sum(weight for _, weight in shares)
+        point = _point(fields) * total
+        for model, weight in shares:
+            if point < weight:
+                return model
+            point -= weight
+        return next(model for model, weight in reversed(shares) if weight)
+
+
+def _point(fields: _Fields) -> float:
+    """0 to 1, the same for every request of a session."""
+    for name, value in fields:
+        if name == SESSION:
+            return xxhash.xxh3_64_intdigest(value) / 2**64
+    return random.random()
+
+
+def with_model(body: bytes, model: str) -> Generator[None, None, bytes]:
+    """Steps (see ``members``) to the body with this model; as it was where it is no object."""
+    scan = Scan(body)
+    start = scan.start()
+    found = None
+    try:
+        for member in scan.members(start) if start is not None else ():
+            if member is None:
+                yield
+            elif member.name == b"model":
+                found = member
+    except MalformedError:
+        return body
+    if found is None:
+        return body
+    view = memoryview(body)
+    return b"".join((view[: found.value], msgspec.json.encode(model), view[found.end :]))

@@ -1,0 +1,154 @@
+"""The URL of the shared index, and what redis-py needs to connect to it.
+
+``redis://`` or ``rediss://`` (TLS) for one server or any node of a Cluster (the server says which),
+``redis+cluster://a:1,b:2`` for several nodes to start from, ``redis+sentinel://a:1,b:2/service`` for a master
+found through Sentinel; ``rediss+...`` with TLS. User, password and database number stand in their usual
+places; ``?ca=``, ``?cert=`` and ``?key=`` name PEM files for TLS.
+Always true: neither ``repr`` nor ``str`` of anything here shows a password; where ``?ca=`` is given, only
+certificates of its authorities are accepted.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any, Literal
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+import msgspec
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from router.replication.redis.errors import SettingsError
+
+Kind = Literal["server", "cluster", "sentinel"]
+
+_DEFAULT_PORT = {"server": 6379, "cluster": 6379, "sentinel": 26379}
+
+
+class TlsConnection(SSLConnection):
+    """TLS with a given context. The one that redis-py makes of file names trusts the system's certificate
+    authorities beside the given one."""
+
+    def __init__(self, *, tls: ssl.SSLContext, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.ssl_context.context = tls
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A parsed URL."""
+
+    kind: Kind
+    addresses: tuple[tuple[str, int], ...]
+    db: int = 0
+    service: str = ""
+    """The master's name, for Sentinel."""
+    username: str | None = None
+    password: str | None = None
+    tls: bool = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def connection_arguments(self, connect_timeout_s: float) -> dict[str, Any]:
+        """What redis-py connects with, but for host and port: no retries, and no time-outs for single reads,
+        as every call has a deadline. Raises ``SettingsError`` for unreadable TLS files."""
+        arguments: dict[str, Any] = {
+            "connection_class": Connection,
+            "db": self.db,
+            "username": self.username,
+            "password": self.password,
+            "protocol": 2,
+            "socket_timeout": None,
+            "socket_connect_timeout": connect_timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "driver_info": None,
+        }
+        if self.tls:
+            arguments |= {"connection_class": TlsConnection, "tls": self._tls_context()}
+        return arguments
+
+    def _tls_context(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert or self.key:
+                context.load_cert_chain(self.cert or "", self.key)
+        except OSError as error:
+            raise SettingsError(f"index TLS files: {error}; give PEM files") from error
+        return context
+
+    def __repr__(self) -> str:
+        where = ",".join(f"{host}:{port}" for host, port in self.addresses)
+        return f"Target({self.kind} {where} db={self.db} tls={self.tls} user={self.username!r})"
+
+    __str__ = __repr__
+
+
+def parse_url(url: str) -> Target:
+    """Raises ``SettingsError`` for a URL that is none of the forms above."""
+    parts = urlsplit(url)
+    base, _, extra = parts.scheme.partition("+")
+    if base not in {"redis", "rediss", "valkey", "valkeys"} or extra not in {"", "cluster", "sentinel"}:
+        raise SettingsError(f"index URL scheme {parts.scheme!r}: use redis://, rediss://, redis+cluster:// "
+                            "or redis+sentinel://")  # fmt: skip
+    kind: Kind = "cluster" if extra == "cluster" else "sentinel" if extra == "sentinel" else "server"
+    userinfo, _, hosts = parts.netloc.rpartition("@")
+    name, colon, secret = userinfo.partition(":")
+    service, db = _path(parts, kind)
+    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    unknown = sorted(set(query) - {"ca", "cert", "key"})
+    if unknown:
+        raise SettingsError(f"index URL: unknown parameter {unknown[0]!r}; known: ca, cert, key")
+    return Target(
+        kind,
+        tuple(_address(host, _DEFAULT_PORT[kind]) for host in hosts.split(",")),
+        db,
+        service,
+        unquote(name) or None,
+        unquote(secret) if colon else None,
+        base in {"rediss", "valkeys"},
+        query.get("ca"),
+        query.get("cert"),
+        query.get("key"),
+    )
+
+
+def _path(parts: SplitResult, kind: Kind) -> tuple[str, int]:
+    """(Sentinel's service name, database number) of a URL's path."""
+    pieces = [unquote(piece) for piece in parts.path.split("/") if piece]
+    service = ""
+    if kind == "sentinel":
+        if not pieces:
+            raise SettingsError(
+                "index URL: redis+sentinel:// needs the master's name: .../NAME or .../NAME/DB"
+            )
+        service, pieces = pieces[0], pieces[1:]
+    if len(pieces) > 1 or (pieces and not pieces[0].isdecimal()):
+        raise SettingsError(f"index URL: the path must be a database number, not {'/'.join(pieces)!r}")
+    db = int(pieces[0]) if pieces else 0
+    if db and kind == "cluster":
+        raise SettingsError("index URL: a Cluster has database 0 only")
+    return service, db
+
+
+def _address(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        split = urlsplit(f"//{text}")
+        port = split.port
+    except ValueError as error:
+        raise SettingsError(f"index URL: bad address: {error}") from None
+    return split.hostname or "127.0.0.1", port or default_port
+
+
+def redacted(url: str) -> str:
+    """The URL as it may be shown: its password replaced."""
+    head, at, tail = url.rpartition("@")
+    scheme, separator, userinfo = head.partition("://")
+    if not at or ":" not in userinfo:
+        return url
+    return f"{scheme}{separator}{userinfo.partition(':')[0]}:***@{tail}"
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL carries a secret."""
+    return redacted(url) != url
