@@ -51,6 +51,7 @@ _GAUGES = frozenset(
         "lease_wanted",
         "inflight_prompts",
         "prompts_context_bytes",
+        "prompts_media_bytes",
         "prompts_prefix_bytes",
         "proxy_requests_active",
         "source_engines",
