@@ -30,6 +30,8 @@ from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
 ANY_MODEL = "*"
+WORKERS_MAX = 32
+"""Every worker hears of every request of the others."""
 OPS_PORT = 9001
 """Where ``server.ops_port`` is not set."""
 
@@ -168,6 +170,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     """TCP port to listen on; 0 takes a free one, which the log then names. It answers `/v1/*`, `/health`,
     `/ready` and `/version`."""
+    workers: int | Literal["auto"] = 1
+    """Processes that share the port, up to 32; `auto`: one per core that this process may use. Bounds of
+    memory and connections hold for each of them ([scale.md](scale.md#workers)). Linux only."""
     ops_host: str = "127.0.0.1"
     """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
     address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
