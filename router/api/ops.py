@@ -6,6 +6,7 @@ spelling; from another machine they are had with a token only, unless ``server.o
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -23,17 +24,29 @@ from router.openai.errors import ApiError, on_ops_port
 
 class OpsPort:
     """``app`` answers everything there, to those whom ``authenticator`` lets in (None: to everybody).
-    ``port`` None: there is no such port; 0: a free one."""
+    ``port`` None: there is no such port, or it is another process's, which is ``at`` that place; 0: a free
+    one. ``sock`` listens already."""
 
-    def __init__(self, app: Any, *, host: str, port: int | None, authenticator: Authenticator | None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str,
+        port: int | None,
+        authenticator: Authenticator | None,
+        sock: socket.socket | None = None,
+        at: str = "",
+    ) -> None:
         self._app = app
         self._door = authenticator
+        self._at = at
         self.server: SideServer | None = None
         if port is not None:
             self.server = SideServer(
                 listen_config(self, host=host, port=port, listen=SIDE_LISTEN, lifespan="off"),
                 name="ops port",
                 key="server.ops_port",
+                sock=sock,
             )
 
     @property
@@ -43,7 +56,7 @@ class OpsPort:
 
     def refusal(self, path: str) -> ApiError:
         """What the public port says to somebody who asks there."""
-        where = "which is off (server.ops_port)"
+        where = f"{self._at} (server.ops_port)" if self._at else "which is off (server.ops_port)"
         if self.server is not None and self.server.started:
             where = f"port {self.server.port} of {self.server.config.host} (server.ops_port)"
         return on_ops_port(path, where)

@@ -39,6 +39,19 @@ class Override(msgspec.Struct, frozen=True):
     identity: str = ""
 
 
+class AdminDecisions(msgspec.Struct, frozen=True):
+    """Everything that administrators decided."""
+
+    added: tuple[EngineAddress, ...] = ()
+    removed: dict[str, Override] = {}
+    drained: dict[str, Override] = {}
+
+    @property
+    def any(self) -> bool:
+        """There is a decision."""
+        return bool(self.added or self.removed or self.drained)
+
+
 class FleetFullError(Exception):
     """``engines_max`` servers are in the fleet already."""
 
@@ -106,6 +119,16 @@ class Roster:
     def undrain(self, name: str) -> bool:
         """The end of ``drain``; False if it was not drained."""
         return self.drained.pop(name, None) is not None
+
+    def decisions(self) -> AdminDecisions:
+        """What is decided now, for another router of the same fleet."""
+        added = [one.engine for found in self._by_source.get(ADMIN, {}).values() for one in found]
+        return AdminDecisions(tuple(added), dict(self.removed), dict(self.drained))
+
+    def adopt(self, decisions: AdminDecisions) -> None:
+        """What was decided elsewhere holds here, and nothing else."""
+        self.removed, self.drained = dict(decisions.removed), dict(decisions.drained)
+        self.set_source(ADMIN, [DiscoveredEngine(engine) for engine in decisions.added])
 
     # -- the outcome --------------------------------------------------------------------------------------
 

@@ -17,10 +17,12 @@ from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
 from router.openai.errors import bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
+from router.placement.load import NO_OTHERS, OthersLoad
 
 
 class FleetActions:
-    """``apply`` brings the fleet in line with the roster."""
+    """``apply`` brings the fleet in line with the roster; ``others`` is what sibling workers have in
+    flight."""
 
     def __init__(
         self,
@@ -30,7 +32,9 @@ class FleetActions:
         *,
         sources: Callable[[], Mapping[str, SourceStats]],
         apply: Callable[[], None],
+        others: Callable[[], Mapping[str, OthersLoad]] = dict,
     ) -> None:
+        self._others = others
         self._roster = roster
         self._fleet = fleet
         self._now = now
@@ -97,8 +101,9 @@ class FleetActions:
 
     def _in_flight(self, status: Engine) -> int:
         """This router's requests in flight at the engine."""
-        load = status.load.at(self._now())
-        return max(0, load.running + load.waiting - load.foreign)
+        load, others = status.load.at(self._now()), self._others().get(status.engine_id, NO_OTHERS)
+        own = max(0, load.running + load.waiting - load.foreign)
+        return own + others.running + others.waiting
 
     def _describe(self, status: Engine) -> dict[str, Any]:
         return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from router.http.tls import Certificates
 
 
 class AdminApi:
-    """``settings.enabled`` must be on. Raises ``AdminFileError`` or ``TlsError`` for files of no use."""
+    """``settings.enabled`` must be on. ``port`` False: another process has the API's own port; ``sock``
+    listens there already. ``settled`` is awaited before a change is answered. Raises ``AdminFileError`` or
+    ``TlsError`` for files of no use."""
 
     def __init__(
         self,
@@ -28,7 +31,11 @@ class AdminApi:
         *,
         clock: Callable[[], float],
         certificates: Certificates,
+        port: bool = True,
+        sock: socket.socket | None = None,
+        settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._public = settings.port is None
         self.stats = AdminStats()
         self.server: SideServer | None = None
         tokens = TokenFile(Path(settings.token_file)) if settings.token_file is not None else None
@@ -38,13 +45,13 @@ class AdminApi:
             per_minute=settings.requests_per_minute,
             clock=clock,
         )
-        self._app: Any = create_admin(actions, authenticator, self.stats)
-        if settings.port is not None:
-            self.server = make_admin_server(self._app, settings, certificates)
+        self._app: Any = create_admin(actions, authenticator, self.stats, settled)
+        if port and settings.port is not None:
+            self.server = make_admin_server(self._app, settings, certificates, sock)
 
     def here(self, path: str) -> bool:
         """Whether the router's own port serves this path by ``__call__``."""
-        return self.server is None and path.startswith(PREFIX)
+        return self._public and path.startswith(PREFIX)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""

@@ -7,7 +7,7 @@ nobody known there is one line a second at most, with the number of those it sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,8 +40,13 @@ class _Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
 
 
-def create_admin(actions: FleetActions, authenticator: Authenticator, stats: AdminStats) -> FastAPI:
-    """The application for paths under ``PREFIX``."""
+def create_admin(
+    actions: FleetActions,
+    authenticator: Authenticator,
+    stats: AdminStats,
+    settled: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """The application for paths under ``PREFIX``; ``settled`` is awaited before a change is answered."""
     app = FastAPI(
         title="kvatlas admin",
         version=__version__,
@@ -51,7 +56,7 @@ def create_admin(actions: FleetActions, authenticator: Authenticator, stats: Adm
         redirect_slashes=False,
     )
     add_errors(app)
-    _add_routes(app, actions, _Audit(authenticator, stats))
+    _add_routes(app, actions, _Audit(authenticator, stats), settled)
     return app
 
 
@@ -107,7 +112,17 @@ class _Audit:
         _log.info("admin", action=action, who=who, engine=engine[:_TEXT_MAX], client=client, **more)
 
 
-def _add_routes(app: FastAPI, actions: FleetActions, audit: _Audit) -> None:
+def _add_routes(
+    app: FastAPI, actions: FleetActions, audit: _Audit, settled: Callable[[], Awaitable[None]] | None
+) -> None:
+    async def changed(
+        request: Request, action: str, who: str, engine: str, work: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        outcome = audit.change(request, action, who, engine, work)
+        if settled is not None:
+            await settled()
+        return outcome
+
     async def body(request: Request, action: str, who: str, kind: type[_T]) -> _T:
         try:
             return _decode(await read_body(request, _BODY_BYTES_MAX), kind)
@@ -135,28 +150,29 @@ def _add_routes(app: FastAPI, actions: FleetActions, audit: _Audit) -> None:
             status = 201 if changed else 200
             return outcome
 
-        return json_answer(audit.change(request, "add", who, engine.engine_id, work), status)
+        outcome = await changed(request, "add", who, engine.engine_id, work)
+        return json_answer(outcome, status)
 
     @app.delete("/admin/engines")
     async def remove(request: Request) -> Response:
         """Remove a server: ``?engine=http://host:port``."""
         who = await audit.enter(request, "remove")
         name = request.query_params.get("engine", "").rstrip("/")
-        return json_answer(audit.change(request, "remove", who, name, lambda: actions.remove(name, who)))
+        return json_answer(await changed(request, "remove", who, name, lambda: actions.remove(name, who)))
 
     @app.post("/admin/engines/drain")
     async def drain(request: Request) -> Response:
         """No new requests there: ``{"engine": ...}``."""
         who = await audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
-        return json_answer(audit.change(request, "drain", who, name, lambda: actions.drain(name, who)))
+        return json_answer(await changed(request, "drain", who, name, lambda: actions.drain(name, who)))
 
     @app.post("/admin/engines/undrain")
     async def undrain(request: Request) -> Response:
         """New requests again: ``{"engine": ...}``."""
         who = await audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
-        return json_answer(audit.change(request, "undrain", who, name, lambda: actions.undrain(name)))
+        return json_answer(await changed(request, "undrain", who, name, lambda: actions.undrain(name)))
 
 
 def _decode(raw: bytes, kind: type[_T]) -> _T:
