@@ -5,9 +5,9 @@
 #   scripts/vllm_overlay_env.sh [VERSION]     default: 0.33.0
 #
 # The release's wheel (some 340 MB, for GPUs) is downloaded from the package index and everything but its compiled
-# modules is unpacked; torch and all else come from the other environment. Scheduler, cache coordinator, KV cache
-# managers, MultiConnector and the connector interface run on it; no model does, so tests that start a server
-# (`pytest -m vllm`) need a real build. Everything but the path goes to stderr.
+# modules is unpacked; torch and all else come from the other environment, but for what only this release needs. The
+# scheduler runs on it, and so does a server with a model of plain attention: 0.32's kernels serve it. Everything
+# but the path goes to stderr.
 set -euo pipefail
 
 version=${1:-0.33.0}
@@ -17,6 +17,7 @@ base_packages=$("$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"
 env_dir=${XDG_CACHE_HOME:-$HOME/.cache}/kvatlas/vllm-$version-python
 stamp=$env_dir/.kvatlas-complete
 wanted="vllm==$version over $base_packages"
+new_needs="orjson"  # what this release imports and the other environment lacks
 
 say() { printf 'vllm_overlay_env: %s\n' "$*" >&2; }
 
@@ -62,5 +63,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 print('vllm_overlay_env: the Python of vLLM', vllm.__version__, 'imports', file=sys.stderr)
 sys.exit(vllm.__version__.split('+')[0] != '$version')" >&2)
     printf '%s' "$wanted" >"$stamp"
+fi
+if ! (cd / && "$env_dir/bin/python" -c "import ${new_needs// /, }") 2>/dev/null; then
+    packages=$("$env_dir/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # shellcheck disable=SC2086
+    "$base" -m pip --disable-pip-version-check install --quiet --no-deps --target "$packages" $new_needs >&2
 fi
 printf '%s\n' "$env_dir/bin/python"

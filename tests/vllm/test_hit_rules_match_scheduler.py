@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
+from tests.vllm.forked import run
 
 pytestmark = pytest.mark.vllm
 
@@ -27,21 +28,12 @@ FAMILIES_MIN = 45
 
 def record(python: str, model: Path, out: Path, seed: int) -> None:
     """Run the driver under vLLM's interpreter; its output is in the error if it fails."""
-    command = [
-        python, "-m", "tests.vllm.record_traces",
+    words = [
+        "tests.vllm.record_traces",
         "--model", str(model), "--out", str(out), "--seed", str(seed),
     ]  # fmt: skip
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=RECORD_DEADLINE_S,
-        check=False,
-    )
+    done = run(python, words, cwd=ROOT, env=environment, timeout=RECORD_DEADLINE_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

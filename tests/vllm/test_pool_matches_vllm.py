@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.vllm.forked import run
 
 pytestmark = pytest.mark.vllm
 
@@ -25,8 +25,8 @@ FAMILIES_MIN = 150
 
 def drive(python: str, model: Path, seed: int) -> list[dict[str, Any]]:
     """One line per family; the driver's own error is in the assertion if it fails."""
-    command = [
-        python, "-m", "tests.vllm.drive_scheduler",
+    words = [
+        "tests.vllm.drive_scheduler",
         "--model", str(model), "--seed", str(seed), "--requests", str(REQUESTS),
     ]  # fmt: skip
     environment = os.environ | {
@@ -36,16 +36,7 @@ def drive(python: str, model: Path, seed: int) -> list[dict[str, Any]]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DRIVE_DEADLINE_S,
-        check=False,
-    )
+    done = run(python, words, cwd=ROOT, env=environment, timeout=DRIVE_DEADLINE_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

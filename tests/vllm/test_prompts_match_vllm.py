@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.support.prompts.readers import (
     read,
     template_text,
 )
+from tests.vllm.forked import run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -119,6 +119,7 @@ def _ask_vllm(python: str, jobs: list[dict[str, Any]], tmp_path: Path) -> list[l
     source, target = tmp_path / "jobs.json", tmp_path / "answers.json"
     source.write_text(json.dumps(jobs))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [python, "-m", "tests.vllm.prompt_oracle", str(source), str(target)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=800)
+    words = ["tests.vllm.prompt_oracle", str(source), str(target)]
+    done = run(python, words, cwd=ROOT, env=environment, timeout=800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(target.read_text())

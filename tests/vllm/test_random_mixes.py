@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.vllm.forked import run
 
 pytestmark = pytest.mark.vllm
 
@@ -28,8 +28,8 @@ START_S, MIX_S = 900, 20
 
 def drive(python: str, model: Path, out: Path) -> list[dict[str, Any]]:
     """One line per mix and the total; the driver's own error is in the assertion if it fails."""
-    command = [
-        python, "-m", "tests.vllm.drive_random",
+    words = [
+        "tests.vllm.drive_random",
         "--model", str(model), "--out", str(out), "--seed", SEED, "--mixes", str(MIXES),
     ]  # fmt: skip
     environment = os.environ | {
@@ -40,16 +40,7 @@ def drive(python: str, model: Path, out: Path) -> list[dict[str, Any]]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_TARGET_DEVICE": "cpu",
     }
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=START_S + MIX_S * MIXES,
-        check=False,
-    )
+    done = run(python, words, cwd=ROOT, env=environment, timeout=START_S + MIX_S * MIXES)
     assert done.returncode == 0, f"seed {SEED}\n" + done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from router.simulate.timing import Timing
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request, block_hashes, continued
 from tests.support.paths import ROOT
+from tests.vllm.forked import run
 
 pytestmark = pytest.mark.vllm
 
@@ -133,16 +133,8 @@ def replay(python: str, model: Path, logs: list[Path]) -> list[dict[str, Any]]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    done = subprocess.run(
-        [python, "-m", "tests.vllm.drive_simulation", "--model", str(model), *map(str, logs)],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    words = ["tests.vllm.drive_simulation", "--model", str(model), *map(str, logs)]
+    done = run(python, words, cwd=ROOT, env=environment, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

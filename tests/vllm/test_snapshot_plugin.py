@@ -33,6 +33,7 @@ def engine(
         extra_args=ENGINE_ARGUMENTS,
         buffer_steps=3,
         environment=environment,
+        forked=False,  # vLLM loads plugins in each of its processes
     ) as running:
         yield running
 

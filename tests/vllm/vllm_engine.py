@@ -20,9 +20,10 @@ from types import TracebackType
 from typing import Self
 
 from tests.support.ports import free_ports
+from tests.vllm.forked import Forked, popen
 
 START_DEADLINE_S = 300.0
-"""A server needs about 70 s on two idle cores; several start side by side on slow machines."""
+"""A server needs about 40 s of CPU, a forked one 5 s; several start side by side on slow machines."""
 _STOP_DEADLINE_S = 20.0
 _POLL_INTERVAL_S = 0.5
 _LOG_TAIL_BYTES = 6000
@@ -32,7 +33,8 @@ class VllmEngine:
     """``with VllmEngine(...) as engine``: ``engine.base_url`` answers, ``engine.events`` publishes.
 
     Entering waits until the server is healthy; call ``start`` first on several engines to let them come
-    up side by side. ``num_gpu_blocks`` is the size of the whole KV pool in blocks.
+    up side by side. ``num_gpu_blocks`` is the size of the whole KV pool in blocks. ``forked=False`` starts
+    the server as users do, for tests of what happens while a process imports vLLM.
     """
 
     def __init__(
@@ -46,16 +48,19 @@ class VllmEngine:
         extra_args: tuple[str, ...] = (),
         buffer_steps: int = 10_000,
         environment: dict[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
         self.log = log
+        self._python = python
+        self._forked = forked
         self._buffer_steps = buffer_steps
         self._environment = environment or {}
         http, events, replay = free_ports(3)
         self.base_url = f"http://127.0.0.1:{http}"
         self.events = f"tcp://127.0.0.1:{events}"
         self.replay = f"tcp://127.0.0.1:{replay}"
-        self._command = [
-            python, "-m", "vllm.entrypoints.openai.api_server",
+        self._words = [
+            "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", served_name,
             "--host", "127.0.0.1", "--port", str(http),
             "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "8",
@@ -64,7 +69,7 @@ class VllmEngine:
             "--kv-events-config", json.dumps(self._kv_events_config()),
             *extra_args,
         ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     def _kv_events_config(self) -> dict[str, object]:
         return {
@@ -91,15 +96,21 @@ class VllmEngine:
         environment.pop("PYTHONPATH", None)
         environment |= self._environment
         with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self.log.parent,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            if self._forked:
+                folder = self.log.parent
+                self._process = popen(
+                    self._python, self._words, cwd=folder, env=environment, stdout=output, stderr=output
+                )
+            else:
+                self._process = subprocess.Popen(
+                    [self._python, "-m", *self._words],
+                    cwd=self.log.parent,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
 
     def wait_until_healthy(self, deadline_s: float = START_DEADLINE_S) -> None:
         """Block until ``GET /health`` is 200. Raises ``RuntimeError`` with the end of the server's log."""

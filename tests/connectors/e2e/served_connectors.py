@@ -30,6 +30,7 @@ def serve(model: Path, folder: Path, transfer: dict[str, Any], **environment: st
         log=folder / "server.log",
         extra_args=("--kv-transfer-config", json.dumps(both | transfer), *arguments),
         environment={"PYTHONPATH": path, "PYTHONHASHSEED": "0"} | environment,
+        forked="PYTHONOPTIMIZE" not in environment,
     )
 
 
