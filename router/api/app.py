@@ -23,7 +23,9 @@ from router.api.answers import (
     EngineBrief,
     EngineView,
     Health,
+    LiveRequest,
     ModelList,
+    PrefixView,
     Ready,
     ReceiptView,
     Version,
@@ -32,7 +34,10 @@ from router.api.answers import (
     view_receipt,
 )
 from router.api.metrics import Sources, render_metrics
+from router.api.page import page
+from router.api.problems import EngineProblem, engine_problems
 from router.api.readiness import Readiness
+from router.api.views import blocks_held, hot_prefixes, live_requests
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
@@ -219,6 +224,33 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
         """Every engine as the router sees it."""
         return json_answer([_full(sources, status) for status in sources.fleet])
 
+    @_get(app, CONTROL_PREFIX)
+    async def operators_page() -> Response:
+        """The page for people."""
+        return page()
+
+    @_get(
+        app,
+        "/kvatlas/problems",
+        {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
+    )
+    async def problems() -> Response:
+        """By engine: what is wrong, and what to do. Engines with nothing wrong have an empty list."""
+        views = ((status.engine_id, _full(sources, status)) for status in sources.fleet)
+        return json_answer(
+            {engine_id: list(engine_problems(msgspec.to_builtins(view))) for engine_id, view in views}
+        )
+
+    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
+    async def requests() -> Response:
+        """Requests that have not ended, oldest first: where they are, and why there."""
+        return json_answer([] if sources.requests is None else live_requests(sources.requests))
+
+    @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
+    async def prefixes() -> Response:
+        """What most prompts begin with, shorter ones first, and which engines hold it."""
+        return json_answer(hot_prefixes(sources))
+
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:
         """Where engines come from, and how well that works."""
@@ -300,11 +332,13 @@ def _full(sources: Sources, status: Engine) -> EngineView:
         up=status.up,
         problem=status.problem,
         held=status.held,
+        asleep=status.asleep,
         models=[card.id for card in status.models],
         available=status.breaker.allows(now),
         publishes_events=status.publishes_events,
         kv_usage=status.kv_usage,
         kv_cached=None if engine is None else engine.cached_share(status.pool_blocks),
+        blocks_held=blocks_held(sources, status),
         feed=status.feed,
         feed_state=status.feed_state,
         followed_by=None if sources.shared is None else sources.shared.follower(status.engine_id),
