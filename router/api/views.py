@@ -1,90 +1,92 @@
-"""What the page shows of requests under way, hot prefixes and blocks held, read from live objects."""
+"""What the ops port shows: of this process alone, or of several that are one router."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from publisher.events import BlockHash
-from router.api.answers import LiveRequest, PrefixView
-from router.api.metrics import Sources
-from router.index.base import Plane
-from router.index.media import GPU
-from router.observe.requests import RequestBook, RequestRecord
+import msgspec
+
+from router.api.answers import EngineView, LiveRequest, PrefixView, ReceiptView, view_receipt
+from router.api.insight import blocks_held, hot_prefixes, live_requests
+from router.api.metrics.page import Sources, render_metrics
 from router.placement.engine import Engine
-
-_PREFIXES_MAX = 60
-_REQUESTS_MAX = 1000
+from router.placement.load import NO_OTHERS, OthersLoad
 
 
-def live_requests(book: RequestBook) -> list[LiveRequest]:
-    """Oldest first, a thousand at most."""
-    now = book.clock()
-    ordered = sorted(book.live, key=lambda record: record.arrived_s)[:_REQUESTS_MAX]
-    return [
-        LiveRequest(
-            request_id=record.request_id,
-            path=record.path,
-            model=record.model,
-            tenant=record.tenant,
-            engine=record.engine,
-            stage=_stage(record),
-            age_s=now - record.arrived_s,
-            attempts=record.attempts,
-            why={name.removeprefix("kvatlas."): value for name, value in record.why().items()},
-        )
-        for record in ordered
-    ]
+class OpsView(Protocol):
+    """Pages of the ops port."""
+
+    async def metrics(self) -> bytes:
+        """Prometheus text format."""
+
+    async def engines(self) -> list[EngineView]:
+        """Every engine as the router sees it."""
+
+    async def receipts(self) -> Sequence[ReceiptView | msgspec.Raw]:
+        """The latest receipts, oldest first."""
+
+    async def requests(self) -> Sequence[LiveRequest]:
+        """Requests that have not ended, oldest first."""
+
+    async def prefixes(self) -> Sequence[PrefixView]:
+        """What most prompts begin with, shorter ones first."""
 
 
-def _stage(record: RequestRecord) -> str:
-    if not record.attempts:
-        return "reading"
-    return "streaming" if record.bytes_out else "placed"
+class OwnView:
+    """Of this process, out of its live objects."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    async def metrics(self) -> bytes:
+        """See ``OpsView``."""
+        return render_metrics(self._sources)
+
+    async def engines(self) -> list[EngineView]:
+        """See ``OpsView``; the load is with what sibling workers have in flight."""
+        others = self._sources.others()
+        return [_viewed(self._sources, status, others) for status in self._sources.fleet]
+
+    async def receipts(self) -> list[ReceiptView]:
+        """See ``OpsView``."""
+        return [view_receipt(receipt) for receipt in self._sources.accounts.receipts.latest]
+
+    async def requests(self) -> list[LiveRequest]:
+        """See ``OpsView``."""
+        book = self._sources.requests
+        return [] if book is None else live_requests(book)
+
+    async def prefixes(self) -> list[PrefixView]:
+        """See ``OpsView``."""
+        return hot_prefixes(self._sources)
 
 
-def hot_prefixes(sources: Sources) -> list[PrefixView]:
-    """Shorter ones first; a parent stands before what lies below it."""
-    now = sources.accounts.now()
-    found = sources.accounts.hot.hottest(_PREFIXES_MAX, now)
-    hashes = [key for key, _ in found]
-    holders = _holders(sources, hashes)
-    shown = set(hashes)
-    return [
-        PrefixView(
-            id=f"{key:016x}",
-            parent="" if node.parent is None or node.parent not in shown else f"{node.parent:016x}",
-            model=node.model,
-            tokens=node.tokens,
-            rate=node.at(now),
-            holders=held,
-        )
-        for (key, node), held in zip(found, holders, strict=True)
-    ]
-
-
-def _holders(sources: Sources, hashes: list[BlockHash]) -> list[dict[str, list[int]]]:
-    """Per hash: the engines that hold it on their GPU, and in which groups."""
-    found: list[dict[str, list[int]]] = [{} for _ in hashes]
-    for model, scope in sources.scopes.models().items():
-        rows = scope.index.lookup(hashes)
-        for status in sources.fleet:
-            slot, layout = scope.index.slot(status.engine_id), status.layout
-            if status.base_model != model or slot is None or layout is None:
-                continue
-            for group in layout.groups:
-                words = rows.plane(Plane(GPU, group.group_idx), slot.word)
-                for number in np.flatnonzero(words >> np.uint64(slot.bit) & np.uint64(1)).tolist():
-                    found[number].setdefault(status.engine_id, []).append(group.group_idx)
-    return found
-
-
-def blocks_held(sources: Sources, status: Engine) -> dict[str, int]:
-    """Distinct blocks on its GPU, by group of layers; empty where no events tell."""
-    engine, model = None if status.residency is None else status.residency.writer, status.base_model
-    if engine is None or engine.layout is None or model is None:
-        return {}
-    index = sources.scopes.scope(model).index
-    return {
-        f"group {group.group_idx} ({group.kind})": index.copies(status.engine_id, Plane(GPU, group.group_idx))
-        for group in engine.layout.groups
-    }
+def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad]) -> EngineView:
+    now = s.accounts.now()
+    engine = None if status.residency is None else status.residency.writer
+    return EngineView(
+        engine=status.engine_id,
+        up=status.up,
+        problem=status.problem,
+        held=status.held,
+        asleep=status.asleep,
+        models=[card.id for card in status.models],
+        available=status.breaker.allows(now),
+        publishes_events=status.publishes_events,
+        kv_usage=status.kv_usage,
+        kv_cached=None if engine is None else engine.cached_share(status.pool_blocks),
+        blocks_held=blocks_held(s, status),
+        feed=status.feed,
+        feed_state=status.feed_state,
+        followed_by=None if s.shared is None else s.shared.follower(status.engine_id),
+        mode="shadow" if status.shadow is not None else None if engine is None else engine.mode,
+        scheme=None if engine is None else engine.scheme,
+        assumed_scheme=None if engine is None else engine.assumed,
+        layout=None if engine is None else engine.layout,
+        shared_stores=[] if engine is None else sorted(engine.stores),
+        rejected_events={} if engine is None else dict(engine.rejected),
+        load=status.load.at(now, others.get(status.engine_id, NO_OTHERS)),
+        receipts=status.receipts.outcomes,
+        drifting=status.receipts.drifting,
+    )

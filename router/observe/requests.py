@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from router.observe.histogram import Histogram
-from router.observe.seldom import Seldom
+from router.observe.log_throttle import LogThrottle
 from router.observe.traces import RequestTrace, Traces
 from router.openai.request import Usage
 
@@ -61,7 +61,7 @@ class ModelTimes:
         self.overhead = Histogram(_OVERHEAD_S)
 
 
-class RequestBook:
+class RequestTracker:
     """All requests of one router. ``here``: whether an engine is in the fleet. ``log``: a line for each."""
 
     def __init__(
@@ -81,7 +81,7 @@ class RequestBook:
         self.live: set[RequestRecord] = set()
         """Requests that have not ended."""
         self._here = here
-        self._seldom = Seldom(_TELL_EVERY_S)
+        self._seldom = LogThrottle(_TELL_EVERY_S)
 
     def begin(self, method: str, path: str) -> RequestRecord:
         """A request's head was read."""
@@ -124,14 +124,14 @@ class RequestBook:
             failed = record.outcome if record.outcome[0] == "5" or record.broken else ""
             record.trace.end(record.facts(), failed=failed)
         if self.log:
-            _log.info("request", **record.told(now))
+            _log.info("request", **record.log_fields(now))
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet."""
         for key in [key for key in self.counts if key[1] == engine_id]:
             del self.counts[key]
 
-    def tell(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
+    def warn(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
         """A warning, one in a few seconds at most for each event and ``about``."""
         unsaid = self._seldom.due(f"{event} {about}", self.clock())
         if unsaid is not None:
@@ -147,7 +147,6 @@ class RequestRecord:
     __slots__ = (
         "arrived_s",
         "attempts",
-        "book",
         "broken",
         "bytes_in",
         "bytes_out",
@@ -166,15 +165,16 @@ class RequestRecord:
         "tenant",
         "times",
         "trace",
+        "tracker",
         "usage",
         "why",
     )
 
-    def __init__(self, book: RequestBook, method: str, path: str) -> None:
-        self.book = book
+    def __init__(self, tracker: RequestTracker, method: str, path: str) -> None:
+        self.tracker = tracker
         self.method = method
         self.path = path
-        self.arrived_s = self.read_s = book.clock()
+        self.arrived_s = self.read_s = tracker.clock()
         self.model = ""
         self.request_id = ""
         self.label = ""
@@ -199,7 +199,7 @@ class RequestRecord:
 
     def read(self, size: int) -> None:
         """The request is whole."""
-        self.read_s = self.book.clock()
+        self.read_s = self.tracker.clock()
         self.bytes_in = size
 
     def placed(self, engine_id: str, *, completion: bool) -> None:
@@ -207,19 +207,19 @@ class RequestRecord:
         self.engine = engine_id
         self.attempts += 1
         if self.attempts == 1:
-            book = self.book
-            self.label = book.label(self.model)
-            times = book.times(self.label)
+            tracker = self.tracker
+            self.label = tracker.label(self.model)
+            times = tracker.times(self.label)
             if completion:
                 self.times = times
-                times.overhead.observe(book.clock() - self.read_s)
+                times.overhead.observe(tracker.clock() - self.read_s)
 
     def piece(self) -> None:
         """A piece of a successful stream came, the first one with its first token."""
         times = self.times
         if times is None:
             return
-        now = self.book.clock()
+        now = self.tracker.clock()
         if self.first_s is None:
             self.first_s = now
             times.first_token.observe(now - self.arrived_s)
@@ -253,7 +253,7 @@ class RequestRecord:
             "kvatlas.request_id": self.request_id,
         }
 
-    def told(self, now: float) -> dict[str, Any]:
+    def log_fields(self, now: float) -> dict[str, Any]:
         """The fields of the log line."""
         first, usage = self.first_s, self.usage
         return {

@@ -20,6 +20,7 @@ class ModelPrompts(msgspec.Struct, frozen=True):
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     default_chat_template_kwargs: dict[str, Any] = {}
     exclude_tools_when_tool_choice_none: bool = False
+    anthropic_disabled_thinking_effort: str = "auto"
     max_model_len: int | None = None
     lora_paths: dict[str, str] = {}
 

@@ -133,17 +133,22 @@ class LocalModel:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What engines find out about the template when they start."""
+        """What engines find out about the template when they start, or were told; where code renders, about
+        the template that they were given, if any."""
         sources = [None if one is None else one.source for one in self.templates.values()]
-        return TemplateTraits(any(map(wants_system_first, sources)), disabled_effort(self._short_chat))
+        if self._renderer not in {"hf", "harmony"} and self._config.chat_template is None:
+            sources = [None]
+        effort = self._config.anthropic_disabled_thinking_effort
+        if effort == "auto":
+            effort = disabled_effort(self._short_chat)
+        return TemplateTraits(any(map(wants_system_first, sources)), effort)
 
-    def _short_chat(self, effort: str) -> str | None:
+    def _short_chat(self, effort: str) -> str | list[int] | None:
         body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
         try:
-            text = self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
+            return self._render([bytes(body.messages[0])], None, 0, *self._context_of(body)).text
         except NotLocalError:
             return None
-        return text if isinstance(text, str) else None
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
         """The prompt of a chat; ``long``: made in a thread. Raises ``NotLocalError``, ``ApiError`` 400."""

@@ -218,8 +218,8 @@ class PromptReader:
             raise NotLocalError("no_tokenizer")
         scope = _scope(target, extras)
         count = 1
-        if local.family is not None and not isinstance(parsed, ChatBody | CompletionBody):
-            raise NotLocalError("renderer")  # the engine has code of its own for these APIs, not reproduced
+        if local.family is not None and request.path.rstrip("/") not in local.family.paths:
+            raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
         if isinstance(parsed, CompletionBody):
             first, count = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
             entry = await local.completion(parsed, first, extras, scope)

@@ -17,7 +17,7 @@ from router.admission.gate import KeyGate
 from router.admission.tenants import Entry
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.observe.requests import RequestBook, RequestRecord
+from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
@@ -63,14 +63,14 @@ class ProxyApp:
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        requests: RequestBook | None = None,
+        requests: RequestTracker | None = None,
         gate: KeyGate | None = None,
         aliases: Aliases | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.requests = requests or RequestBook(clock)
+        self.requests = requests or RequestTracker(clock)
         self._gate = gate
         self._aliases = aliases
         self.client = UpstreamClient(self.settings, self.stats, clock, tls)
@@ -239,7 +239,7 @@ class ProxyApp:
     ) -> None:
         self.stats.count_error(error.status, error.code)
         if error.status >= 500 and not record.explained:
-            self.requests.tell(
+            self.requests.warn(
                 "request not served",
                 record,
                 error.code,

@@ -144,7 +144,7 @@ class Forwarder:
     ) -> None:
         """Before ``record`` is told of the next engine."""
         if outcome is not None and not _broke(outcome):  # that is said elsewhere
-            record.book.tell(
+            record.tracker.warn(
                 "request retried",
                 record,
                 record.engine,
@@ -353,7 +353,7 @@ class Forwarder:
         self._failed(placement, error)
         engine_id = placement.engine_id
         record.broken = True
-        record.book.tell("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
+        record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
 
     async def _break_stream(
         self, relay: SseRelay, placement: Attempt, record: RequestRecord, error: UpstreamError, send: Send

@@ -245,9 +245,9 @@ def wants_system_first(source: str | None) -> bool:
     return False
 
 
-def disabled_effort(render: Callable[[str], str | None]) -> str:
+def disabled_effort(render: Callable[[str], str | list[int] | None]) -> str:
     """The effort that disabled thinking stands for: "low" where the template does not tell "none" from an
-    effort. ``render`` gives the text of a short chat with that effort, None where it is refused."""
+    effort. ``render`` gives the text or ids of a short chat with that effort, None where it is refused."""
     without = render("none")
     if without is None or any(render(effort) == without for effort in _EFFORTS):
         return "low"
