@@ -9,17 +9,17 @@ from router.api.answers import LiveRequest, PrefixView
 from router.api.metrics.page import Sources
 from router.index.base import Plane
 from router.index.media import GPU
-from router.observe.requests import RequestBook, RequestRecord
+from router.observe.requests import RequestRecord, RequestTracker
 from router.placement.engine import Engine
 
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
 
 
-def live_requests(book: RequestBook) -> list[LiveRequest]:
+def live_requests(tracker: RequestTracker) -> list[LiveRequest]:
     """Oldest first, a thousand at most."""
-    now = book.clock()
-    ordered = sorted(book.live, key=lambda record: record.arrived_s)[:_REQUESTS_MAX]
+    now = tracker.clock()
+    ordered = sorted(tracker.live, key=lambda record: record.arrived_s)[:_REQUESTS_MAX]
     return [
         LiveRequest(
             request_id=record.request_id,
