@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from publisher.events import BlockHash, BlockStored, Event, decode_batch, encode_batch, encode_tokens
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockHash, BlockStored, Event, encode_batch, encode_tokens
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency

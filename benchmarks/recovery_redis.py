@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from benchmarks.redis_index import Servers
 from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from publisher.events import BlockStored, decode_batch, encode_batch, encode_tokens
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockStored, encode_batch, encode_tokens
 from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency

@@ -25,7 +25,8 @@ from collections.abc import Callable, Generator
 import msgspec
 import zmq
 
-from publisher.events import Event, decode_batch, encode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import Event, encode_batch
 from publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
 
 END_SEQ = b"\xff" * 8

@@ -13,7 +13,8 @@ from collections.abc import Generator
 import msgspec
 import xxhash
 
-from publisher.events import DecodedBatch, EventDecodeError, decode_in_pieces, finish
+from publisher.event_decoder import decode_in_pieces, finish
+from publisher.events import DecodedBatch, EventDecodeError
 
 PAYLOAD_BYTES_MAX = 16 << 20
 """Largest payload that is decoded: some 2,500 times a busy engine's usual batch. Finding where its events

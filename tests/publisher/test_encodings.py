@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from publisher.event_decoder import decode_batch
 from publisher.events import (
     GROUPS_MAX,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventDecodeError,
-    decode_batch,
     encode_batch,
     encode_tokens,
     to_block_hash,

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from publisher.event_decoder import decode_batch
 from publisher.events import (
     AllBlocksCleared,
     BlockHash,
@@ -14,7 +15,6 @@ from publisher.events import (
     BlockStored,
     DecodedBatch,
     Event,
-    decode_batch,
     encode_tokens,
     to_block_hash,
 )

@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from publisher import vllm_plugin
-from publisher.events import BlockStored, Event, decode_batch, encode_tokens
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockStored, Event, encode_tokens
 from publisher.vllm_plugin import EventPublisher, register
 
 

@@ -8,7 +8,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import AllBlocksCleared, decode_batch, encode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import AllBlocksCleared, encode_batch
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher, rank_endpoint
 
 WAIT_S = 10.0

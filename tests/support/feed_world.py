@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool
+from publisher.event_decoder import decode_batch
 from publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockStored,
     DecodedBatch,
-    decode_batch,
     encode_batch,
     to_block_hash,
 )

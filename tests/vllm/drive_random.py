@@ -33,7 +33,8 @@ from vllm.v1.request import RequestStatus
 from connectors.hits.resolver import HitResolver
 from connectors.messages.keys import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
-from publisher.events import BlockHash, BlockStored, decode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockHash, BlockStored
 from publisher.groups import GroupSpec
 from router.index.base import Plane, Rows
 from router.index.learn import hash_scheme

@@ -19,7 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 import msgspec
 import zmq
 
-from publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError, decode_in_pieces
+from publisher.event_decoder import decode_in_pieces
+from publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError
 from publisher.snapshot import REQUEST
 from router.feeds.base import Cut, FeedSettings, ResyncError, SnapshotUnsupportedError
 from router.feeds.sockets import MessageReader, Slice, receive

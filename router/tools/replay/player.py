@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import xxhash
 
+from publisher.event_decoder import decode_batch
 from publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockStored,
     DecodedBatch,
     EventDecodeError,
-    decode_batch,
     to_block_hash,
 )
 from router.index.base import Index

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras, block_hashes
-from publisher.events import BlockHash, decode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockHash
 from router.index.base import Plane
 from router.index.engine import EngineResidency
 from router.index.model import FleetResidency

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from publisher.events import BlockRemoved, decode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockRemoved
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

@@ -9,13 +9,13 @@ import msgspec
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from publisher.event_decoder import decode_batch
 from publisher.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     DecodedBatch,
     EventDecodeError,
-    decode_batch,
     to_block_hash,
 )
 

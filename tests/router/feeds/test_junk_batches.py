@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from publisher.event_decoder import decode_batch, decode_in_pieces
 from publisher.events import (
     BLOCKS_MAX,
     EVENTS_MAX,
     BlockRemoved,
     BlockStored,
     EventDecodeError,
-    decode_batch,
-    decode_in_pieces,
     encode_batch,
     encode_tokens,
 )

@@ -10,14 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
-from publisher.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    decode_batch,
-    encode_tokens,
-)
+from publisher.event_decoder import decode_batch
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
 from publisher.groups import Family
 from publisher.snapshot import SnapshotLedger
 from router.index import engine as residency

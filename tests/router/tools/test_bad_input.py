@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from publisher.events import EventDecodeError, decode_batch, encode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import EventDecodeError, encode_batch
 from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
 from router.tools.capture.file import CapturedFrame, CaptureError, read_capture

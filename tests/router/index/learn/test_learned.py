@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockRemoved, BlockStored, Event, decode_batch, encode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockRemoved, BlockStored, Event, encode_batch
 from publisher.groups import GroupSpec
 from router.index.learn import hash_scheme as detect
 from router.index.learn import prefixes as learned

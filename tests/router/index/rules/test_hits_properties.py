@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import BlockHash, decode_batch, encode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockHash, encode_batch
 from publisher.groups import Family, GroupSpec, SpecClass
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout

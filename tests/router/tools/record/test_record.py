@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from publisher.events import BlockStored, decode_batch, encode_batch, encode_tokens
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockStored, encode_batch, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.errors import ConfigError
 from router.feeds.base import FeedSettings

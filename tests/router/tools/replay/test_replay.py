@@ -13,7 +13,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.events import BlockHash, decode_batch
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockHash
 from publisher.zmq_publisher import ZmqPublisher
 from router.feeds.wire import parse_live
 from router.index.base import Plane
