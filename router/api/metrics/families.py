@@ -32,6 +32,7 @@ GAUGES = frozenset(
         "lease_wanted",
         "inflight_prompts",
         "prompts_context_bytes",
+        "prompts_media_bytes",
         "prompts_prefix_bytes",
         "proxy_requests_active",
         "source_engines",
