@@ -10,28 +10,38 @@ A request lives: ``request`` -> ``start`` (takes the hit) -> ``compute`` per chu
 is everything between two ``end_step`` calls; ``finish`` and ``take_events`` end a step too, because the
 engine does both only after one.
 
+With a connector behind the pool, ``start`` may begin a load, which ``loaded`` ends, and ``due`` says what
+would be copied out (``publisher.pool.host_tier`` keeps it), ``pin`` holds it meanwhile.
+
 Always true: between calls every block is free or counted by its users, and what is free stays findable until
 it is handed out again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
 from publisher.events import AllBlocksCleared, Event
 from publisher.groups import Family, GroupSpec
 from publisher.pool.chunks import aligned_chunk
-from publisher.pool.hits import HitFinder
+from publisher.pool.hits import Hit, HitFinder
 from publisher.pool.layout import pool_layout
 from publisher.pool.mamba import AlignedMambaTable, MambaTable
 from publisher.pool.request import PoolRequest
 from publisher.pool.store import BlockStore, IntegrityError, WireHash, first_copy
 from publisher.pool.stored import EventWriter
-from publisher.pool.tables import FullTable, GroupTable, PoolParts
+from publisher.pool.tables import DueBlock, FullTable, GroupTable, PoolParts
 from publisher.pool.windows import ChunkedTable, WindowTable
 
 __all__ = ["HybridBlockPool", "IntegrityError", "PoolRequest"]
+
+Reach = Callable[[PoolRequest, int], int]
+"""(request, its hit in tokens) -> tokens that hit and load together give."""
+
+_IN_PROMPT_ORDER = itemgetter(0, 1)
 
 
 class HybridBlockPool:
@@ -66,6 +76,7 @@ class HybridBlockPool:
         parts = PoolParts(self.layout, self._store, writer, chunk_tokens_max)
         self._tables = [_table(group, parts) for group in groups]
         self._live: dict[int, PoolRequest] = {}
+        self._pinned: Counter[int] = Counter()
         self._quiet = self.layout.has_quiet_decodes
 
     @property
@@ -111,16 +122,30 @@ class HybridBlockPool:
         hit = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         return hit.length, max(hit.length, hit.boundary)
 
-    def start(self, request: PoolRequest, budget_tokens: int | None = None) -> int | None:
+    def start(
+        self,
+        request: PoolRequest,
+        budget_tokens: int | None = None,
+        *,
+        reach: Reach | None = None,
+        reserved_blocks: int = 0,
+    ) -> int | None:
         """Take the hit of a waiting request and hold its blocks; returns its length in tokens.
 
         None, with nothing changed, if the whole request or its first chunk of at most ``budget_tokens``
         (default: ``chunk_tokens_max``) does not fit now, or if it must wait for the next step.
+
+        ``reach`` tells how far a connector would load the prompt, given the hit. Where that is further, the
+        request holds the blocks of the load too, ``loading_to`` is set, and ``loaded`` must follow before
+        anything is computed; a load leaves ``reserved_blocks`` free for the prompts that are under way.
         """
         if request.started:
             raise ValueError("the request has been started already")
         hit = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         request.shared_prefix_boundary = hit.boundary
+        end = hit.length if reach is None else reach(request, hit.length)
+        if end > hit.length:
+            return self._start_load(request, hit, end, reserved_blocks)
         chunk = self._chunk(
             request, hit.length, self.chunk_tokens_max if budget_tokens is None else budget_tokens
         )
@@ -136,11 +161,46 @@ class HybridBlockPool:
                 return None
         for table, column in zip(self._tables, blocks, strict=True):
             table.adopt(request, column, hit.length)
-        request.started = True
-        request.hit = request.num_computed = hit.length
-        request.quiet_to = -1
-        self._live[id(request)] = request
+        self._started(request, hit.length)
         return hit.length
+
+    def loaded(self, request: PoolRequest) -> None:
+        """The load that ``start`` began has ended: what it filled is stored, computing goes on behind it.
+        Raises ``ValueError`` where none was begun."""
+        if not request.loading_to:
+            raise ValueError("the request loads nothing")
+        self._cache(request, request.loading_to)
+        request.num_computed, request.loading_to = request.loading_to, 0
+
+    def due(self, request: PoolRequest) -> list[DueBlock]:
+        """What a connector would copy out now: the blocks in use that became full since the last call, or
+        were hit, and can serve a hit; in prompt order."""
+        start, now, unit = request.offered, request.num_computed, self.layout.hash_block_size
+        if now // unit <= start // unit:
+            return []
+        request.offered = now
+        boundaries, tokens = self._boundaries(request), self.layout.cacheable_tokens
+        found: list[DueBlock] = []
+        for idx, table in enumerate(self._tables):
+            found += table.due(request, tokens(start, idx), tokens(now, idx), boundaries)
+        return sorted(found, key=_IN_PROMPT_ORDER)
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Keep blocks from being reused while they are copied, whatever becomes of their requests."""
+        self._store.touch(blocks)
+        self._pinned.update(blocks)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Give back one pin on each, the last block first. Raises ``ValueError`` where there is none."""
+        if any(count > self._pinned[block] for block, count in Counter(blocks).items()):
+            raise ValueError("a block is given back that was not pinned")
+        self._pinned -= Counter(blocks)
+        self._store.free(blocks[::-1])
+
+    def blocks_to_finish(self, request: PoolRequest) -> int:
+        """Free blocks that the rest of a started prompt will take."""
+        num_tokens = request.num_tokens
+        return sum([table.blocks_to_finish(request, num_tokens) for table in self._tables])
 
     def next_chunk(self, request: PoolRequest, budget_tokens: int | None = None) -> int:
         """How many tokens of a started request the engine would compute next, at most ``budget_tokens``.
@@ -157,7 +217,7 @@ class HybridBlockPool:
         """
         before = request.num_computed
         now = before + num_tokens
-        if num_tokens <= 0 or now > len(request.token_ids) or not request.started:
+        if num_tokens <= 0 or now > len(request.token_ids) or not request.started or request.loading_to:
             raise ValueError(f"cannot compute {num_tokens} of {len(request.token_ids) - before} tokens")
         if now <= request.quiet_to:
             request.num_computed = now
@@ -221,7 +281,7 @@ class HybridBlockPool:
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` unless every block is accounted for (O(blocks))."""
-        uses = [0] * self._store.num_blocks
+        uses = [self._pinned[block] for block in range(self._store.num_blocks)]
         for request in self._live.values():
             for table in request.tables:
                 for block in table:
@@ -239,10 +299,44 @@ class HybridBlockPool:
             return max(num_tokens, 0)
         return aligned_chunk(self.layout, request, start, num_tokens, self.chunk_tokens_max)
 
-    def _cache(self, request: PoolRequest, num_tokens: int) -> None:
+    def _start_load(self, request: PoolRequest, hit: Hit, end: int, reserved_blocks: int) -> int | None:
+        """``start`` of a request that a connector loads up to ``end``, as vLLM admits one."""
+        whole = self.layout.scheduler_block_size
+        local = hit.length // whole * whole  # what is hit inside a block is loaded with the block
+        columns = [
+            [first_copy(copies) for copies in column[: local // table.block_size]]
+            for table, column in zip(self._tables, hit.columns, strict=True)
+        ]
+        for num_tokens, capped in ((request.num_tokens, True), (end, False)):
+            needed = sum(
+                table.blocks_to_admit(column, local, num_tokens, capped=capped, loaded_to=end)
+                for table, column in zip(self._tables, columns, strict=True)
+            )
+            if needed > self._store.num_free - (0 if capped else reserved_blocks):
+                return None
+        for table, column in zip(self._tables, columns, strict=True):
+            table.adopt(request, column, local, end)
+        for table in self._tables:  # after all hits are held, or a load could evict another group's
+            table.allocate(request, end)
+        request.loading_to = end
+        self._started(request, local)
+        return local
+
+    def _started(self, request: PoolRequest, hit: int) -> None:
+        request.started = True
+        request.hit = request.num_computed = hit
+        request.quiet_to = -1
+        self._live[id(request)] = request
+
+    def _boundaries(self, request: PoolRequest) -> tuple[int, ...]:
+        """Where prompts are expected to go on from this one."""
         boundaries = self.layout.replay_boundaries(request.num_prompt_tokens)
         if request.shared_prefix_boundary:
             boundaries += (request.shared_prefix_boundary,)
+        return boundaries
+
+    def _cache(self, request: PoolRequest, num_tokens: int) -> None:
+        boundaries = self._boundaries(request)
         for group_idx, table in enumerate(self._tables):
             table.cache(request, self.layout.cacheable_tokens(num_tokens, group_idx), boundaries)
 

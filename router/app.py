@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,16 @@ import structlog
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
-from router.api.admin.actions import FleetDesk
-from router.api.admin.app import AdminOffice
+from router.api.admin.actions import FleetActions
+from router.api.admin.app import AdminApi
 from router.api.app import CONTROL_PREFIX, TENANT, create_control, create_ops, error_answer, is_control
-from router.api.metrics import Sources
-from router.api.ops import OpsPort, ops_door
-from router.api.readiness import Judge, Readiness
+from router.api.metrics.page import Sources
+from router.api.ops import OpsPort, ops_authenticator
+from router.api.readiness import Readiness, ReadinessCheck
 from router.config.schema import ANY_MODEL, Config
-from router.feeds.audit import Upkeep
+from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
-from router.feeds.manager import Followers, Following
+from router.feeds.manager import FeedControl, FeedManager
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import EngineAddress
@@ -41,44 +41,63 @@ from router.http.server.stats import ListenStats
 from router.http.tls import Certificates, client_context
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
-from router.observe.requests import RequestBook
+from router.observe.requests import RequestTracker
+from router.observe.traces import Traces
 from router.openai.errors import ApiError
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
+from router.placement.inflight import InflightPrompt
 from router.placement.load import OthersLoad
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
 from router.replication.service import SharedIndex
+from router.workers.crew import Crew
+from router.workers.gossip import SiblingGossip
+from router.workers.seat import WorkerSeat
+from router.workers.view import WholeView, worker_families
 
 _log = structlog.get_logger()
 
 
 class Router:
-    """One router process. ``clock`` is monotonic seconds."""
+    """One router process. ``clock`` is monotonic seconds; ``seat``: it is one of several workers."""
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seat: WorkerSeat | None = None,
+    ) -> None:
         self.config = config
+        self._clock = clock
         self.accounts = Accounts(clock, config.access_log)
         self.shared = (
             SharedIndex(config.index, self._own_load, clock=clock) if config.index.is_shared else None
         )
         self.scopes = Scopes(self._facts, None if self.shared is None else self.shared.index_of)
-        self.followers = Followers(self.scopes, clock=clock, settings=config.feeds, told=self._feed_is)
-        self._following: Following = self.followers
+        self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
+        self._following: FeedControl = self.feeds
         if self.shared is not None:
-            self.shared.attach(self.followers, self.scopes)
+            self.shared.attach(self.feeds, self.scopes)
             self.accounts.inflight = self.shared.inflight
             self._following = self.shared
+        self.gate = self._open_gate()
+        self.gossip = None if seat is None else self._gossip(seat)
         self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
         self.listen_stats: ListenStats | None = None
         self.draining: Callable[[], bool] = lambda: False
-        self._clock = clock
-        self._upkeep = Upkeep(self.fleet, self.scopes, self.followers, clock=clock)
+        self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
         self._poller: FleetPoller[Engine] | None = None
         self.roster = Roster(engines_max=max(config.fleet.engines_max, len(config.engines)))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
+        self.crew: Crew | None = None
+        if seat is not None and self.gossip is not None:
+            self.crew = Crew(
+                seat, self.gossip, self.roster, applied=self._assign, unheard=self.fleet_sources.unsynced
+            )
         self._in_clients_names: aiohttp.ClientSession | None = None
         """Calls engines without the router's key: they answer for a client, who may have none."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -94,13 +113,13 @@ class Router:
         )
         self.certificates = Certificates()
         self._engine_tls = self._hold_engine_tls()
-        self.gate = self._open_gate()
+        self.traces = Traces(config.traces) if config.traces.endpoint else None
         self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
         self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
-        self._judge = Judge(
+        self._readiness_check = ReadinessCheck(
             self.fleet,
-            unheard=self.fleet_sources.unheard,
+            unsynced=self.fleet_sources.unsynced,
             index_problem=lambda: "" if self.shared is None else self.shared.problem,
             clock=clock,
             warm_up_s_max=config.fleet.warm_up_s_max,
@@ -119,13 +138,33 @@ class Router:
             self.proxy.requests,
             self.gate,
             self._aliases,
+            None if self.traces is None else self.traces.stats,
+            others=self._others,
         )
+        self._view: WholeView | None = None
+        if seat is not None and self.crew is not None:
+            gossip = self.crew.gossip
+            self._sources.more = lambda: worker_families(
+                seat.slot, gossip.stats, gossip.delays, self.listen_stats
+            )
+            self._view = self.crew.view(self._sources)
         insight: Any = create_ops(
-            self.planner, self._sources, readiness=self.readiness, body_bytes_max=config.proxy.body_bytes_max
+            self.planner,
+            self._sources,
+            readiness=self.readiness,
+            body_bytes_max=config.proxy.body_bytes_max,
+            view=self._view,
         )
-        door = ops_door(config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock)
-        self.ops = OpsPort(insight, host=config.server.ops_host, port=config.server.ops_listens_on, door=door)
-        self._control = insight
+        door = ops_authenticator(config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock)
+        self.ops = OpsPort(
+            insight,
+            host=config.server.ops_host,
+            port=config.server.ops_listens_on if self.leads else None,
+            authenticator=door,
+            sock=None if seat is None else seat.ops,
+            at="" if seat is None else seat.ops_at,
+        )
+        self._insight = self._control = insight
         if config.server.ops_port != "public":
             self._control = create_control(
                 self.planner, self._sources, readiness=self.readiness, refusal=self.ops.refusal
@@ -140,12 +179,13 @@ class Router:
             settings=self.config.policy,
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
-            shared=None if self.shared is None else self.shared.lookup,
+            shared=self.gossip if self.shared is None else self.shared.lookup,
         )
-        requests = RequestBook(
+        requests = RequestTracker(
             self._clock,
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
+            traces=self.traces,
         )
         proxy = ProxyApp(
             planner,
@@ -203,9 +243,24 @@ class Router:
         if scope["type"] == "http" and is_control(scope["path"]):
             await self._answer_control(scope, receive, send)
         elif scope["type"] == "http" and self.admin is not None and self.admin.here(scope["path"]):
-            await self.admin(scope, receive, send)
+            if self.crew is not None and not self.leads:
+                await self.crew.calls.to_lead(scope, receive, send)
+            else:
+                await self.admin(scope, receive, send)
         else:
             await self.proxy(scope, receive, send)
+
+    def _is_the_leads(self, path: str) -> bool:
+        """Whether only the lead of the workers, another one, shows this."""
+        open_here = self.config.server.ops_port == "public"
+        return not self.leads and open_here and (path == "/metrics" or path.startswith(CONTROL_PREFIX))
+
+    async def _whole(self, scope: Any, receive: Any, send: Any) -> None:
+        """What siblings pass on, at the lead."""
+        if self.admin is not None and self.admin.here(scope["path"]):
+            await self.admin(scope, receive, send)
+        else:
+            await self._insight(scope, receive, send)
 
     async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
         """Which models there are is told to those who may use them."""
@@ -215,7 +270,10 @@ class Router:
             except ApiError as error:
                 await error_answer(error)(scope, receive, send)
                 return
-        await self._control(scope, receive, send)
+        if self._is_the_leads(scope["path"]) and self.crew is not None:
+            await self.crew.calls.to_lead(scope, receive, send)
+        else:
+            await self._control(scope, receive, send)
 
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
@@ -241,11 +299,13 @@ class Router:
             self._session() as in_clients_names,
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
+            self._in_crew(),
             asyncio.TaskGroup() as tasks,
         ):
             self._in_clients_names, self._tasks = in_clients_names, tasks
             poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
-            works = [poller.run(), self.fleet_sources.run(), self._upkeep.detect(), self._upkeep.audit_all()]
+            self._assign()
+            works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
             works.append(self.certificates.watch())
             if self.shared is not None:
                 works.append(self.shared.run())
@@ -264,13 +324,57 @@ class Router:
                 self._following.stop_all()
                 if self.accounts.access is not None:
                     await asyncio.to_thread(self.accounts.access.close)
+                if self.traces is not None:
+                    await asyncio.to_thread(self.traces.close)
                 self.proxy.close()
                 self.reader.close()
                 self._in_clients_names = self._tasks = self._poller = None
 
+    def _in_crew(self) -> AbstractAsyncContextManager[None]:
+        if self.crew is None or self._view is None:
+            return nullcontext()
+        return self.crew.working(self._view, self._whole)
+
+    @property
+    def leads(self) -> bool:
+        """It answers for all workers, or is alone."""
+        return self.crew is None or self.crew.leads
+
+    def _gossip(self, seat: WorkerSeat) -> SiblingGossip:
+        """The books that workers share; without a shared index all of them."""
+        gossip = SiblingGossip(
+            seat,
+            self._own_load,
+            clock=self._clock,
+            whole=self.shared is None,
+            served=self._served_elsewhere,
+            gate=self.gate,
+        )
+        self.accounts.responses = gossip.responses
+        if self.shared is None:
+            self.accounts.inflight, self.accounts.affinity = gossip.inflight, gossip.affinity
+        return gossip
+
+    def _served_elsewhere(self, prompt: InflightPrompt) -> None:
+        """An engine has computed a prompt that another worker sent there: so has its shadow."""
+        engine = self.fleet.get(prompt.engine_id)
+        if engine is not None and engine.shadow is not None and prompt.num_blocks:
+            tokens = range(prompt.num_blocks * engine.shadow.spec.scheme.hash_block_size)
+            engine.shadow.served(tokens, lambda scheme: list(prompt.hashes))
+
+    def _others(self) -> Mapping[str, OthersLoad]:
+        """What sibling workers have in flight, by engine."""
+        return {} if self.gossip is None or self.shared is not None else self.gossip.others()
+
+    def discard(self) -> None:
+        """It was made to check the configuration, and will not run: what it started ends."""
+        if self.traces is not None:
+            self.traces.close()
+        self.reader.close()
+
     def readiness(self) -> Readiness:
         """Whether traffic should come here."""
-        return self._judge.judge(draining=self.draining())
+        return self._readiness_check.check(draining=self.draining())
 
     def retire(self) -> None:
         """The server drains: what other replicas can take over, they may take now."""
@@ -282,17 +386,27 @@ class Router:
         if self._poller is not None:
             self._poller.assign(self.roster.wanted())
 
-    def _open_admin(self) -> AdminOffice | None:
+    def _open_admin(self) -> AdminApi | None:
         if not self.config.admin.enabled:
             return None
-        desk = FleetDesk(
+        actions = FleetActions(
             self.roster,
             self.fleet,
             self._clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
+            others=self._others,
         )
-        return AdminOffice(self.config.admin, desk, clock=self._clock, certificates=self.certificates)
+        seat = None if self.crew is None else self.crew.seat
+        return AdminApi(
+            self.config.admin,
+            actions,
+            clock=self._clock,
+            certificates=self.certificates,
+            port=self.leads,
+            sock=None if seat is None else seat.admin,
+            settled=None if self.crew is None else self.crew.roster.changed,
+        )
 
     # -- what the fleet poller tells ------------------------------------------------------------------
 
@@ -336,11 +450,11 @@ class Router:
             leaving=(
                 lambda engine: self._following.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),
-                lambda engine: self._upkeep.forget(engine.engine_id),
+                lambda engine: self._audit.forget(engine.engine_id),
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
-            events_due=self.followers.computed,
+            events_due=self.feeds.computed,
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
@@ -355,8 +469,8 @@ class Router:
         return {engine_id: load for engine_id, load in loads if load is not None}
 
     def audit(self, status: Engine) -> None:
-        """See ``Upkeep``."""
-        self._upkeep.audit(status)
+        """See ``ResidencyAudit``."""
+        self._audit.audit(status)
 
     async def _post(
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float

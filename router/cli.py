@@ -72,6 +72,10 @@ def serve(
     port: Annotated[
         int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
     ] = None,
+    workers: Annotated[
+        str | None,
+        Parameter(help="Processes that share the port, or auto: one per core (default 1)."),
+    ] = None,
     ops_port: Annotated[
         str | None,
         Parameter(
@@ -106,6 +110,7 @@ def serve(
     flags = {
         "server.host": host,
         "server.port": port,
+        "server.workers": workers,
         "server.ops_port": ops_port,
         "server.expose_decision": expose_decision,
         "server.log_level": log_level,

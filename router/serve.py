@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import logging
+import shutil
 import socket
 import sys
 import tempfile
@@ -22,20 +23,27 @@ from router.api.admin.tokens import AdminFileError
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.load import Loaded
-from router.config.schema import Config
+from router.config.schema import WORKERS_MAX, Config
 from router.http.descriptors import connections_held
 from router.http.server.server import ProxyServer, listen_config
-from router.http.server.side_server import url_of
+from router.http.server.settings import ListenSettings
+from router.http.server.side_server import address_url, url_of
 from router.http.server.stats import ListenStats
 from router.http.tls import TlsError, server_context
+from router.observe.prefix_ids import read_key
+from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.replication.redis.errors import SettingsError
 from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
+from router.workers.seat import WorkerSeat, WorkerSockets, cores
+from router.workers.supervisor import Supervisor
 
 _log = structlog.get_logger()
+_STOP_S = 10.0
+"""How long a worker may take to end beyond its drain."""
 _TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
@@ -61,7 +69,10 @@ class LogSink(io.TextIOBase):
 
 
 class RouterServer(ProxyServer):
-    """Says where it listens, once it does: port 0 takes a free one."""
+    """Says where it listens, once it does: port 0 takes a free one. ``seat``: it is a worker, whose parent
+    says so; it drains when that ends."""
+
+    seat: WorkerSeat | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen. Raises ``ListenError``."""
@@ -74,7 +85,21 @@ class RouterServer(ProxyServer):
                 ) from None
             raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
         if self.started:
+            self.on_listening()
+
+    def on_listening(self) -> None:
+        """It listens."""
+        if self.seat is None:
             _log.info("listening", url=self.base_url)
+        else:
+            asyncio.get_running_loop().add_reader(self.seat.parent, self._parent_ended, self.seat.parent)
+            self.seat.started()
+
+    def _parent_ended(self, pipe: int) -> None:
+        asyncio.get_running_loop().remove_reader(pipe)
+        if self.seat is not None:
+            shutil.rmtree(self.seat.folder, ignore_errors=True)
+        self.drain()
 
     @property
     def base_url(self) -> str:
@@ -93,7 +118,7 @@ def check(config: Config) -> Router:
         router = Router(config)
         if config.server.tls.given:
             server_context(config.server.tls, _TLS_KEYS)
-    except (AdminFileError, KeyFileError, TlsError) as error:
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None
@@ -152,7 +177,7 @@ def serve(config: Config) -> int:
     configure_logging(config.server.log_level, config.server.log_format)
     router = check(config)
     check_shared_index(config)
-    server = make_server(router)
+    workers = cores() if config.server.workers == "auto" else config.server.workers
     tame_garbage_collection()
     share_the_interpreter()
     _log.info(
@@ -164,12 +189,76 @@ def serve(config: Config) -> int:
     for model in config.models:
         if (library := router.reader.tokenized_by(model)) is not None:
             _log.info("tokenizer", model=model, library=library)
+    if workers > 1:
+        router.discard()
+        return _supervise(config, min(workers, WORKERS_MAX))
+    return _run(make_server(router))
+
+
+def _run(server: RouterServer, sockets: list[socket.socket] | None = None) -> int:
     try:
-        server.run()
+        server.run(sockets)
     except ListenError as error:
         _log.error("not started", problem=str(error))
         return 1
     return 0 if server.started else 1
+
+
+def _supervise(config: Config, workers: int) -> int:
+    """The parent of several workers; returns the exit status."""
+    server, listen = config.server, config.listen
+    ops = None if server.ops_listens_on is None else (server.ops_host, server.ops_listens_on)
+    own_admin = config.admin.enabled and config.admin.port is not None
+    admin = (config.admin.host, config.admin.port or 0) if own_admin else None
+    try:
+        sockets = WorkerSockets(workers, (server.host, server.port), ops=ops, admin=admin)
+    except OSError as error:
+        _log.error("not started", problem=str(error))
+        return 1
+    if config.access_log.path:
+        with contextlib.suppress(OSError):  # said by whoever writes
+            read_key(Path(_key_file(config)))
+    url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
+    return Supervisor(
+        sockets,
+        lambda seat: _work(config, seat),
+        on_up=lambda: _log.info("listening", url=url, workers=workers),
+        stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_S,
+    ).run()
+
+
+def _work(config: Config, seat: WorkerSeat) -> int:
+    """One worker, in its own process; returns its exit status."""
+    configure_logging(config.server.log_level, config.server.log_format, worker=seat.slot)
+    router = Router(worker_config(config, seat), seat=seat)
+    if router.accounts.access is not None:
+        router.accounts.access.beside = [Path(_access_log(config, slot)) for slot in range(1, seat.count)]
+    server = make_server(router)
+    server.seat = seat
+    return _run(server, seat.public)
+
+
+def worker_config(config: Config, seat: WorkerSeat) -> Config:
+    """What differs at one worker: names that must be its own, and its part of the access log."""
+    index, access = config.index, config.access_log
+    if index.replica:
+        index = msgspec.structs.replace(index, replica=f"{index.replica}/{seat.slot}")
+    if access.path:
+        access = msgspec.structs.replace(
+            access,
+            path=_access_log(config, seat.slot),
+            key_file=_key_file(config),
+            bytes_max=max(1, access.bytes_max // seat.count),
+        )
+    return msgspec.structs.replace(config, index=index, access_log=access)
+
+
+def _access_log(config: Config, slot: int) -> str:
+    return config.access_log.path + (f".worker{slot}" if slot else "")
+
+
+def _key_file(config: Config) -> str:
+    return config.access_log.key_file or f"{config.access_log.path}.key"
 
 
 def make_server(router: Router) -> RouterServer:
@@ -180,7 +269,7 @@ def make_server(router: Router) -> RouterServer:
     context, files = None, config.server.tls
     if files.given:
         context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
-    held = connections_held(config.listen.connections_max)
+    held = connections_held(config.listen.connections_max, default=ListenSettings().connections_max)
     server = RouterServer(
         listen_config(
             router,
@@ -197,13 +286,19 @@ def make_server(router: Router) -> RouterServer:
     return server
 
 
-def configure_logging(level: str, log_format: str) -> None:
-    """Log lines to stderr: coloured for people on a terminal, JSON for machines."""
+def configure_logging(level: str, log_format: str, worker: int | None = None) -> None:
+    """Log lines to stderr: coloured for people on a terminal, JSON for machines. ``worker``: its number is in
+    every line."""
+
+    def by_worker(_logger: Any, _method: str, line: Any) -> Any:
+        return line if worker is None else {**line, "worker": worker}
+
     renderer: Any = structlog.processors.JSONRenderer()
     if log_format == "console":
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(
         processors=[
+            by_worker,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,

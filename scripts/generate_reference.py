@@ -27,7 +27,7 @@ from publisher.simulator.settings import PRESETS
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
 from router.api.admin.stats import AdminStats
-from router.api.metrics import RouterCollector, Sources
+from router.api.metrics.page import RouterCollector, Sources
 from router.app import Router
 from router.cli import app
 from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
@@ -37,9 +37,13 @@ from router.fleet.identity import EngineAddress
 from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.access_log import AccessLogSettings
+from router.observe.histogram import Histogram
 from router.observe.receipts import Outcome
+from router.observe.traces import TraceStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
+from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
+from router.workers.view import crew_families, worker_families
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\
@@ -288,6 +292,11 @@ def _sources() -> Sources:
         AdminStats(),
         router.proxy.requests,
         _gate(),
+        traces=TraceStats(),
+        more=lambda: (
+            *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
+            *crew_families(1, {0}, {}),
+        ),
     )
     router.reader.close()
     return sources

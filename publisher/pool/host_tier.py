@@ -1,19 +1,22 @@
-"""Host memory behind a simulated engine's GPU: what a KV connector would keep there, load, and tell of.
+"""Blocks held outside a simulated engine's GPU: what a KV connector would keep there, load, and tell of.
 
-Every block that the pool stores is copied, in the order of its events; the least recently stored go first. A
-request is given what lies there from its GPU hit on, as far as all groups can resume, and so is as far as a
-connector would take it; moving the bytes takes time and no compute.
+What comes to be held goes in chains, the blocks of one request in prompt order; the least recently used give
+way, those of a chain from its end on, and none of them for another of the same chain: the connectors' policy
+``lru``, whose hits these are (``tests/connectors/tier/test_simulated_tier.py``). A request is given what lies
+here from its GPU hit on, as far as all groups can resume, and so is as far as a connector
+would take it; moving the bytes takes time and no compute.
 Always true: the blocks held are those of the stored events less those of the removed ones.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
 from publisher.events import BlockRemoved, BlockStored, Event
+from publisher.groups import Family, GroupSpec
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import PoolLayout
 from publisher.pool.request import PoolRequest
@@ -21,6 +24,9 @@ from publisher.pool.store import Copies, WireHash
 
 OWNER = "kvatlas-host"
 _THERE: Copies = 1
+
+HeldKey = tuple[int, WireHash]
+"""Group, and the hash at the block's end."""
 
 
 class HostTier:
@@ -31,8 +37,16 @@ class HostTier:
             layout = replace(layout, alignment=layout.scheduler_block_size, partial_hits=False)
         self._layout = layout
         self._blocks_max = blocks_max
-        self._held: OrderedDict[tuple[int, WireHash], None] = OrderedDict()
+        self._held: OrderedDict[HeldKey, None] = OrderedDict()
         self._by_group: list[dict[WireHash, Copies]] = [{} for _ in layout.groups]
+        full = [group for group in layout.groups if group.family is Family.FULL]
+        self._full = full[0] if full and not layout.partial_hits else None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: HeldKey) -> bool:
+        return key in self._held
 
     def follow(self, events: Iterable[Event]) -> list[Event]:
         """Copy what the pool stored; returns what the connector tells of it."""
@@ -42,19 +56,61 @@ class HostTier:
                 told += self._store(event)
         return told
 
+    def store(self, chain: Sequence[HeldKey]) -> tuple[list[HeldKey], list[HeldKey]]:
+        """Hold these blocks too, as far as there is room; returns those that are new, and those that gave
+        way."""
+        held, asked = self._held, set(chain)
+        self.use([key for key in chain if key in held])
+        new = [key for key in dict.fromkeys(chain) if key not in held]
+        missing = len(held) + len(new) - self._blocks_max
+        gone = self._oldest(missing, asked) if missing > 0 else []
+        new = new[: self._blocks_max - len(held) + len(gone)]
+        for group, block in gone:
+            del held[group, block]
+            del self._by_group[group][block]
+        for key in reversed(new):
+            held[key] = None
+            self._by_group[key[0]][key[1]] = _THERE
+        return new, gone
+
+    def use(self, keys: Sequence[HeldKey]) -> None:
+        """These blocks, which are held, have been used."""
+        for key in reversed(keys):
+            self._held.move_to_end(key)
+
     def reach(self, request: PoolRequest, hit: int) -> int:
         """Tokens that the GPU hit and a load together give; never less than ``hit``."""
-        whole = self._layout.scheduler_block_size
         hashes = request.known_hashes()
-        before: dict[WireHash, Copies] = dict.fromkeys(
-            hashes[: hit // whole * whole // self._layout.hash_block_size], _THERE
-        )
-        maps = [ChainMap(before, held) for held in self._by_group]
+        whole = self._layout.scheduler_block_size
+        local = hit // whole * whole
+        if not self._goes_on(hashes, local):
+            return hit
+        before = set(hashes[: local // self._layout.hash_block_size])
+        maps = [_Behind(before, held) for held in self._by_group]
         finder = HitFinder(self._layout, maps)  # type: ignore[arg-type]
         found = finder.find(hashes, request.num_tokens - 1).length
         while found > hit and not self._ends_are_held(hashes, found):
             found = finder.find(hashes, found - 1).length
         return max(hit, found)
+
+    def load_keys(self, request: PoolRequest, hit: int, end: int) -> list[HeldKey]:
+        """The blocks that a load from the GPU hit to ``end`` moves, in prompt order."""
+        unit, hashes = self._layout.hash_block_size, request.hashes
+        found: list[tuple[int, int, WireHash]] = []
+        for group in self._layout.groups:
+            size = group.block_size
+            first = max(hit, _first_read(group, end))
+            for position in range(first // size, -(-end // size)):
+                last = min((position + 1) * size, end)
+                found.append((last, group.group_idx, hashes[last // unit - 1]))
+        return [(group_idx, block) for _, group_idx, block in sorted(found, key=lambda one: one[:2])]
+
+    def _goes_on(self, hashes: Sequence[WireHash], local: int) -> bool:
+        """Whether a load is possible at all: full attention needs the very next block."""
+        if self._full is None:
+            return True
+        end = (local // self._full.block_size + 1) * self._full.block_size // self._layout.hash_block_size
+        return end <= len(hashes) and hashes[end - 1] in self._by_group[self._full.group_idx]
 
     def _ends_are_held(self, hashes: Sequence[WireHash], end: int) -> bool:
         """Whether each block that a load would end in is held under the hash at that end."""
@@ -62,27 +118,57 @@ class HostTier:
         inside = (group.group_idx for group in self._layout.groups if end % group.block_size)
         return all(last in self._by_group[group_idx] for group_idx in inside)
 
+    def _oldest(self, count: int, spared: set[HeldKey]) -> list[HeldKey]:
+        found: list[HeldKey] = []
+        for key in self._held:
+            if len(found) == count:
+                break
+            if key not in spared:
+                found.append(key)
+        return found
+
     def _store(self, event: BlockStored) -> list[Event]:
         group = event.group_idx or 0
-        new: list[int | bytes] = []
-        for block in event.block_hashes:
-            if (group, block) in self._held:
-                self._held.move_to_end((group, block))
-            else:
-                self._held[group, block] = None
-                self._by_group[group][block] = _THERE
-                new.append(block)
-        if not new:
-            return []
-        stored = replace(
-            event, block_hashes=new, extra_keys=None, medium="CPU", locality="LOCAL", ownership=OWNER
-        )
-        return [stored, *self._evict()]
+        new, gone = self.store([(group, block) for block in event.block_hashes])
+        told: list[Event] = [BlockRemoved([block], "CPU", idx, "LOCAL", OWNER) for idx, block in gone]
+        if new:
+            told.append(
+                replace(
+                    event,
+                    block_hashes=[block for _, block in new],
+                    extra_keys=None,
+                    medium="CPU",
+                    locality="LOCAL",
+                    ownership=OWNER,
+                )
+            )
+        return told
 
-    def _evict(self) -> list[Event]:
-        gone: list[Event] = []
-        while len(self._held) > self._blocks_max:
-            (group, block), _ = self._held.popitem(last=False)
-            del self._by_group[group][block]
-            gone.append(BlockRemoved([block], "CPU", group, "LOCAL", OWNER))
-        return gone
+
+class _Behind:
+    """One group's blocks as a finder looks them up: those held here, and all before the load."""
+
+    __slots__ = ("_before", "_held")
+
+    def __init__(self, before: set[WireHash], held: dict[WireHash, Copies]) -> None:
+        self._before, self._held = before, held
+
+    def __contains__(self, block: WireHash) -> bool:
+        return block in self._before or block in self._held
+
+    def __getitem__(self, block: WireHash) -> Copies:
+        return _THERE
+
+
+def _first_read(group: GroupSpec, end: int) -> int:
+    """The first token that a group still reads where a prompt goes on from ``end``."""
+    match group.family:
+        case Family.WINDOW:
+            return end - (group.sliding_window or 1) + 1
+        case Family.CHUNKED:
+            chunk = group.attention_chunk_size or group.block_size
+            return end // chunk * chunk
+        case Family.MAMBA:
+            return end - 1
+        case _:
+            return 0

@@ -12,7 +12,7 @@ from publisher.groups import GroupSpec
 from publisher.pool.layout import checkpoint_position
 from publisher.pool.request import PoolRequest
 from publisher.pool.store import NULL
-from publisher.pool.tables import GroupTable, PoolParts
+from publisher.pool.tables import DueBlock, GroupTable, PoolParts
 
 
 class MambaTable(GroupTable):
@@ -25,10 +25,12 @@ class MambaTable(GroupTable):
     def skipped_tokens(self, num_computed: int) -> int:
         return num_computed - 1
 
-    def blocks_to_admit(self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool) -> int:
+    def blocks_to_admit(
+        self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
+    ) -> int:
         if self.is_unwritten(hit_blocks):
             return self.store.num_blocks
-        return super().blocks_to_admit(hit_blocks, hit, num_tokens, capped=capped)
+        return super().blocks_to_admit(hit_blocks, hit, num_tokens, capped=capped, loaded_to=loaded_to)
 
     def is_unwritten(self, hit_blocks: list[int]) -> bool:
         """A state stored in this very step is written only when the step ends: the request has to wait."""
@@ -59,6 +61,11 @@ class MambaTable(GroupTable):
             if block_hash is not None:
                 self.stored_this_step.add(block_hash)
 
+    def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
+        """States are handed over where they were stored."""
+        found = super().due(request, start, end, boundaries)
+        return [one for one in found if self.store.hash_of[one.block] == one.block_hash]
+
     def end_step(self) -> None:
         self.stored_this_step.clear()
 
@@ -66,10 +73,14 @@ class MambaTable(GroupTable):
 class AlignedMambaTable(MambaTable):
     """Mamba, mode "align": one running state, saved where a chunk ends; all other positions stay null."""
 
-    def blocks_to_admit(self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool) -> int:
+    def blocks_to_admit(
+        self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
+    ) -> int:
         del capped
         if self.is_unwritten(hit_blocks):
             return self.store.num_blocks
+        if loaded_to:
+            hit_blocks = []  # the state at the end of the load is all that is needed
         partial = bool(hit_blocks) and hit % self.block_size != 0
         fresh = -(-num_tokens // self.block_size) - len(hit_blocks)
         return self._at_most_one(fresh, partial=partial) + self.num_unused(hit_blocks)
@@ -77,6 +88,9 @@ class AlignedMambaTable(MambaTable):
     def blocks_needed(self, request: PoolRequest, num_tokens: int) -> int:
         fresh = -(-num_tokens // self.block_size) - len(request.tables[self.group_idx])
         return self._at_most_one(fresh, partial=self.group_idx in request.partial)
+
+    def blocks_to_finish(self, request: PoolRequest, num_tokens: int) -> int:
+        return self.blocks_needed(request, num_tokens)
 
     @staticmethod
     def _at_most_one(fresh: int, *, partial: bool) -> int:
@@ -137,6 +151,15 @@ class AlignedMambaTable(MambaTable):
         if num_tokens % self.block_size:
             request.partial[self.group_idx] = (position, block)
             request.num_cached[self.group_idx] = position
+
+    def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
+        found = super().due(request, start, end, boundaries)
+        boundary, table = self._prompt_boundary(request), request.tables[self.group_idx]
+        inside = start < boundary == end and boundary % self.block_size
+        if inside and (block := table[boundary // self.block_size]):
+            named = request.hashes[boundary // self.layout.hash_block_size - 1]
+            found.append(DueBlock(boundary, self.group_idx, named, block))
+        return found
 
     def _prompt_boundary(self, request: PoolRequest) -> int:
         layout = self.layout

@@ -1,7 +1,8 @@
 """One request in a block pool: its tokens, its hashes, and the blocks it uses in every group.
 
 Always true: ``hashes`` covers every whole hash block of ``token_ids`` (and may run ahead of them where the
-caller supplied it), so nothing is hashed twice however often a request is tried.
+caller supplied it), so nothing is hashed twice however often a request is tried. While a load is under way
+``loading_to`` is where it ends, else 0; ``offered`` tokens have been offered to a connector.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class PoolRequest:
         "hashes",
         "hit",
         "last_state",
+        "loading_to",
         "num_cached",
         "num_computed",
         "num_prompt_tokens",
+        "offered",
         "partial",
         "quiet_to",
         "shared_prefix_boundary",
@@ -65,6 +68,8 @@ class PoolRequest:
         """Back to a request that holds nothing and has computed nothing."""
         self.started = False
         self.num_computed = 0
+        self.loading_to = 0
+        self.offered = 0
         self.quiet_to = -1
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_cached = [0] * num_groups

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from publisher.groups import GroupSpec
 from publisher.pool.layout import PoolLayout
 from publisher.pool.request import PoolRequest
-from publisher.pool.store import NULL, BlockStore
+from publisher.pool.store import NULL, BlockStore, WireHash
 from publisher.pool.stored import EventWriter
 
 
@@ -27,6 +27,20 @@ class PoolParts(NamedTuple):
     store: BlockStore
     writer: EventWriter
     chunk_tokens_max: int
+
+
+class DueBlock(NamedTuple):
+    """A block that a connector would copy out; ``end`` is where it ends, in tokens. Sorts in prompt order."""
+
+    end: int
+    group_idx: int
+    block_hash: WireHash
+    block: int
+
+    @property
+    def key(self) -> tuple[int, WireHash]:
+        """What it is called outside the GPU."""
+        return self.group_idx, self.block_hash
 
 
 class GroupTable:
@@ -54,12 +68,15 @@ class GroupTable:
         del num_computed
         return 0
 
-    def blocks_to_admit(self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool) -> int:
-        """Free blocks a new request with this hit takes up to reach ``num_tokens`` tokens."""
+    def blocks_to_admit(
+        self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
+    ) -> int:
+        """Free blocks a new request with this hit takes up to reach ``num_tokens`` tokens; ``loaded_to`` is
+        where a load ends that goes on from the hit."""
         required = -(-num_tokens // self.block_size)
         if capped and self.blocks_max is not None:
             required = min(required, self.blocks_max)
-        skipped = max(self.skipped_tokens(hit), 0) // self.block_size
+        skipped = max(self.skipped_tokens(max(hit, loaded_to)), 0) // self.block_size
         fresh = max(required - max(skipped, len(hit_blocks)), 0)
         copied = 1 if hit_blocks and hit % self.block_size else 0
         return fresh + copied + self.num_unused(hit_blocks[skipped:])
@@ -69,9 +86,10 @@ class GroupTable:
         refs = self.store.refs
         return sum(1 for block in blocks if block and not refs[block])
 
-    def adopt(self, request: PoolRequest, hit_blocks: list[int], hit: int) -> None:
-        """Use the blocks of a hit; those out of reach become null."""
-        skipped = max(self.skipped_tokens(hit), 0) // self.block_size
+    def adopt(self, request: PoolRequest, hit_blocks: list[int], hit: int, loaded_to: int = 0) -> None:
+        """Use the blocks of a hit; those out of reach, of it or of the load that goes on from it, become
+        null."""
+        skipped = max(self.skipped_tokens(max(hit, loaded_to)), 0) // self.block_size
         blocks = hit_blocks[skipped:]
         self.store.touch(blocks)
         request.tables[self.group_idx] = [NULL] * skipped + blocks
@@ -101,6 +119,13 @@ class GroupTable:
         required = -(-num_tokens // self.block_size)
         fresh = max(required - len(request.tables[self.group_idx]), 0)
         return fresh + (self.group_idx in request.partial)
+
+    def blocks_to_finish(self, request: PoolRequest, num_tokens: int) -> int:
+        """Free blocks that a running request takes at most to reach ``num_tokens`` tokens, give and take."""
+        required = -(-num_tokens // self.block_size)
+        if self.blocks_max is not None:
+            required = min(required, self.blocks_max)
+        return max(required - len(request.tables[self.group_idx]), 0)
 
     def allocate(self, request: PoolRequest, num_tokens: int) -> None:
         """Extend the table to ``num_tokens``; a hit that ends inside a block gets a copy of that block."""
@@ -143,6 +168,18 @@ class GroupTable:
         del start, end, boundaries
         return None
 
+    def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
+        """The blocks that became full between two token counts, are held, and can ever serve a hit."""
+        first, last = start // self.block_size, end // self.block_size
+        kept = self.kept_blocks(first, last, boundaries) if first < last else ()
+        table, hashes = request.tables[self.group_idx], request.hashes
+        size, scale, group_idx = self.block_size, self.scale, self.group_idx
+        return [
+            DueBlock((position + 1) * size, group_idx, hashes[(position + 1) * scale - 1], table[position])
+            for position in (range(first, last) if kept is None else kept)
+            if position < len(table) and table[position]
+        ]
+
     def cache_partial(self, request: PoolRequest, block: int, num_tokens: int) -> None:
         """Make a block findable at a boundary inside it."""
         store = self.store
@@ -176,10 +213,24 @@ class FullTable(GroupTable):
         super().cache(request, num_tokens, boundaries)
         if self.scale == 1:
             return
-        limit = request.num_prompt_tokens - (self.group_idx not in self.layout.eagle)
-        boundary = limit - limit % self.layout.hash_block_size
+        boundary = self._last_boundary(request)
         if boundary <= 0 or boundary > num_tokens or not boundary % self.block_size:
             return
         table, position = request.tables[self.group_idx], boundary // self.block_size
         if position < len(table) and table[position]:
             self.cache_partial(request, table[position], boundary)
+
+    def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
+        found = super().due(request, start, end, boundaries)
+        if self.layout.partial_hits and not self.layout.uses_eagle:
+            boundary, table = self._last_boundary(request), request.tables[self.group_idx]
+            inside = start < boundary <= end and boundary % self.block_size
+            if inside and (block := table[boundary // self.block_size]):
+                named = request.hashes[boundary // self.layout.hash_block_size - 1]
+                found.append(DueBlock(boundary, self.group_idx, named, block))
+        return found
+
+    def _last_boundary(self, request: PoolRequest) -> int:
+        """The last hash boundary at which a resend of the prompt can go on."""
+        limit = request.num_prompt_tokens - (self.group_idx not in self.layout.eagle)
+        return limit - limit % self.layout.hash_block_size

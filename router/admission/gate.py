@@ -6,12 +6,12 @@ answered back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from router.admission.key_file import KeyFile
-from router.admission.tenants import Entry, Tenant, TenantStats
+from router.admission.tenants import Entry, Spent, Tenant, TenantStats
 from router.openai.errors import invalid_key
 
 _Fields = list[tuple[bytes, bytes]]
@@ -64,6 +64,22 @@ class KeyGate:
             tenant = self._tenants[name] = Tenant(name, rules, now)
         tenant.follow(rules, now)
         return tenant
+
+    def spent(self) -> dict[str, Spent]:
+        """For other workers: what tenants used here since the last call, of those that used any."""
+        found = {name: tenant.spent() for name, tenant in self._tenants.items()}
+        return {name: spent for name, spent in found.items() if spent is not None}
+
+    def spent_elsewhere(self, worker: int, spent: Mapping[str, Spent]) -> None:
+        """What another worker let tenants use counts against their limits here."""
+        now = self._clock()
+        for name, one in spent.items():
+            self.account(name).spent_elsewhere(worker, one, now)
+
+    def forget_worker(self, worker: int) -> None:
+        """A worker ended."""
+        for tenant in self._tenants.values():
+            tenant.forget_worker(worker)
 
     def for_engines(self, fields: _Fields) -> _Fields:
         """The fields that engines get."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,14 @@ class TenantStats(msgspec.Struct):
     """Requests of the tenant refused, by the limit that was reached, or `model`."""
 
 
+class Spent(NamedTuple):
+    """What one worker let a tenant use since it last said so; ``active`` is current."""
+
+    requests: int
+    uncached_tokens: int
+    active: int
+
+
 class Tenant:
     """One tenant's account. ``now`` is monotonic seconds."""
 
@@ -46,6 +55,28 @@ class Tenant:
         self.rules = rules
         self._requests = _bucket(rules.requests_per_minute, now)
         self._tokens = _bucket(rules.uncached_tokens_per_minute, now)
+        self._told = Spent(0, 0, 0)
+        self._elsewhere: dict[int, int] = {}
+
+    def spent(self) -> Spent | None:
+        """For other workers, whose limits these are too: what was used here since the last call, if any."""
+        told, stats = self._told, self.stats
+        now = self._told = Spent(stats.requests, stats.uncached_tokens, stats.active)
+        if now == told:
+            return None
+        return Spent(now.requests - told.requests, now.uncached_tokens - told.uncached_tokens, now.active)
+
+    def spent_elsewhere(self, worker: int, spent: Spent, now: float) -> None:
+        """What another worker let it use; it tells that of itself."""
+        if self._requests is not None:
+            self._requests.take(float(spent.requests), now)
+        if self._tokens is not None:
+            self._tokens.take(float(spent.uncached_tokens), now)
+        self._elsewhere[worker] = spent.active
+
+    def forget_worker(self, worker: int) -> None:
+        """A worker ended, and its requests with it."""
+        self._elsewhere.pop(worker, None)
 
     def follow(self, rules: TenantRules, now: float) -> None:
         """The file has other rules for it."""
@@ -58,7 +89,7 @@ class Tenant:
     def enter(self, now: float) -> None:
         """One more request. Raises ``ApiError`` (429)."""
         limit = self.rules.concurrent_requests
-        if limit is not None and self.stats.active >= limit:
+        if limit is not None and self.stats.active + sum(self._elsewhere.values()) >= limit:
             raise self._refuse("concurrent_requests", limit, 1.0, now)
         for bucket, setting, amount in (
             (self._requests, "requests_per_minute", 1.0),

@@ -23,16 +23,20 @@ from router.api.answers import (
     EngineBrief,
     EngineView,
     Health,
+    LiveRequest,
     ModelList,
+    PrefixView,
     Ready,
     ReceiptView,
     Version,
     described,
     refer,
-    view_receipt,
 )
-from router.api.metrics import Sources, render_metrics
+from router.api.metrics.page import Sources
+from router.api.page import page
+from router.api.problems import EngineProblem, engine_problems
 from router.api.readiness import Readiness
+from router.api.views import OpsView, OwnView
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
@@ -49,7 +53,6 @@ from router.openai.errors import (
 )
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
-from router.placement.engine import Engine
 from router.placement.explain import explain
 
 TENANT = "kvatlas.tenant"
@@ -89,11 +92,14 @@ def create_ops(
     *,
     readiness: Callable[[], Readiness],
     body_bytes_max: int,
+    view: OpsView | None = None,
 ) -> FastAPI:
-    """The application with everything, for the ops port."""
+    """The application with everything, for the ops port; ``view`` is what it shows, by default of this
+    process alone."""
     app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
-    _add_metrics(app, sources)
-    _add_insight(app, planner, sources, body_bytes_max)
+    view = view or OwnView(sources)
+    _add_metrics(app, view)
+    _add_insight(app, planner, sources, view, body_bytes_max)
     return app
 
 
@@ -180,11 +186,11 @@ def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readines
         return json_answer(Version(__version__))
 
 
-def _add_metrics(app: FastAPI, sources: Sources) -> None:
+def _add_metrics(app: FastAPI, view: OpsView) -> None:
     @_get(app, "/metrics")
     async def metrics() -> Response:
         """Prometheus text format. Made in the loop's thread: the numbers are its objects."""
-        return Response(render_metrics(sources), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_models(app: FastAPI, sources: Sources) -> None:
@@ -213,11 +219,38 @@ def _cards(sources: Sources, request: Request) -> list[ModelCard]:
     return [card for card in cards.values() if tenant is None or tenant.may_use(card.id)]
 
 
-def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_max: int) -> None:
+def _add_insight(
+    app: FastAPI, planner: Planner, sources: Sources, view: OpsView, body_bytes_max: int
+) -> None:
     @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
     async def engines() -> Response:
         """Every engine as the router sees it."""
-        return json_answer([_full(sources, status) for status in sources.fleet])
+        return json_answer(await view.engines())
+
+    @_get(app, CONTROL_PREFIX)
+    async def operators_page() -> Response:
+        """The page for people."""
+        return page()
+
+    @_get(
+        app,
+        "/kvatlas/problems",
+        {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
+    )
+    async def problems() -> Response:
+        """By engine: what is wrong, and what to do. Engines with nothing wrong have an empty list."""
+        views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
+        return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
+
+    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
+    async def requests() -> Response:
+        """Requests that have not ended, oldest first: where they are, and why there."""
+        return json_answer(await view.requests())
+
+    @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
+    async def prefixes() -> Response:
+        """What most prompts begin with, shorter ones first, and which engines hold it."""
+        return json_answer(await view.prefixes())
 
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:
@@ -228,7 +261,7 @@ def _add_insight(app: FastAPI, planner: Planner, sources: Sources, body_bytes_ma
     @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
     async def receipts() -> Response:
         """The latest receipts, oldest first."""
-        return json_answer([view_receipt(receipt) for receipt in sources.accounts.receipts.latest])
+        return json_answer(await view.receipts())
 
     @_get(app, "/kvatlas/access_log")
     async def access_log() -> Response:
@@ -290,31 +323,3 @@ def _fields(body: bytes) -> set[str]:
 def json_answer(content: Any, status: int = 200) -> Response:
     """``content`` as JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _full(sources: Sources, status: Engine) -> EngineView:
-    now = sources.accounts.now()
-    engine = None if status.residency is None else status.residency.writer
-    return EngineView(
-        engine=status.engine_id,
-        up=status.up,
-        problem=status.problem,
-        held=status.held,
-        models=[card.id for card in status.models],
-        available=status.breaker.allows(now),
-        publishes_events=status.publishes_events,
-        kv_usage=status.kv_usage,
-        kv_cached=None if engine is None else engine.cached_share(status.pool_blocks),
-        feed=status.feed,
-        feed_state=status.feed_state,
-        followed_by=None if sources.shared is None else sources.shared.follower(status.engine_id),
-        mode="shadow" if status.shadow is not None else None if engine is None else engine.mode,
-        scheme=None if engine is None else engine.scheme,
-        assumed_scheme=None if engine is None else engine.assumed,
-        layout=None if engine is None else engine.layout,
-        shared_stores=[] if engine is None else sorted(engine.stores),
-        rejected_events={} if engine is None else dict(engine.rejected),
-        load=status.load.at(now),
-        receipts=status.receipts.outcomes,
-        drifting=status.receipts.drifting,
-    )

@@ -6,6 +6,7 @@ spelling; from another machine they are had with a token only, unless ``server.o
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -13,27 +14,42 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from router.api.admin.door import Doorkeeper
+from router.api.admin.authenticator import Authenticator
 from router.api.admin.tokens import TokenFile
-from router.api.app import error_answer
+from router.api.app import CONTROL_PREFIX, error_answer
 from router.http.server.server import listen_config
 from router.http.server.side_server import SIDE_LISTEN, SideServer
 from router.openai.errors import ApiError, on_ops_port
 
+_OPEN = frozenset({"/health", "/ready", "/version", CONTROL_PREFIX})
+"""Needs no token; the page has nothing to show without one."""
+
 
 class OpsPort:
-    """``app`` answers everything there, to those whom ``door`` lets in (None: to everybody). ``port`` None:
-    there is no such port; 0: a free one."""
+    """``app`` answers everything there, to those whom ``authenticator`` lets in (None: to everybody).
+    ``port`` None: there is no such port, or it is another process's, which is ``at`` that place; 0: a free
+    one. ``sock`` listens already."""
 
-    def __init__(self, app: Any, *, host: str, port: int | None, door: Doorkeeper | None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str,
+        port: int | None,
+        authenticator: Authenticator | None,
+        sock: socket.socket | None = None,
+        at: str = "",
+    ) -> None:
         self._app = app
-        self._door = door
+        self._door = authenticator
+        self._at = at
         self.server: SideServer | None = None
         if port is not None:
             self.server = SideServer(
                 listen_config(self, host=host, port=port, listen=SIDE_LISTEN, lifespan="off"),
                 name="ops port",
                 key="server.ops_port",
+                sock=sock,
             )
 
     @property
@@ -43,7 +59,7 @@ class OpsPort:
 
     def refusal(self, path: str) -> ApiError:
         """What the public port says to somebody who asks there."""
-        where = "which is off (server.ops_port)"
+        where = f"{self._at} (server.ops_port)" if self._at else "which is off (server.ops_port)"
         if self.server is not None and self.server.started:
             where = f"port {self.server.port} of {self.server.config.host} (server.ops_port)"
         return on_ops_port(path, where)
@@ -61,7 +77,7 @@ class OpsPort:
         await answer(scope, receive, send)
 
     async def _refused(self, request: Request) -> Response | None:
-        if self._door is None or request.url.path in {"/health", "/ready", "/version"}:
+        if self._door is None or request.url.path in _OPEN:
             return None
         try:
             await self._door.admit(request)
@@ -70,15 +86,15 @@ class OpsPort:
         return None
 
 
-def ops_door(
+def ops_authenticator(
     tokens: tuple[str, str] | None, *, per_minute: float, clock: Callable[[], float]
-) -> Doorkeeper | None:
+) -> Authenticator | None:
     """For tokens of the file that a setting names (setting, path). None: everybody who reaches the port may
     come in. Raises ``AdminFileError`` for a file of no use."""
     if tokens is None:
         return None
     key, path = tokens
-    return Doorkeeper(
+    return Authenticator(
         TokenFile(Path(path), key),
         mutual=False,
         per_minute=per_minute,

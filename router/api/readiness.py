@@ -20,8 +20,8 @@ class Readiness(msgspec.Struct):
     reason: str
 
 
-class Judge:
-    """Ready: not draining, an engine answers, every source of engines was heard and every feed has caught up.
+class ReadinessCheck:
+    """Ready: not draining, an engine answers, every source of engines is synced and every feed has caught up.
 
     Sources and feeds are waited for once, at the start and for at most ``warm_up_s_max``: an engine that
     joins later is cold at first, which is no reason to take the others away from their clients.
@@ -31,31 +31,31 @@ class Judge:
         self,
         fleet: Fleet[Engine],
         *,
-        unheard: Callable[[], Sequence[str]],
+        unsynced: Callable[[], Sequence[str]],
         index_problem: Callable[[], str],
         clock: Callable[[], float],
         warm_up_s_max: float,
     ) -> None:
         self._fleet = fleet
-        self._unheard = unheard
+        self._unsynced = unsynced
         self._index_problem = index_problem
         self._clock = clock
         self._warm_up_s_max = warm_up_s_max
         self._started_s = clock()
         self._warmed_up = False
 
-    def judge(self, *, draining: bool) -> Readiness:
+    def check(self, *, draining: bool) -> Readiness:
         """The answer now."""
         if draining:
             return Readiness(False, "draining")
         waited = self._clock() - self._started_s > self._warm_up_s_max
-        unheard = self._unheard()
+        unsynced = self._unsynced()
         up = self._fleet.ready(None)
         if not up:
-            unheard_of = f"; not heard yet: {', '.join(unheard)}" if unheard else ""
-            return Readiness(False, f"no engine answers yet{unheard_of}")
-        if unheard and not waited and not self._warmed_up:
-            return Readiness(False, f"sources of engines not heard yet: {', '.join(unheard)}")
+            unsynced_note = f"; not heard yet: {', '.join(unsynced)}" if unsynced else ""
+            return Readiness(False, f"no engine answers yet{unsynced_note}")
+        if unsynced and not waited and not self._warmed_up:
+            return Readiness(False, f"sources of engines not heard yet: {', '.join(unsynced)}")
         problem = self._index_problem()
         if problem:
             return Readiness(True, f"without the shared index: {problem}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ import msgspec
 
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
-from router.config.schema import Config, ModelConfig, ServerConfig, is_loopback
+from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from router.fleet.identity import EngineAddress
 from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
@@ -51,6 +52,10 @@ def _check_server(server: ServerConfig) -> None:
         raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
     if not 0 <= server.port < 1 << 16:
         raise ConfigError(f"server.port: {server.port} is not a port number")
+    if server.workers != "auto" and not 1 <= server.workers <= WORKERS_MAX:
+        raise ConfigError(f"server.workers = {server.workers}: expected 1 to {WORKERS_MAX}, or auto")
+    if server.workers != 1 and sys.platform != "linux":
+        raise ConfigError(f"server.workers = {server.workers}: several workers need Linux; leave it at 1")
 
 
 def _check_ops(config: Config) -> None:

@@ -26,6 +26,7 @@ from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, Kube
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
+from router.observe.traces import TraceSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
 from router.proxy.settings import ProxySettings
@@ -50,6 +51,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "index": IndexSettings,
     "admin": AdminSettings,
     "keys": KeySettings,
+    "traces": TraceSettings,
     "access_log": AccessLogSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""

@@ -22,6 +22,7 @@ from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
+from router.observe.traces import TraceSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -29,6 +30,8 @@ from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
 ANY_MODEL = "*"
+WORKERS_MAX = 32
+"""Every worker hears of every request of the others."""
 OPS_PORT = 9001
 """Where ``server.ops_port`` is not set."""
 
@@ -62,6 +65,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
     """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``."""
+    anthropic_disabled_thinking_effort: Literal["auto", "none", "low", "medium", "high", "xhigh", "max"] = (
+        "auto"
+    )
+    """The engines' ``--anthropic-disabled-thinking-effort``: what ``thinking: {"type": "disabled"}`` means on
+    ``/v1/messages``."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
@@ -130,6 +138,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_content_format=self.chat_template_content_format,
             default_chat_template_kwargs=self.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
+            anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
             lora_paths=self.lora_paths,
         )
 
@@ -161,6 +170,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     """TCP port to listen on; 0 takes a free one, which the log then names. It answers `/v1/*`, `/health`,
     `/ready` and `/version`."""
+    workers: int | Literal["auto"] = 1
+    """Processes that share the port, up to 32; `auto`: one per core that this process may use. Bounds of
+    memory and connections hold for each of them ([scale.md](scale.md#workers)). Linux only."""
     ops_host: str = "127.0.0.1"
     """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
     address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
@@ -224,6 +236,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
     keys: KeySettings = KeySettings()
+    traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
     def model(self, name: str) -> ModelConfig:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from router.feeds.base import FeedState
-from router.feeds.manager import Followers
+from router.feeds.manager import FeedManager
 from router.fleet.status import EngineStatus
 from router.index.models import Scopes
 
@@ -20,25 +20,25 @@ _PHANTOM_PAUSE_S = 60.0
 """Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy."""
 
 
-class Upkeep:
+class ResidencyAudit:
     """See the module; ``detect`` and ``audit_all`` run until cancelled."""
 
     def __init__(
         self,
         fleet: Iterable[EngineStatus],
         scopes: Scopes,
-        followers: Followers,
+        feeds: FeedManager,
         *,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._scopes = scopes
-        self._followers = followers
+        self._feeds = feeds
         self._clock = clock
         self._audit_after: dict[str, float] = {}
 
     async def detect(self) -> None:
-        """Seed searches go on a slice at a time also while no events come."""
+        """Continue seed searches, one slice at a time, also while no events come."""
         while True:
             try:
                 pause_s = 0.0 if self._scopes.advance_detection() else _DETECTION_TICK_S
@@ -48,8 +48,8 @@ class Upkeep:
             await asyncio.sleep(pause_s)
 
     async def audit_all(self) -> None:
-        """No engine can hold more blocks than its pool has: where the index says so, something is wrong. And
-        what was told of shared stores long ago goes."""
+        """Check every engine: one that holds more blocks than its pool has is fetched again. Also expire old
+        entries of shared stores."""
         while True:
             await asyncio.sleep(_AUDIT_S)
             self._scopes.age(self._clock())
@@ -57,8 +57,8 @@ class Upkeep:
                 self.audit(status)
 
     def audit(self, status: EngineStatus) -> None:
-        """Hold one engine's residency against the size of its pool; a contradiction has it fetched anew."""
-        stats, engine = self._followers.stats.get(status.engine_id), self._scopes.engine(status.engine_id)
+        """Compare one engine's residency with the size of its pool; if it is larger, fetch it again."""
+        stats, engine = self._feeds.stats.get(status.engine_id), self._scopes.engine(status.engine_id)
         now = self._clock()
         if stats is None or engine is None or status.pool_blocks is None:
             return
@@ -72,7 +72,7 @@ class Upkeep:
                 engine=status.engine_id,
                 pool=status.pool_blocks,
             )
-            self._followers.distrust(status.engine_id, "phantom")
+            self._feeds.distrust(status.engine_id, "phantom")
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet."""

@@ -1,6 +1,6 @@
-"""The feeds of all engines that publish events, each kept running until it is told to stop.
+"""The feeds of all engines that publish events, each kept running until it is stopped.
 
-A feed that fails is logged and begun again with nothing known; it never takes the router down. Always true:
+A feed that fails is logged and restarted from nothing; it never takes the router down. Always true:
 after ``stop`` not one batch of the old feed is applied any more, so an engine may be followed again at once,
 at another address or for another model.
 """
@@ -21,14 +21,14 @@ _log = structlog.get_logger()
 _RESTART_S = 1.0
 
 
-class Following(Protocol):
-    """Sees to it that engines are followed: here, or by whichever replica has the lease."""
+class FeedControl(Protocol):
+    """Starts and stops feeds: on this router, or on the replica that holds the lease."""
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
         """Whether this engine is followed, at these addresses and for this model."""
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
-        """Begin to follow an engine that is not followed."""
+        """Start following an engine that is not followed."""
 
     def stop(self, engine_id: str) -> None:
         """Stop following; nothing happens if not followed."""
@@ -37,9 +37,9 @@ class Following(Protocol):
         """Stop following every engine."""
 
 
-class Followers:
-    """At most one feed per engine id. ``told`` hears of every feed that begins (its stats, live) or is
-    stopped."""
+class FeedManager:
+    """At most one feed per engine id. ``on_change`` is called with the engine id and the live stats of a feed
+    that starts, or None for one that stops."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Followers:
         *,
         clock: Callable[[], float],
         settings: FeedSettings,
-        told: Callable[[str, FeedStats | None], None] = lambda engine_id, stats: None,
+        on_change: Callable[[str, FeedStats | None], None] = lambda engine_id, stats: None,
     ) -> None:
         self._sink = sink
-        self._told = told
+        self._on_change = on_change
         self._clock = clock
         self._settings = settings
         self._followed: dict[str, _Followed] = {}
 
     @property
     def stats(self) -> dict[str, FeedStats]:
-        """Of the feeds of this moment, by engine id."""
+        """The current feeds' stats, by engine id."""
         return {e: one.feed.stats for e, one in self._followed.items() if one.feed is not None}
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
@@ -76,14 +76,14 @@ class Followers:
         followed = self._followed.pop(engine_id, None)
         if followed is None:
             return
-        self._told(engine_id, None)
+        self._on_change(engine_id, None)
         if followed.feed is not None:
             followed.feed.close()
         if followed.task is not None:
             followed.task.cancel()
 
     def distrust(self, engine_id: str, reason: str) -> None:
-        """What an engine's feed led to is shown to be wrong: have it fetched anew."""
+        """The engine's residency was found to be wrong: fetch it again."""
         followed = self._followed.get(engine_id)
         if followed is not None and followed.feed is not None:
             followed.feed.distrust(reason)
@@ -114,7 +114,7 @@ class Followers:
                 settings=self._settings,
                 snapshot_endpoint=engine.snapshot,
             )
-            self._told(engine.engine_id, feed.stats)
+            self._on_change(engine.engine_id, feed.stats)
             try:
                 await feed.run()
             except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
@@ -124,7 +124,7 @@ class Followers:
 
 
 class _Followed:
-    """One engine's place among the followed."""
+    """One followed engine, its feed and its task."""
 
     def __init__(self, engine: EngineAddress, model: str) -> None:
         self.engine = engine

@@ -132,7 +132,7 @@ class Slice:
         """Call when work begins after waiting."""
         self._until = self._clock() + self._slice_s
 
-    async def breathe(self) -> None:
+    async def yield_to_loop(self) -> None:
         """Call after each piece of work."""
         if self._clock() >= self._until:
             await asyncio.sleep(0)
@@ -146,4 +146,4 @@ class Slice:
             except StopIteration as end:
                 result: _Result = end.value
                 return result
-            await self.breathe()
+            await self.yield_to_loop()

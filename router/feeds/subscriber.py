@@ -155,7 +155,7 @@ class Feed:
             async with self._parsing:  # what happens to the connection meanwhile came after this message
                 actions = await self._take_live(message, work)
             await self._perform(actions)
-            await work.breathe()
+            await work.yield_to_loop()
 
     async def _take_live(self, message: list[bytes], work: Slice) -> list[Action]:
         try:
@@ -260,7 +260,7 @@ class Feed:
                     self._actions.extendleft(reversed(_pieces(action.batch)))
                     continue
                 self._do(action)
-                await work.breathe()
+                await work.yield_to_loop()
 
     def _do(self, action: Action) -> None:
         match action:

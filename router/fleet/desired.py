@@ -3,12 +3,11 @@
 Pure bookkeeping. Rules, in this order:
 - A server that an administrator removed is out until they add it again, or until no source names it any more
   (at the same address another pod is another server).
-- A server named by several sources has the engines and addresses that the first of ``ORDER`` gives.
-- It gets new requests unless any source, or an administrator, holds it.
-- It leaves when no source names it any more.
-What an administrator drained stays drained until they say otherwise or the server leaves. Always true: while
-there is room, what sources told last makes the roster, in whatever order they told it; it never has more than
-``engines_max`` servers, and those that are in stay in.
+- A server named by several sources has the engines and addresses that the first of ``ORDER`` gives. - It gets
+new requests unless any source, or an administrator, holds it. - It leaves when no source names it any more.
+What an administrator drained stays drained until they undrain it or the server leaves. Always true: while
+there is room, the sources' latest sets determine the roster, in whatever order they arrived; it never has
+more than ``engines_max`` servers, and admitted ones stay.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Container, Iterator, Sequence
 import msgspec
 
 from router.fleet.identity import EngineAddress
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 
 ADMIN, STATIC = "admin", "static"
 ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")
@@ -40,6 +39,19 @@ class Override(msgspec.Struct, frozen=True):
     identity: str = ""
 
 
+class AdminDecisions(msgspec.Struct, frozen=True):
+    """Everything that administrators decided."""
+
+    added: tuple[EngineAddress, ...] = ()
+    removed: dict[str, Override] = {}
+    drained: dict[str, Override] = {}
+
+    @property
+    def any(self) -> bool:
+        """There is a decision."""
+        return bool(self.added or self.removed or self.drained)
+
+
 class FleetFullError(Exception):
     """``engines_max`` servers are in the fleet already."""
 
@@ -55,20 +67,20 @@ class Roster:
         self.left_out = 0
         """Servers for which there is no room now."""
         self._engines_max = engines_max
-        self._told: dict[str, dict[str, list[Sighting]]] = {}
+        self._by_source: dict[str, dict[str, list[DiscoveredEngine]]] = {}
         self._admitted: dict[str, None] = {}  # servers, in the order they came
 
-    def tell(self, source: str, sightings: Sequence[Sighting]) -> None:
-        """``source`` knows of exactly these engines now."""
-        told: dict[str, list[Sighting]] = {}
-        for one in sightings:
-            told.setdefault(one.engine.base_url, []).append(one)
-        self._told[source] = told
-        self._settle()
+    def set_source(self, source: str, discovered: Sequence[DiscoveredEngine]) -> None:
+        """Replace the set of engines that ``source`` names."""
+        by_url: dict[str, list[DiscoveredEngine]] = {}
+        for one in discovered:
+            by_url.setdefault(one.engine.base_url, []).append(one)
+        self._by_source[source] = by_url
+        self._admit()
 
     def sources(self, base_url: str) -> list[str]:
         """Which sources name a server."""
-        return [source for source in ORDER if base_url in self._told.get(source, {})]
+        return [source for source in ORDER if base_url in self._by_source.get(source, {})]
 
     # -- an administrator -------------------------------------------------------------------------------
 
@@ -81,12 +93,12 @@ class Roster:
         if base_url not in self._admitted and len(self._admitted) >= self._engines_max:
             raise FleetFullError
         back = self.removed.pop(base_url, None) is not None
-        own = self._told.setdefault(ADMIN, {})
+        own = self._by_source.setdefault(ADMIN, {})
         kept = [s for s in own.get(base_url, []) if s.engine.engine_id != engine.engine_id]
-        same = Sighting(engine) in own.get(base_url, [])
+        same = DiscoveredEngine(engine) in own.get(base_url, [])
         alike = [s for s in kept if (s.engine.dp_rank is None) == (engine.dp_rank is None)]
-        own[base_url] = [*alike, Sighting(engine)]  # a whole server and its ranks exclude each other
-        self._settle()
+        own[base_url] = [*alike, DiscoveredEngine(engine)]  # a whole server and its ranks exclude each other
+        self._admit()
         return back or not same
 
     def remove(self, base_url: str, by: str) -> bool:
@@ -94,10 +106,10 @@ class Roster:
         if base_url not in self._admitted:
             return False
         identity = self._identity(base_url)
-        self._told.get(ADMIN, {}).pop(base_url, None)
+        self._by_source.get(ADMIN, {}).pop(base_url, None)
         if self.sources(base_url):
             self.removed[base_url] = Override(by, identity)
-        self._settle()
+        self._admit()
         return True
 
     def drain(self, name: str, by: str) -> None:
@@ -107,6 +119,16 @@ class Roster:
     def undrain(self, name: str) -> bool:
         """The end of ``drain``; False if it was not drained."""
         return self.drained.pop(name, None) is not None
+
+    def decisions(self) -> AdminDecisions:
+        """What is decided now, for another router of the same fleet."""
+        added = [one.engine for found in self._by_source.get(ADMIN, {}).values() for one in found]
+        return AdminDecisions(tuple(added), dict(self.removed), dict(self.drained))
+
+    def adopt(self, decisions: AdminDecisions) -> None:
+        """What was decided elsewhere holds here, and nothing else."""
+        self.removed, self.drained = dict(decisions.removed), dict(decisions.drained)
+        self.set_source(ADMIN, [DiscoveredEngine(engine) for engine in decisions.added])
 
     # -- the outcome --------------------------------------------------------------------------------------
 
@@ -119,7 +141,7 @@ class Roster:
             engines += self._engines(base_url)
             if identity := self._identity(base_url):
                 identities[base_url] = identity
-            for one in self._sightings(base_url):
+            for one in self._discovered(base_url):
                 if one.held:
                     holds.setdefault(one.engine.engine_id, one.held)
         for name, decision in self.drained.items():
@@ -127,19 +149,19 @@ class Roster:
         return DesiredFleet(tuple(engines), holds, identities)
 
     def _engines(self, base_url: str) -> list[EngineAddress]:
-        first = self._told[self.sources(base_url)[0]][base_url]
+        first = self._by_source[self.sources(base_url)[0]][base_url]
         return list({one.engine.engine_id: one.engine for one in first}.values())
 
-    def _sightings(self, base_url: str) -> Iterator[Sighting]:
+    def _discovered(self, base_url: str) -> Iterator[DiscoveredEngine]:
         for source in self.sources(base_url):
-            yield from self._told[source][base_url]
+            yield from self._by_source[source][base_url]
 
     def _identity(self, base_url: str) -> str:
-        return next((one.identity for one in self._sightings(base_url) if one.identity), "")
+        return next((one.identity for one in self._discovered(base_url) if one.identity), "")
 
-    def _settle(self) -> None:
+    def _admit(self) -> None:
         """Who is in: those that were and still are named, then others while there is room."""
-        named = {base_url: None for source in ORDER for base_url in self._told.get(source, {})}
+        named = {base_url: None for source in ORDER for base_url in self._by_source.get(source, {})}
         self._review(self.removed, named)
         in_order = [*(url for url in self._admitted if url in named), *named]
         candidates = dict.fromkeys(url for url in in_order if url not in self.removed)

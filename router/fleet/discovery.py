@@ -14,7 +14,7 @@ import structlog
 from router.fleet.desired import STATIC, Roster
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.fleet.sources.base import CannotStartError, Sighting, Source, SourceStats
+from router.fleet.sources.base import CannotStartError, DiscoveredEngine, Source, SourceStats
 from router.fleet.sources.engine_list import check_address
 from router.fleet.sources.file import FileSource
 
@@ -37,14 +37,14 @@ class FleetSources:
         self._sources: list[Source] = list(_configured(settings))
         self._roster = roster
         self._changed = changed
-        roster.tell(STATIC, [Sighting(engine) for engine in engines])
+        roster.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
 
     @property
     def stats(self) -> dict[str, SourceStats]:
         """By source; the static list is one too."""
         return {STATIC: self._static, **{source.name: source.stats for source in self._sources}}
 
-    def unheard(self) -> list[str]:
+    def unsynced(self) -> list[str]:
         """Sources that have not told their whole set yet, with the reason where there is one."""
         return [
             f"{source.name} ({source.stats.last_error})" if source.stats.last_error else source.name
@@ -56,12 +56,12 @@ class FleetSources:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for source in self._sources:
-                tasks.create_task(self._keep_up(source), name=f"source {source.name}")
+                tasks.create_task(self._run_restarting(source), name=f"source {source.name}")
 
-    async def _keep_up(self, source: Source) -> None:
+    async def _run_restarting(self, source: Source) -> None:
         while True:
             try:
-                await source.run(lambda sightings: self._told(source, sightings))
+                await source.run(lambda discovered: self._apply(source, discovered))
             except* CannotStartError as errors:
                 text = str(errors.exceptions[0])
                 if source.stats.failed("access", text):
@@ -71,9 +71,9 @@ class FleetSources:
                 _log.exception("source of engines failed, restarting it", source=source.name)
             await asyncio.sleep(_AFTER_FAULT_S)
 
-    def _told(self, source: Source, sightings: Sequence[Sighting]) -> None:
+    def _apply(self, source: Source, discovered: Sequence[DiscoveredEngine]) -> None:
         usable = []
-        for one in sightings:
+        for one in discovered:
             try:
                 check_address(one.engine)
             except ValueError as error:
@@ -82,7 +82,7 @@ class FleetSources:
             else:
                 usable.append(one)
         source.stats.engines = len(usable)
-        self._roster.tell(source.name, usable)
+        self._roster.set_source(source.name, usable)
         if self._roster.left_out:
             source.stats.complain("fleet_full", f"{self._roster.left_out} servers over fleet.engines_max")
             _log.warning("more engines than fleet.engines_max", left_out=self._roster.left_out)

@@ -26,7 +26,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
-from router.observe.seldom import Seldom
+from router.observe.log_throttle import LogThrottle
 
 _log = structlog.get_logger()
 
@@ -87,7 +87,7 @@ class FleetPoller(Generic[E]):
         self._settings = settings
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
-        self._seldom = Seldom(_SILENT_EVERY_S)
+        self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}

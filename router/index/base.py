@@ -13,7 +13,7 @@ Always true for every backend (one contract suite checks them all):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,11 +41,22 @@ class Slot(NamedTuple):
     bit: int
 
 
+class Runs(NamedTuple):
+    """Rows of a look-up where they come in few stretches of equal ones: where each starts, its row, and which
+    of the row's words is that of a plane and word."""
+
+    starts: list[int]
+    rows: list[list[int]]
+    columns: Mapping[tuple[Plane, int], int]
+
+
 class Rows(NamedTuple):
     """Answer of a look-up over N hashes: for each (plane, word) N bit sets of 64 engines each."""
 
     num_hashes: int
     columns: dict[tuple[Plane, int], Words]
+    runs: Runs | None = None
+    """The same in short, where that is known."""
 
     def plane(self, plane: Plane, word: int) -> Words:
         """The N bit sets of one plane; zeros where nobody ever stored anything in it."""

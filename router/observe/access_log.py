@@ -38,7 +38,8 @@ class AccessLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A line for every request, for ``kvatlas simulate``: token counts and prefix hashes, no text.
 
     At most two files: ``path``, and the older ``path`` with ``.1`` appended. Every router needs a ``path`` of
-    its own; files of routers with the same ``key_file`` can be read as one.
+    its own; files of routers with the same ``key_file`` can be read as one. Of several workers each writes
+    its own files, from the second on with ``.worker1``, ``.worker2`` and so on appended to ``path``.
     """
 
     path: str = ""
@@ -110,6 +111,8 @@ class AccessLog:
         self._path = Path(settings.path)
         self._key_path = Path(settings.key_file or f"{settings.path}.key")
         self._key = b""
+        self.beside: list[Path] = []
+        """Logs of sibling workers, which are read back with this one."""
         self._queue: deque[Access] = deque()
         self._tokens_in = 0  # put into the queue so far: written by the event loop's thread alone
         self._tokens_out = 0  # taken out so far: by the writer's thread alone
@@ -150,7 +153,7 @@ class AccessLog:
 
     def read_back(self) -> Iterator[bytes]:
         """What is in the files now, the older one first, whole lines, piece by piece. Reads from the disk."""
-        for path in (Path(f"{self._path}.1"), self._path):
+        for path in [file for log in (self._path, *self.beside) for file in (Path(f"{log}.1"), log)]:
             try:
                 with path.open("rb") as file:
                     left = os.fstat(file.fileno()).st_size

@@ -13,9 +13,11 @@ from typing import Any
 import structlog
 
 from router.observe.histogram import Histogram
-from router.observe.seldom import Seldom
+from router.observe.log_throttle import LogThrottle
+from router.observe.traces import RequestTrace, Traces
 from router.openai.request import Usage
 
+Fields = list[tuple[bytes, bytes]]
 _log = structlog.get_logger()
 MODELS_MAX = 256
 OTHER = "other"
@@ -59,7 +61,7 @@ class ModelTimes:
         self.overhead = Histogram(_OVERHEAD_S)
 
 
-class RequestBook:
+class RequestTracker:
     """All requests of one router. ``here``: whether an engine is in the fleet. ``log``: a line for each."""
 
     def __init__(
@@ -68,18 +70,31 @@ class RequestBook:
         *,
         here: Callable[[str], bool] = lambda _: True,
         log: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         self.clock = clock
         self.log = log
+        self.traces = traces
         self.counts: dict[tuple[str, str, str], int] = {}
         """(model, engine, status) -> requests that ended so."""
         self.models: dict[str, ModelTimes] = {}
+        self.live: set[RequestRecord] = set()
+        """Requests that have not ended."""
         self._here = here
-        self._seldom = Seldom(_TELL_EVERY_S)
+        self._seldom = LogThrottle(_TELL_EVERY_S)
 
     def begin(self, method: str, path: str) -> RequestRecord:
         """A request's head was read."""
-        return RequestRecord(self, method, path)
+        record = RequestRecord(self, method, path)
+        self.live.add(record)
+        return record
+
+    def trace(self, record: RequestRecord, fields: Fields) -> None:
+        """Trace this request, with these header fields, if it is one of those to be traced."""
+        if self.traces is not None:
+            record.trace = self.traces.begin(fields, record.method, record.path)
+            if record.trace is not None:
+                record.trace.phase("read body")
 
     def label(self, model: str | None) -> str:
         """The label of a model that an engine serves."""
@@ -97,6 +112,7 @@ class RequestBook:
 
     def end(self, record: RequestRecord) -> None:
         """Enter what became of a request."""
+        self.live.discard(record)
         engine = record.engine if record.engine and self._here(record.engine) else ""
         key = record.label, engine, record.outcome
         self.counts[key] = self.counts.get(key, 0) + 1
@@ -104,15 +120,18 @@ class RequestBook:
         times = record.times
         if times is not None and record.outcome.startswith("2"):
             times.whole.observe(now - record.arrived_s)
+        if record.trace is not None:
+            failed = record.outcome if record.outcome[0] == "5" or record.broken else ""
+            record.trace.end(record.facts(), failed=failed)
         if self.log:
-            _log.info("request", **record.told(now))
+            _log.info("request", **record.log_fields(now))
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet."""
         for key in [key for key in self.counts if key[1] == engine_id]:
             del self.counts[key]
 
-    def tell(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
+    def warn(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
         """A warning, one in a few seconds at most for each event and ``about``."""
         unsaid = self._seldom.due(f"{event} {about}", self.clock())
         if unsaid is not None:
@@ -128,7 +147,6 @@ class RequestRecord:
     __slots__ = (
         "arrived_s",
         "attempts",
-        "book",
         "broken",
         "bytes_in",
         "bytes_out",
@@ -146,14 +164,17 @@ class RequestRecord:
         "status",
         "tenant",
         "times",
+        "trace",
+        "tracker",
         "usage",
+        "why",
     )
 
-    def __init__(self, book: RequestBook, method: str, path: str) -> None:
-        self.book = book
+    def __init__(self, tracker: RequestTracker, method: str, path: str) -> None:
+        self.tracker = tracker
         self.method = method
         self.path = path
-        self.arrived_s = self.read_s = book.clock()
+        self.arrived_s = self.read_s = tracker.clock()
         self.model = ""
         self.request_id = ""
         self.label = ""
@@ -172,10 +193,13 @@ class RequestRecord:
         self.last_s = 0.0
         self.usage: Usage | None = None
         self.times: ModelTimes | None = None
+        self.trace: RequestTrace | None = None
+        self.why: Callable[[], dict[str, Any]] = dict
+        """What spoke for the engine that has it, as attributes of a trace."""
 
     def read(self, size: int) -> None:
         """The request is whole."""
-        self.read_s = self.book.clock()
+        self.read_s = self.tracker.clock()
         self.bytes_in = size
 
     def placed(self, engine_id: str, *, completion: bool) -> None:
@@ -183,22 +207,24 @@ class RequestRecord:
         self.engine = engine_id
         self.attempts += 1
         if self.attempts == 1:
-            book = self.book
-            self.label = book.label(self.model)
-            times = book.times(self.label)
+            tracker = self.tracker
+            self.label = tracker.label(self.model)
+            times = tracker.times(self.label)
             if completion:
                 self.times = times
-                times.overhead.observe(book.clock() - self.read_s)
+                times.overhead.observe(tracker.clock() - self.read_s)
 
     def piece(self) -> None:
         """A piece of a successful stream came, the first one with its first token."""
         times = self.times
         if times is None:
             return
-        now = self.book.clock()
+        now = self.tracker.clock()
         if self.first_s is None:
             self.first_s = now
             times.first_token.observe(now - self.arrived_s)
+            if self.trace is not None:
+                self.trace.first_token()
         else:
             times.between.observe(now - self.last_s)
         self.last_s = now
@@ -212,7 +238,22 @@ class RequestRecord:
             return GONE
         return str(self.status)
 
-    def told(self, now: float) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """Attributes of its span, by OpenTelemetry's names where there are some."""
+        usage = self.usage
+        return {
+            "http.request.method": self.method,
+            "http.response.status_code": self.status or None,
+            "gen_ai.request.model": self.model or None,
+            "gen_ai.usage.input_tokens": None if usage is None else usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": None if usage is None else usage.completion_tokens,
+            "kvatlas.hit_tokens": None if usage is None else usage.cached_tokens,
+            "kvatlas.outcome": self.outcome,
+            "kvatlas.tenant": self.tenant or None,
+            "kvatlas.request_id": self.request_id,
+        }
+
+    def log_fields(self, now: float) -> dict[str, Any]:
         """The fields of the log line."""
         first, usage = self.first_s, self.usage
         return {

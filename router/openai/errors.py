@@ -108,6 +108,11 @@ def no_ready_engine(message: str, *, retry_after_s: int = 1) -> ApiError:
     )
 
 
+def worker_unavailable() -> ApiError:
+    """503: the worker process that answers for all is being replaced, or too slow."""
+    return _no_room("worker_unavailable", "The worker that answers this is not there now; try again shortly.")
+
+
 def engine_unreachable(message: str) -> ApiError:
     """502: the engines that were tried could not be reached or broke the connection."""
     return ApiError(502, "engine_unreachable", message, kind="service_unavailable_error")

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
+
+
+class Phases(Protocol):
+    """Is told what the router does with a request, one thing after the other."""
+
+    def phase(self, name: str) -> None:
+        """This begins, and what was before ends."""
 
 
 class InboundRequest(msgspec.Struct, gc=False):
@@ -20,6 +29,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     stream: bool = False
     request_id: bytes = b""
     """The client's ``x-request-id``, or the one made for it."""
+    trace: Phases | None = None
+    """Of a request that is traced."""
     pinned: str | None = None
     """The engine that the client has chosen, where it may."""
     earlier_response: str | None = None

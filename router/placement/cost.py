@@ -141,15 +141,15 @@ def _pick(
     if len(weighed) == 1:
         return 0, "only"
     queues, totals = [w[_QUEUE] for w in weighed], [w[_TOTAL] for w in weighed]
-    shortest = min(queues)
-    least = min([total for total, queue in zip(totals, queues, strict=True) if queue == shortest])
+    shortest, best = min(queues), min(totals)
+    allowed: Sequence[int] = range(len(totals))
+    cheapest, least = totals.index(best), best
+    if queues[cheapest] != shortest:
+        least = min([total for total, queue in zip(totals, queues, strict=True) if queue == shortest])
     bound = _Bound(shortest, least, settings)
     reason: Reason = "cheapest"
-    best, at = min(totals), range(len(totals))
-    allowed: Sequence[int] = at
-    cheapest = totals.index(best)
     if not bound.allows(queues[cheapest], best):
-        allowed = [i for i in at if bound.allows(queues[i], totals[i])]  # one of the shortest always is
+        allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]  # one of the shortest always is
         best = min([totals[i] for i in allowed])
         reason = "bounded"
     dearest = best + settings.probe_cost_max_s

@@ -19,7 +19,6 @@ import xxhash
 from publisher.block_hash import HashScheme
 from router.fleet.status import Fleet
 from router.index.models import Scopes
-from router.index.seats import EngineHit
 from router.openai.apis import PROMPT_APIS
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
@@ -84,12 +83,16 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         read: Prompt | TextAffinity | None = None
         if request.method == "POST" and request.path in PROMPT_APIS:
+            if request.trace is not None:
+                request.trace.phase("read prompt")
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
             schemes = _schemes(engines)
             for scheme in schemes:
                 await self._reader.hashes(read, scheme)
+        if request.trace is not None:
+            request.trace.phase("decide")
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
         engines = [engine for engine in engines if not engine.closed]
         if not engines:  # they left while the prompt was being read
@@ -124,7 +127,7 @@ class Planner:
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         now = self._accounts.now()
-        closed = [e for e in untried if e.breaker.allows(now)]
+        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
         if closed:
             return closed
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
@@ -172,22 +175,20 @@ class Planner:
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
-        held: dict[str, EngineHit] = dict(look.hits)
-        of_model: dict[str, list[str]] = {}
-        ids: list[str] = []
-        guessed, model = False, None
-        for engine in engines:
-            if engine.shadow is not None:
-                guessed = True
-            if engine.engine.events is None or engine.base_model is None or engine.engine_id in held:
+        held = look.hits
+        for model in dict.fromkeys([engine.base_model for engine in engines]):
+            if model is None:
                 continue
-            if engine.base_model != model:
-                model = engine.base_model
-                ids = of_model.setdefault(model, [])
-            ids.append(engine.engine_id)
-        for model, ids in of_model.items():
-            scope = self._scopes.scope(model)
-            held |= scope.predict(prompt, ids, detail=detail, elsewhere=look.stores.get(model))
+            ids = [
+                e.engine_id
+                for e in engines
+                if e.base_model == model and e.engine.events is not None and e.engine_id not in look.hits
+            ]
+            if ids:
+                told = look.stores.get(model)
+                predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
+                held = {**held, **predicted} if held else predicted
+        guessed = any([engine.shadow is not None for engine in engines])  # noqa: C419  # a list is faster
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
         last = tokens - 1
@@ -229,7 +230,10 @@ def _schemes(engines: list[Engine]) -> dict[HashScheme, None]:
     schemes: dict[HashScheme, None] = {}
     last = None
     for engine in engines:
-        scheme = engine.scheme
+        residency = engine.residency
+        scheme = None if residency is None else residency.writer.scheme
+        if scheme is None:
+            scheme = engine.scheme
         if scheme is not last:  # most of a fleet have the same object
             schemes[scheme] = None
             last = scheme

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -110,8 +111,25 @@ class Placement(Attempt):
                 self.asked_s,
                 _kept(engine, decision.candidate.hit, read.num_tokens, retention(engine.base_model or "")),
             )
+            accounts.hot.add(
+                request.model or "", read.hashes(engine.scheme), engine.scheme.hash_block_size, self.asked_s
+            )
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Attempt``."""
+        decision, candidate = self.decision, self.decision.candidate
+        known = candidate.hit.confidence != "none"
+        return {
+            "kvatlas.reason": decision.choice.reason,
+            "kvatlas.mode": candidate.hit.mode,
+            "kvatlas.prompt_tokens": decision.prompt_tokens,
+            "kvatlas.predicted_hit_tokens": candidate.hit.whole_tokens if known else None,
+            "kvatlas.queue_s": candidate.queue_s,
+            "kvatlas.engines": len(decision.engines),
+            "kvatlas.read": decision.read.source if isinstance(decision.read, Prompt) else None,
+        }
 
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""

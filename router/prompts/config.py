@@ -20,6 +20,7 @@ class ModelPrompts(msgspec.Struct, frozen=True):
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     default_chat_template_kwargs: dict[str, Any] = {}
     exclude_tools_when_tool_choice_none: bool = False
+    anthropic_disabled_thinking_effort: str = "auto"
     max_model_len: int | None = None
     lora_paths: dict[str, str] = {}
 
@@ -31,6 +32,9 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Cache of tokens and block hashes of earlier prompts, shared by all models."""
     context_cache_bytes_max: int = 16 << 20
     """Cache of the tool lists of earlier chats, per model."""
+    media_cache_bytes_max: int = 16 << 20
+    """Memory of images whose tokens an engine or a render server has told, shared by all models; some 4 KB
+    each."""
     fast_tokenizer: Literal["auto", "off"] = "auto"
     """``auto``: tokenize with fastokens where it gives the tokens of ``tokenizers`` for all probe texts, and
     compare again on a running sample; ``off``: always ``tokenizers``."""

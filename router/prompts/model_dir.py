@@ -9,6 +9,7 @@ architectures, Mistral's tokenizer), ``load_model_dir`` says so in ``renderer`` 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,8 +65,16 @@ class ModelDir(msgspec.Struct):
 
 
 def load_model_dir(path: str | Path) -> ModelDir:
-    """Read one directory; takes up to seconds for large vocabularies. Raises ``ModelDirError``."""
+    """Read one directory; takes up to seconds for large vocabularies, and nothing while it stays the same: so
+    worker processes share what their parent has read. Raises ``ModelDirError``."""
     folder = Path(path)
+    files = sorted(file for file in folder.glob("*") if file.is_file())
+    stamps = [(file.name, stat.st_mtime_ns, stat.st_size) for file in files for stat in [file.stat()]]
+    return _read(folder, tuple(stamps))
+
+
+@lru_cache(maxsize=4)
+def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
     file = folder / "tokenizer.json"
     if is_mistral(folder):
         return ModelDir(folder, None, {}, {}, renderer="mistral")

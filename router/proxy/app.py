@@ -17,7 +17,7 @@ from router.admission.gate import KeyGate
 from router.admission.tenants import Entry
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
-from router.observe.requests import RequestBook, RequestRecord
+from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
@@ -63,14 +63,14 @@ class ProxyApp:
         stats: ProxyStats | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        requests: RequestBook | None = None,
+        requests: RequestTracker | None = None,
         gate: KeyGate | None = None,
         aliases: Aliases | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
-        self.requests = requests or RequestBook(clock)
+        self.requests = requests or RequestTracker(clock)
         self._gate = gate
         self._aliases = aliases
         self.client = UpstreamClient(self.settings, self.stats, clock, tls)
@@ -99,6 +99,7 @@ class ProxyApp:
         try:
             client = scope.get("client")
             sent, scope = scope["headers"], self._cleaned(scope)
+            self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
@@ -170,6 +171,7 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
+        request.trace = record.trace
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         if path.startswith(RESPONSES):
@@ -237,7 +239,7 @@ class ProxyApp:
     ) -> None:
         self.stats.count_error(error.status, error.code)
         if error.status >= 500 and not record.explained:
-            self.requests.tell(
+            self.requests.warn(
                 "request not served",
                 record,
                 error.code,

@@ -9,6 +9,7 @@ changes nothing but the breaker.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import xxhash
 
@@ -56,6 +57,10 @@ class Attempt:
         self._open = True
         self.asked_s = now()
         breaker.begin(self.asked_s, streams=request.stream)
+
+    def facts(self) -> dict[str, Any]:
+        """Why this engine, for a trace: attribute -> value."""
+        return {}
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""

@@ -7,9 +7,10 @@ An engine is left out for one of three reasons, each with its own end:
   request that every engine answers with 500 must not close the fleet). Open for ``open_s_first``, then one
   probe at a time; each failed probe doubles the wait up to ``open_s_max``; the first success closes and
   forgets.
-- **Its own wish** (Retry-After). Heeded once ``wishes_min`` different requests were refused and none has
-  succeeded lately: what one request brings upon itself says nothing of the others. It ends with its time or
-  with the first request that succeeds; so that one can, a probe is let through now and then.
+- **Retry-After.** Applied once ``refusals_min`` different requests were refused and none has succeeded
+lately, as
+  one request may be refused for reasons of its own. It ends with its time or with the first request that
+  succeeds; for that a probe is let through now and then.
 - **Silence.** Clients gave up waiting for a first byte, or a streamed request has waited for
   ``silent_s_max``, while the engine answered nobody. One probe each ``silent_probe_s``; ends with the first
   byte of any answer.
@@ -33,11 +34,11 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     share_max: float = 0.5
     window_s: float = 10.0
     window_min: int = 20
-    wishes_min: int = 2
-    wish_success_s: float = 2.0
-    """A success this recent says more than a wish."""
-    wish_probe_s: float = 1.0
-    """From a wish to the first probe; each refused probe doubles it up to ``open_s_max``."""
+    refusals_min: int = 2
+    pause_success_s: float = 2.0
+    """A success this recent overrules Retry-After."""
+    pause_probe_s: float = 1.0
+    """From Retry-After to the first probe; each refused probe doubles it up to ``open_s_max``."""
     give_up_s: float = 0.5
     """A client that leaves sooner, beyond twice the expected time, has not waited long enough to count."""
     give_ups_min: int = 2
@@ -49,8 +50,8 @@ class BreakerSettings(msgspec.Struct, frozen=True):
 _DEFAULTS = BreakerSettings()
 
 
-class Wish:
-    """What an engine asks for itself (Retry-After), and whether it is heeded."""
+class RetryAfterPause:
+    """The pause that an engine asked for (Retry-After), and whether it is applied."""
 
     __slots__ = ("_probe_at", "_probe_s", "_refused", "_settings", "_success_at", "until")
 
@@ -59,7 +60,7 @@ class Wish:
         self._refused: set[int] = set()  # different requests since the last success
         self._success_at = -math.inf
         self._probe_at = 0.0
-        self._probe_s = settings.wish_probe_s
+        self._probe_s = settings.pause_probe_s
         self.until = 0.0
 
     def allows(self, now: float) -> bool:
@@ -71,12 +72,12 @@ class Wish:
 
     def refused(self, request: int, until: float, now: float) -> None:
         settings = self._settings
-        if len(self._refused) < settings.wishes_min:
+        if len(self._refused) < settings.refusals_min:
             self._refused.add(request)
-        if len(self._refused) < settings.wishes_min or now - self._success_at < settings.wish_success_s:
+        if len(self._refused) < settings.refusals_min or now - self._success_at < settings.pause_success_s:
             return
         if now >= self.until:
-            self._probe_s = settings.wish_probe_s
+            self._probe_s = settings.pause_probe_s
             self._probe_at = now + self._probe_s
         self.until = max(self.until, until)
 
@@ -140,35 +141,47 @@ class Breaker:
         self._window_end = 0.0
         self._recent = [0, 0]  # ok, failed in this half of the window
         self._before = [0, 0]  # and in the half before it
-        self._wish = Wish(settings)
+        self._pause = RetryAfterPause(settings)
         self._silence = Silence(settings)
+        self.free_until = math.inf
+        """Before this time ``allows`` is true unless the breaker is told something: every decision asks for
+        every engine."""
+
+    def _told(self) -> None:
+        paused, silence = self._pause.until > 0.0, self._silence
+        if self._open_s or paused or silence.give_ups:
+            self.free_until = -math.inf
+        else:
+            self.free_until = silence.asked_at + self._settings.silent_s_max
 
     @property
     def closed(self) -> bool:
-        """No failure is being waited out (a wish or silence may still keep the engine out)."""
+        """No failure keeps the engine out (Retry-After or silence still may)."""
         return self._open_s == 0.0
 
     def allows(self, now: float) -> bool:
         """May this engine be chosen now? No side effect."""
         if self._open_s and now < self._open_until:
             return False
-        if now < self._wish.until and not self._wish.allows(now):
+        if now < self._pause.until and not self._pause.allows(now):
             return False
         silence = self._silence
         return (not silence.give_ups and silence.asked_at == math.inf) or silence.allows(now)
 
     def waits_s(self, now: float) -> float:
         """Seconds for which the engine itself asked (``refused``) to be left alone."""
-        return 0.0 if self._wish.allows(now) else self._wish.until - now
+        return 0.0 if self._pause.allows(now) else self._pause.until - now
 
     def begin(self, now: float, *, streams: bool = False) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
         if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
-        if now < self._wish.until:
-            self._wish.begin(now)
+        if now < self._pause.until:
+            self._pause.begin(now)
         self._silence.begin(now, streams=streams)
+        if streams:
+            self._told()
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
@@ -191,32 +204,39 @@ class Breaker:
     def succeeded(self, now: float) -> None:
         """A request was taken: its answer has begun with a status of success."""
         self.record(True, now)
-        self._wish.succeeded(now)
+        self._pause.succeeded(now)
+        self._told()
 
     def refused(self, request: int, wait_s: float, now: float) -> None:
         """The engine refused this request (any number that tells requests apart) and asked to be left alone
         for ``wait_s``."""
-        self._wish.refused(request, now + wait_s, now)
+        self._pause.refused(request, now + wait_s, now)
+        self._told()
 
     def heard(self, now: float) -> None:
         """The first byte of an answer came."""
         self._silence.heard(now)
+        self._told()
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
         taken ``expected_s``. Returns whether that counts against the engine."""
-        return self._silence.gave_up(asked_at, now, expected_s=expected_s, streams=streams)
+        counts = self._silence.gave_up(asked_at, now, expected_s=expected_s, streams=streams)
+        self._told()
+        return counts
 
     def _open(self, now: float, seconds: float) -> None:
         self._probing = False
         self._open_s = seconds
         self._open_until = now + seconds
+        self._told()
 
     def _close(self) -> None:
         self._probing = False
         self._open_s = 0.0
         self._recent = [0, 0]
         self._before = [0, 0]
+        self._told()
 
     def _roll(self, now: float) -> None:
         if now < self._window_end:

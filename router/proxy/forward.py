@@ -119,8 +119,11 @@ class Forwarder:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
             out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
+            out.record.why = placement.facts
             if out.entry is not None:
                 out.entry.placed(placement.uncached_tokens)
+            if out.record.trace is not None:
+                placement.engine_headers += out.record.trace.asks(placement.engine_id, placement.facts())
             outcome = await self._attempt(placement, out, send)
             if outcome is None:
                 return
@@ -141,7 +144,7 @@ class Forwarder:
     ) -> None:
         """Before ``record`` is told of the next engine."""
         if outcome is not None and not _broke(outcome):  # that is said elsewhere
-            record.book.tell(
+            record.tracker.warn(
                 "request retried",
                 record,
                 record.engine,
@@ -350,7 +353,7 @@ class Forwarder:
         self._failed(placement, error)
         engine_id = placement.engine_id
         record.broken = True
-        record.book.tell("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
+        record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
 
     async def _break_stream(
         self, relay: SseRelay, placement: Attempt, record: RequestRecord, error: UpstreamError, send: Send

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import structlog
 
 from router.feeds.base import FeedState
-from router.feeds.manager import Followers
+from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
 from router.index.engine import EngineResidency
 from router.index.models import Scopes
@@ -73,7 +73,7 @@ class SharedIndex:
         self._clock = clock
         self._started = secrets.randbits(40)
         self._scopes: dict[str, _Scope] = {}
-        self._followers: Followers | None = None
+        self._feeds: FeedManager | None = None
         self._residency: Scopes | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
@@ -102,10 +102,10 @@ class SharedIndex:
             clock=clock,
         )
 
-    def attach(self, followers: Followers, residency: Scopes) -> None:
+    def attach(self, feeds: FeedManager, residency: Scopes) -> None:
         """Set the feeds to start and stop with the leases, and the residency to describe to other
         replicas."""
-        self._followers, self._residency = followers, residency
+        self._feeds, self._residency = feeds, residency
 
     def scope(self, model: str) -> _Scope:
         """The shared index of a model, created on first use."""
@@ -184,15 +184,15 @@ class SharedIndex:
         engine_id = candidate.engine.engine_id
         await self.scope(candidate.model).mirror.take_over(engine_id, token)
         self._published.pop(engine_id, None)
-        if not again and self._followers is not None and self._tasks is not None:
-            self._followers.follow(candidate.engine, candidate.model, self._tasks)
+        if not again and self._feeds is not None and self._tasks is not None:
+            self._feeds.follow(candidate.engine, candidate.model, self._tasks)
 
     def lease_ended(self, model: str, engine_id: str) -> None:
         """See ``LeaseListener``."""
         self._published.pop(engine_id, None)
         self.scope(model).mirror.drop(engine_id)
-        if self._followers is not None:
-            self._followers.stop(engine_id)
+        if self._feeds is not None:
+            self._feeds.stop(engine_id)
 
     # -- background -----------------------------------------------------------------------------------
 
@@ -240,9 +240,9 @@ class SharedIndex:
             await asyncio.sleep(_DESCRIBE_S)
 
     def _describe_engine(self, engine_id: str, model: str) -> None:
-        if self._residency is None or self._followers is None:
+        if self._residency is None or self._feeds is None:
             return
-        engine, feed = self._residency.engine(engine_id), self._followers.stats.get(engine_id)
+        engine, feed = self._residency.engine(engine_id), self._feeds.stats.get(engine_id)
         if engine is None or feed is None:
             return
         seat = self._residency.scope(model).residency(engine_id).seat()

@@ -32,8 +32,8 @@ def simulate(
         str,
         Parameter(
             help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
-            "full-attention-in-flight, rules, approx-tree, approx-tree-capped, session-hash, hash, "
-            "power-of-two, least-load, round-robin; kvatlas:beta=0.5 sets a parameter."
+            "full-attention-in-flight, gpu-only, rules, approx-tree, approx-tree-capped, session-hash, hash, "
+            "power-of-two, least-load, round-robin; kvatlas:beta=0.5+premium=0 sets parameters."
         ),
     ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
     load: Annotated[
@@ -48,6 +48,25 @@ def simulate(
     retention: Annotated[
         str, Parameter(help="prefix_cache_retention_interval: tokens or dense; several separated by commas.")
     ] = "0",
+    host_memory: Annotated[
+        str | None,
+        Parameter(
+            help="Host memory behind each engine: 64GiB, 400% of its KV cache, or blocks; "
+            "400%:gbyte_s=20+latency_ms=0.1+busy=0 sets its link (45 GB/s), and what share of a load's time "
+            "computing loses."
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        Parameter(
+            help="A store that all engines share: 2TiB, 400% of the fleet's KV cache, or blocks; "
+            "400%:gbit_s=25+total_gbit_s=100+latency_ms=2+busy=0 sets each engine's link (100 Gbit/s) and "
+            "the store's own (unlimited)."
+        ),
+    ] = None,
+    kv_kib_per_token: Annotated[
+        float, Parameter(help="KiB of KV cache that one token takes in full attention, for what tiers move.")
+    ] = 100.0,
     seeds: Annotated[int, Parameter(help="Runs per policy; several give 95 % confidence intervals.")] = 1,
     requests: Annotated[
         int | None, Parameter(help="Use the first N requests (default: all of a file, 4000 of a generator).")
@@ -94,6 +113,9 @@ def simulate(
         load=load,
         speed=speed,
         retention=retention,
+        host_memory=host_memory,
+        store=store,
+        kv_kib_per_token=kv_kib_per_token,
         seeds=seeds,
         requests=requests,
         seconds=seconds,

@@ -24,6 +24,7 @@ from router.simulate.plot import PlotError, check_plot, draw
 from router.simulate.report import facts_of, report_json, show
 from router.simulate.run.arms import Arm, arms_of
 from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
 from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
@@ -48,6 +49,9 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     load: float = 0.85
     speed: float | None = None
     retention: str = "0"
+    host_memory: str | None = None
+    store: str | None = None
+    kv_kib_per_token: float = KV_KIB_PER_TOKEN
     seeds: int = 1
     requests: int | None = None
     seconds: float | None = None
@@ -83,6 +87,9 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
             engines=options.engines,
             timing=timing,
             speed=options.speed or 1.0,
+            tiers=read_tiers(
+                options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, options.engines
+            ),
         ),
         arms=arms,
         retentions=retentions,
@@ -151,6 +158,26 @@ def read_pool(text: str, groups: tuple[GroupSpec, ...], engines: int, workloads:
     return int(value)
 
 
+def read_tiers(
+    host: str | None,
+    store: str | None,
+    kv_kib_per_token: float,
+    groups: tuple[GroupSpec, ...],
+    num_blocks: int,
+    engines: int,
+) -> TierSetup | None:
+    """What ``--host-memory`` and ``--store`` say; None where there is neither. Raises ``ConfigError``."""
+    size = block_bytes(groups, kv_kib_per_token)
+    found = TierSetup(block_bytes=size)
+    if host is not None:
+        with refused(f"--host-memory {host}", ValueError):
+            found = msgspec.structs.replace(found, host=read_host(host, num_blocks, size))
+    if store is not None:
+        with refused(f"--store {store}", ValueError):
+            found = msgspec.structs.replace(found, store=read_store(store, num_blocks * engines, size))
+    return found if found.any else None
+
+
 def read_fit(where: str, served_model: str | None) -> Fit:
     """Rates from ``--fit``: an engine's URL, its saved metrics page, or a capture. Raises ``ConfigError``."""
     timing = Timing()
@@ -208,7 +235,14 @@ def _check_numbers(options: SimulateOptions) -> None:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {least:g} to {most:g}")
-    for name in ("load", "speed", "seconds", "prefill_tokens_per_s", "decode_tokens_per_s"):
+    for name in (
+        "load",
+        "speed",
+        "seconds",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "kv_kib_per_token",
+    ):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")

@@ -32,6 +32,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     """Requests that fit into no engine's cache; they are in no other number."""
     hit_share: float
+    host_share: float = 0.0
+    """Of the prompt tokens, those of the hits that were loaded from host memory; ``store_share``: from the
+    store."""
+    store_share: float = 0.0
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
@@ -82,6 +86,8 @@ def result_of(run: FleetRun) -> Result:
         requests=len(served),
         refused=len(rows) - len(served),
         hit_share=_hit_share(served),
+        host_share=_share(served, "cpu"),
+        store_share=_share(served, "storage"),
         ttft_mean_s=float(waits.mean()),
         ttft_p50_s=p50,
         ttft_p90_s=p90,
@@ -118,7 +124,12 @@ def compare(results: Mapping[str, Result]) -> dict[str, Outcome]:
 
 
 def _hit_share(rows: list[Row]) -> float:
-    return sum(row.hit for row in rows) / sum(row.prompt_tokens for row in rows)
+    return _share(rows, "hit")
+
+
+def _share(rows: list[Row], tokens: str) -> float:
+    found: int = sum(getattr(row, tokens) for row in rows)
+    return found / sum(row.prompt_tokens for row in rows)
 
 
 def _over_time(run: FleetRun) -> list[float]:

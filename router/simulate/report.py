@@ -16,6 +16,9 @@ from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
 from router.simulate.study import Workloads, mean_prompt_tokens
 
 _COLUMNS = ("hit %", "mean s", "p50 s", "p90 s", "p99 s", "imbal.", "error", "exact %", "regret s")
+_TIER_COLUMNS = ("host %", "store %")
+_TIER_SHARES = dict(zip(_TIER_COLUMNS, ("host_share", "store_share"), strict=True))
+_LEGEND_TIERS = " host %, store %: of the prompt tokens, those of the hits that were loaded from there."
 _WITH_INTERVAL = ("hit %", "mean s")
 _LEGEND = (
     "Seconds to the first token. imbal.: busiest engine over the mean; error: tokens between predicted and "
@@ -77,6 +80,7 @@ def report_json(plan: Plan, study: Study, facts: Facts, fit: Fit | None) -> dict
     """Every number, per arm and per seed."""
     return {
         "facts": msgspec.to_builtins(facts),
+        "tiers": msgspec.to_builtins(plan.setup.tiers),
         "timing": msgspec.to_builtins(plan.setup.timing),
         "fit": None if fit is None else msgspec.to_builtins(fit),
         "arms": [_arm(report) for report in study.reports],
@@ -110,7 +114,9 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
             f"[yellow]{refused} requests fit into no engine's cache and are left out; --pool is too small "
             "for them.[/]"
         )
-    console.print(_LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else ""), style="dim", highlight=False)
+    legend = _LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else "")
+    legend += _LEGEND_TIERS if _tier_columns(plan) else ""
+    console.print(legend, style="dim", highlight=False)
 
 
 def _head(plan: Plan, facts: Facts) -> str:
@@ -123,8 +129,21 @@ def _head(plan: Plan, facts: Facts) -> str:
         f"{facts.mean_prompt_tokens:.0f} prompt and {facts.mean_output_tokens:.0f} generated tokens\n"
         f"[bold]{facts.model}[/]: {facts.engines} engines of {facts.blocks_per_engine} blocks ({pool}), "
         f"prefill {1 / timing.prefill_s_per_token:.0f} tokens/s, "
-        f"{1 / timing.decode_s:.0f} tokens/s per answer"
+        f"{1 / timing.decode_s:.0f} tokens/s per answer{_tiers_head(plan)}"
     )
+
+
+def _tiers_head(plan: Plan) -> str:
+    tiers = plan.setup.tiers
+    if tiers is None:
+        return ""
+    parts = [
+        f"{what} of {spec.blocks * tiers.block_bytes / (1 << 30):.1f} GiB, {spec.bytes_per_s / 1e9:.3g} GB/s"
+        for what, spec in (("host memory", tiers.host), ("a shared store", tiers.store))
+        if spec is not None
+    ]
+    size = f"{tiers.block_bytes / (1 << 20):.3g} MiB"
+    return f"\nBehind them: {' and '.join(parts)} to each engine; blocks of {size}"
 
 
 def _load(study: Study, facts: Facts) -> str:
@@ -174,11 +193,11 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
             )
             table.title_justify, table.title_style = "left", "bold"
             table.add_column("policy", overflow="fold")
-            for name in _COLUMNS:
+            for name in (*_COLUMNS, *_tier_columns(plan)):
                 table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
-                table.add_row(report.arm, *_numbers(report), style="bold" if mean_s <= best_s else None)
+                table.add_row(report.arm, *_numbers(report, plan), style="bold" if mean_s <= best_s else None)
             yield table
 
 
@@ -188,7 +207,21 @@ def _title(plan: Plan, retention: int | None, factor: float) -> str | None:
     return ", ".join(parts) or None
 
 
-def _numbers(report: ArmReport) -> list[str]:
+def _tier_columns(plan: Plan) -> tuple[str, ...]:
+    """For what there is outside the GPUs."""
+    tiers = plan.setup.tiers
+    return (
+        ()
+        if tiers is None
+        else tuple(
+            name
+            for name, spec in zip(_TIER_COLUMNS, (tiers.host, tiers.store), strict=True)
+            if spec is not None
+        )
+    )
+
+
+def _numbers(report: ArmReport, plan: Plan) -> list[str]:
     def mean(name: str) -> float:
         return over_seeds(report.outcomes, name).mean
 
@@ -202,6 +235,7 @@ def _numbers(report: ArmReport) -> list[str]:
         f"{mean('error_mean_tokens'):.0f}",
         f"{100 * mean('exact_share'):.0f}",
         f"{mean('regret_s'):.3f}",
+        *(f"{100 * mean(_TIER_SHARES[name]):.1f}" for name in _tier_columns(plan)),
     ]
 
 

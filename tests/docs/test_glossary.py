@@ -15,7 +15,7 @@ from router.feeds.base import FeedState
 from router.feeds.recovery.repair import RepairKind
 from router.feeds.trust import DOUBTS
 from router.feeds.wire import REASONS as MALFORMED
-from router.fleet.sources.kubernetes import picture
+from router.fleet.sources.kubernetes import cluster_view
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.removals import Removals
 from router.index.seats import Mode
@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "glossary.md"
         [kind.value for kind in RepairKind],
         DOUBTS,
         MALFORMED,
-        [picture.NOT_READY, picture.TERMINATING, picture.ANNOTATED, picture.NO_SLICE],
+        [cluster_view.NOT_READY, cluster_view.TERMINATING, cluster_view.ANNOTATED, cluster_view.NO_SLICE],
         Detection,
         Removals,
         get_args(Mode),

@@ -43,6 +43,8 @@ class EventTap:
         self._client = openai.OpenAI(base_url=f"{engine.base_url}/v1", api_key="none", max_retries=0)
         self._rng = random.Random(engine.base_url)
         self._medium = medium
+        self.barriers: list[list[int]] = []
+        """The prompts that were sent for barriers so far."""
         self.stored: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
         """Blocks told of so far, by medium."""
@@ -69,6 +71,7 @@ class EventTap:
     def _send_barrier(self) -> list[int]:
         """A prompt nobody has sent before, one block and a token long; returns its block."""
         tokens = [self._rng.randrange(10, 1000) for _ in range(BLOCK_TOKENS + 1)]
+        self.barriers.append(tokens)
         self._client.completions.create(model="tiny", prompt=tokens, max_tokens=1)
         return tokens[:BLOCK_TOKENS]
 

@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.prompts.family_cases import FAMILIES, chats, completions, family_dir
+from tests.support.prompts.agent_cases import random_messages, random_responses
+from tests.support.prompts.family_cases import FAMILIES, chats, completions, deepseek_chats, family_dir
 
 DATE = "2026-11-22"
 DATA = Path(__file__).parent.parent / "data" / "families"
@@ -24,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mistral_tekken": {"tokenizer_mode": "mistral"},
     "mistral_v3": {"tokenizer_mode": "mistral"},
     "deepseek_v32": {"tokenizer_mode": "deepseek_v32"},
+    "deepseek_v4": {"tokenizer_mode": "deepseek_v4"},
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TOOL_PARSERS = {
@@ -31,6 +33,7 @@ TOOL_PARSERS = {
     "mistral_tekken": "mistral",
     "mistral_v3": "mistral",
     "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
 }
 
 
@@ -38,12 +41,16 @@ def requests_of(family: str, seed: int, count: int) -> list[list[Any]]:
     found: list[list[Any]] = [["/v1/chat/completions", body] for body in chats(seed, count)]
     if family != "harmony":  # its directory has no completion tokenizer of its own here
         found += [["/v1/completions", body] for body in completions()]
+    found += [["/v1/messages", body] for body in random_messages(count // 2, seed)]
+    if family.startswith("deepseek"):
+        found += [["/v1/chat/completions", body] for body in deepseek_chats()]
+        found += [["/v1/responses", body] for body in random_responses(count // 2, seed)]
     return found
 
 
 def _for_vllm(folder: Path, family: str) -> Path:
     """DeepSeek's attention wants a GPU; its renderer and tokenizer do not ask what model they serve."""
-    if family == "deepseek_v32":
+    if family.startswith("deepseek"):
         file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **LLAMA}))
     return folder
@@ -61,6 +68,7 @@ def ask_vllm(python: str, families: list[str], seed: int, count: int, folder: Pa
         }
         for family in families
     ]
+    folder.mkdir(exist_ok=True)
     source, target = folder / "jobs.json", folder / "answers.json"
     source.write_text(json.dumps(jobs))
     environment = {

@@ -13,6 +13,7 @@ two policies in the order in which they came out by the clients' clocks.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import urllib.request
@@ -142,13 +143,13 @@ def real(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         sent: list[Sent] = []
         for round_, (seed, policy) in enumerate(ROUNDS):
             for url in urls:
-                _empty(url)
+                empty(url)
             log = logs / f"router{round_}.log"
             with RouterProcess(urls, tiny_model, log=log, policy=policy) as router:
                 if not round_:
                     _drive(router, -1, seed=1, count=WARM_UP)
                     for url in urls:
-                        _empty(url)
+                        empty(url)
                 sent += _drive(router, round_, seed=seed, count=REQUESTS)
                 seen = see(router.ops_url)
         yield Real(sent, seen, urls)
@@ -165,11 +166,11 @@ def _drive(router: RouterProcess, round_: int, *, seed: int, count: int) -> list
     return sent
 
 
-def _empty(url: str) -> None:
-    """Of its prefix cache, by vLLM's own endpoint."""
-    asked = urllib.request.Request(f"{url}/reset_prefix_cache", method="POST")
+def empty(url: str) -> None:
+    """Of its prefix cache, and of what a connector holds, by vLLM's own endpoint."""
+    asked = urllib.request.Request(f"{url}/reset_prefix_cache?reset_external=true", method="POST")
     with urllib.request.urlopen(asked, timeout=30) as answer:
-        assert answer.status == 200
+        assert json.load(answer) == {"success": True}
 
 
 def workload(sent: list[Sent]) -> list[Request]:

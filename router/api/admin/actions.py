@@ -1,6 +1,6 @@
-"""What an administrator may do to the fleet, without HTTP: list, add, remove, drain, undrain.
+"""The admin actions on the fleet, without HTTP: list, add, remove, drain, undrain.
 
-Each change takes effect at once and says what became of it. Raises ``ApiError`` for what makes no sense.
+Each change takes effect at once and returns its result. Raises ``ApiError`` for invalid requests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
 from router.openai.errors import bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
+from router.placement.load import NO_OTHERS, OthersLoad
 
 
-class FleetDesk:
-    """``apply`` makes the fleet what the roster says."""
+class FleetActions:
+    """``apply`` brings the fleet in line with the roster; ``others`` is what sibling workers have in
+    flight."""
 
     def __init__(
         self,
@@ -30,7 +32,9 @@ class FleetDesk:
         *,
         sources: Callable[[], Mapping[str, SourceStats]],
         apply: Callable[[], None],
+        others: Callable[[], Mapping[str, OthersLoad]] = dict,
     ) -> None:
+        self._others = others
         self._roster = roster
         self._fleet = fleet
         self._now = now
@@ -38,7 +42,7 @@ class FleetDesk:
         self._apply = apply
 
     def listing(self) -> dict[str, Any]:
-        """Every engine, every server kept out, every source."""
+        """Every engine, every removed server, every source."""
         return {
             "engines": [self._describe(status) for status in self._fleet],
             "removed": [{"base_url": url, "by": one.by} for url, one in self._roster.removed.items()],
@@ -46,7 +50,7 @@ class FleetDesk:
         }
 
     def add(self, engine: EngineAddress) -> tuple[bool, dict[str, Any]]:
-        """An engine more, or another address of one. False where it was there just so."""
+        """Add an engine or change its addresses. False if nothing changed."""
         engine = msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
         try:
             check_address(engine)
@@ -60,7 +64,7 @@ class FleetDesk:
         return changed, {"engine": engine.engine_id, "sources": self._roster.sources(engine.base_url)}
 
     def remove(self, name: str, who: str) -> dict[str, Any]:
-        """A server less; streams that run there go on. It stays out while other sources still name it."""
+        """Remove a server; its running streams go on. It stays removed while other sources still name it."""
         if "#" in name:
             message = (
                 f"{name} is one rank of a server; drain it, or remove the server {name.partition('#')[0]}."
@@ -72,14 +76,14 @@ class FleetDesk:
         return {"engine": name, "kept_out": name in self._roster.removed}
 
     def drain(self, name: str, who: str) -> dict[str, Any]:
-        """No new requests for an engine, or for all ranks of a server. Streams that run there go on."""
+        """Send no new requests to an engine, or to all ranks of a server. Running streams go on."""
         self._affected(name)
         self._roster.drain(name, who)
         self._apply()
         return {"engine": name, "requests": self._requests(name)}
 
     def undrain(self, name: str) -> dict[str, Any]:
-        """New requests again, unless something else keeps them away."""
+        """End ``drain``. New requests follow, unless the engine is held for another reason too."""
         self._affected(name)
         was = self._roster.undrain(name)
         self._apply()
@@ -96,9 +100,10 @@ class FleetDesk:
         return sum(self._in_flight(status) for status in self._affected(name))
 
     def _in_flight(self, status: Engine) -> int:
-        """Requests of this router that are at the engine now."""
-        load = status.load.at(self._now())
-        return max(0, load.running + load.waiting - load.foreign)
+        """This router's requests in flight at the engine."""
+        load, others = status.load.at(self._now()), self._others().get(status.engine_id, NO_OTHERS)
+        own = max(0, load.running + load.waiting - load.foreign)
+        return own + others.running + others.waiting
 
     def _describe(self, status: Engine) -> dict[str, Any]:
         return {

@@ -7,9 +7,10 @@ certificate of it.
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
-from router.api.admin.door import PEER
+from router.api.admin.authenticator import PEER
 from router.api.admin.settings import AdminSettings
 from router.http.server.config import ListenConfig
 from router.http.server.connection import ClientConnection
@@ -27,8 +28,11 @@ class _Connection(ClientConnection):
             self._scope[PEER] = common_name(certificate)
 
 
-def make_admin_server(app: Any, settings: AdminSettings, certificates: Certificates) -> SideServer:
-    """The server of the separate port. Raises ``TlsError`` for TLS files of no use."""
+def make_admin_server(
+    app: Any, settings: AdminSettings, certificates: Certificates, sock: socket.socket | None = None
+) -> SideServer:
+    """The server of the separate port; ``sock`` listens already. Raises ``TlsError`` for TLS files of no
+    use."""
     context = None
     if settings.tls.given:
         context = certificates.hold(server_context(settings.tls, _KEYS), settings.tls, _KEYS)
@@ -41,7 +45,7 @@ def make_admin_server(app: Any, settings: AdminSettings, certificates: Certifica
         lifespan="off",
         tls=context,
     )
-    return SideServer(config, name="admin API", key="admin.port")
+    return SideServer(config, name="admin API", key="admin.port", sock=sock)
 
 
 def common_name(certificate: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ nobody known there is one line a second at most, with the number of those it sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,12 +15,12 @@ import structlog
 from fastapi import FastAPI, Request, Response
 
 from router import __version__
-from router.api.admin.actions import FleetDesk
-from router.api.admin.door import Doorkeeper
+from router.api.admin.actions import FleetActions
+from router.api.admin.authenticator import Authenticator
 from router.api.admin.stats import AdminStats
 from router.api.app import add_errors, json_answer, read_body
 from router.fleet.identity import EngineAddress
-from router.observe.seldom import Seldom
+from router.observe.log_throttle import LogThrottle
 from router.openai.errors import ApiError, bad_request
 
 PREFIX = "/admin/"
@@ -40,8 +40,13 @@ class _Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
 
 
-def create_admin(desk: FleetDesk, door: Doorkeeper, stats: AdminStats) -> FastAPI:
-    """The application for paths under ``PREFIX``."""
+def create_admin(
+    actions: FleetActions,
+    authenticator: Authenticator,
+    stats: AdminStats,
+    settled: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """The application for paths under ``PREFIX``; ``settled`` is awaited before a change is answered."""
     app = FastAPI(
         title="kvatlas admin",
         version=__version__,
@@ -51,17 +56,17 @@ def create_admin(desk: FleetDesk, door: Doorkeeper, stats: AdminStats) -> FastAP
         redirect_slashes=False,
     )
     add_errors(app)
-    _add_routes(app, desk, _Audit(door, stats))
+    _add_routes(app, actions, _Audit(authenticator, stats), settled)
     return app
 
 
 class _Audit:
     """Lets a request in and writes down what became of it."""
 
-    def __init__(self, door: Doorkeeper, stats: AdminStats) -> None:
-        self._door = door
+    def __init__(self, authenticator: Authenticator, stats: AdminStats) -> None:
+        self._door = authenticator
         self._stats = stats
-        self._seldom = Seldom(_REFUSED_EVERY_S)
+        self._seldom = LogThrottle(_REFUSED_EVERY_S)
 
     async def enter(self, request: Request, action: str) -> str:
         """Who asks. Raises ``ApiError``; a refused change is in the log."""
@@ -107,7 +112,17 @@ class _Audit:
         _log.info("admin", action=action, who=who, engine=engine[:_TEXT_MAX], client=client, **more)
 
 
-def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
+def _add_routes(
+    app: FastAPI, actions: FleetActions, audit: _Audit, settled: Callable[[], Awaitable[None]] | None
+) -> None:
+    async def changed(
+        request: Request, action: str, who: str, engine: str, work: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        outcome = audit.change(request, action, who, engine, work)
+        if settled is not None:
+            await settled()
+        return outcome
+
     async def body(request: Request, action: str, who: str, kind: type[_T]) -> _T:
         try:
             return _decode(await read_body(request, _BODY_BYTES_MAX), kind)
@@ -119,7 +134,7 @@ def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
     async def listing(request: Request) -> Response:
         """Every engine with its sources, every server kept out, every source."""
         await audit.enter(request, "list")
-        return json_answer(desk.listing())
+        return json_answer(actions.listing())
 
     @app.post("/admin/engines")
     async def add(request: Request) -> Response:
@@ -131,32 +146,33 @@ def _add_routes(app: FastAPI, desk: FleetDesk, audit: _Audit) -> None:
 
         def work() -> dict[str, Any]:
             nonlocal status
-            changed, outcome = desk.add(engine)
+            changed, outcome = actions.add(engine)
             status = 201 if changed else 200
             return outcome
 
-        return json_answer(audit.change(request, "add", who, engine.engine_id, work), status)
+        outcome = await changed(request, "add", who, engine.engine_id, work)
+        return json_answer(outcome, status)
 
     @app.delete("/admin/engines")
     async def remove(request: Request) -> Response:
         """Remove a server: ``?engine=http://host:port``."""
         who = await audit.enter(request, "remove")
         name = request.query_params.get("engine", "").rstrip("/")
-        return json_answer(audit.change(request, "remove", who, name, lambda: desk.remove(name, who)))
+        return json_answer(await changed(request, "remove", who, name, lambda: actions.remove(name, who)))
 
     @app.post("/admin/engines/drain")
     async def drain(request: Request) -> Response:
         """No new requests there: ``{"engine": ...}``."""
         who = await audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
-        return json_answer(audit.change(request, "drain", who, name, lambda: desk.drain(name, who)))
+        return json_answer(await changed(request, "drain", who, name, lambda: actions.drain(name, who)))
 
     @app.post("/admin/engines/undrain")
     async def undrain(request: Request) -> Response:
         """New requests again: ``{"engine": ...}``."""
         who = await audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
-        return json_answer(audit.change(request, "undrain", who, name, lambda: desk.undrain(name)))
+        return json_answer(await changed(request, "undrain", who, name, lambda: actions.undrain(name)))
 
 
 def _decode(raw: bytes, kind: type[_T]) -> _T:

@@ -50,11 +50,11 @@ class ReplayResync:
                     frame = await work.all(steps)
                 except WireError as error:
                     self._stats.malformed(error.reason)
-                    await work.breathe()
+                    await work.yield_to_loop()
                     continue
                 if frame is None:
                     return
                 if frame.fault:
                     self._stats.malformed(frame.fault)
                 yield frame
-                await work.breathe()
+                await work.yield_to_loop()

@@ -65,11 +65,11 @@ class SnapshotClient:
                     for piece in pieces:
                         if piece is not None:
                             yield piece
-                        await work.breathe()
+                        await work.yield_to_loop()
                     return
                 async for part in self._stream(endpoint, reader, first, work):
                     yield part
-                    await work.breathe()
+                    await work.yield_to_loop()
                 return
         raise failure or SnapshotUnsupportedError("no snapshots here")
 

@@ -20,7 +20,7 @@ class CannotStartError(Exception):
     """A source lacks what it needs; the message names the key or file, and the remedy."""
 
 
-class Sighting(msgspec.Struct, frozen=True):
+class DiscoveredEngine(msgspec.Struct, frozen=True):
     """One engine as a source sees it now."""
 
     engine: EngineAddress
@@ -64,13 +64,13 @@ class SourceStats(msgspec.Struct):
         self.failing = False
 
 
-Tell = Callable[[Sequence[Sighting]], None]
+Publish = Callable[[Sequence[DiscoveredEngine]], None]
 
 
 class Source(Protocol):
-    """Runs until cancelled. ``tell`` gets the complete set whenever it may have changed."""
+    """Runs until cancelled. ``publish`` gets the complete set whenever it may have changed."""
 
     name: str
     stats: SourceStats
 
-    async def run(self, tell: Tell) -> None: ...
+    async def run(self, publish: Publish) -> None: ...

@@ -23,7 +23,7 @@ from dns.rdatatype import AAAA, SRV, A, RdataType
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
-from router.fleet.sources.base import Sighting, SourceStats, Tell
+from router.fleet.sources.base import DiscoveredEngine, Publish, SourceStats
 
 _log = structlog.get_logger()
 _UDP_BYTES_MAX = 1232
@@ -110,15 +110,15 @@ class DnsSource:
         self._known: dict[str, frozenset[tuple[str, int]]] = {}
         self._empty: dict[str, int] = {}
         self._failing: set[str] = set()
-        self._told: list[Sighting] | None = None
+        self._published: list[DiscoveredEngine] | None = None
 
-    async def run(self, tell: Tell) -> None:
+    async def run(self, publish: Publish) -> None:
         """See ``Source``."""
         async with asyncio.TaskGroup() as tasks:
             for name in dict.fromkeys(self._settings.names):
-                tasks.create_task(self._follow(name, tell), name=f"dns {name}")
+                tasks.create_task(self._follow(name, publish), name=f"dns {name}")
 
-    async def _follow(self, name: str, tell: Tell) -> None:
+    async def _follow(self, name: str, publish: Publish) -> None:
         failures = 0
         while True:
             try:
@@ -134,7 +134,7 @@ class DnsSource:
                 self._failing.discard(name)
                 if not self._failing:
                     self.stats.recovered()
-                self._heard(name, found.places, tell)
+                self._apply(name, found.places, publish)
                 pause_s = found.ttl_s if found.ttl_s is not None else 0.0
             await asyncio.sleep(self._within_bounds(pause_s))
 
@@ -143,7 +143,7 @@ class DnsSource:
         least, most = self._settings.interval_s_min, self._settings.interval_s_max
         return min(max(pause_s, least) * self._jitter.uniform(1.0, 1.1), most)
 
-    def _heard(self, name: str, places: frozenset[tuple[str, int]], tell: Tell) -> None:
+    def _apply(self, name: str, places: frozenset[tuple[str, int]], publish: Publish) -> None:
         if not places:
             self._empty[name] = self._empty.get(name, 0) + 1
             if self._empty[name] < self._settings.empty_answers:
@@ -152,12 +152,14 @@ class DnsSource:
             self._empty[name] = 0
         self._known[name] = places
         self.stats.synced = len(self._known) == len(set(self._settings.names))
-        sightings = [Sighting(self._engine(*place)) for place in sorted(set().union(*self._known.values()))]
-        if sightings != self._told:
-            self._told = sightings
+        discovered = [
+            DiscoveredEngine(self._engine(*place)) for place in sorted(set().union(*self._known.values()))
+        ]
+        if discovered != self._published:
+            self._published = discovered
             self.stats.updates += 1
-            _log.info("engines by DNS", name=name, engines=len(sightings))
-            tell(sightings)
+            _log.info("engines by DNS", name=name, engines=len(discovered))
+            publish(discovered)
 
     def _engine(self, address: str, port: int) -> EngineAddress:
         host = f"[{address}]" if ":" in address else address

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from router.fleet.identity import EngineAddress
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 
 DRAINED = "drained in the file"
 
@@ -52,7 +52,7 @@ def check_address(engine: EngineAddress) -> None:
         raise ValueError(f"engine {engine.base_url}: replay= needs events=")
 
 
-def read_list(content: bytes, *, is_json: bool) -> list[Sighting]:
+def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
     """The engines of a file with ``[[engines]]`` (or ``{"engines": [...]}``). Raises ``BadListError``.
 
     The key must be there, also for no engine at all: a file that is just being written looks empty.
@@ -62,7 +62,7 @@ def read_list(content: bytes, *, is_json: bool) -> list[Sighting]:
         entries = msgspec.convert(tree, _List).engines
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadListError(f"{type(error).__name__}: {error}") from None
-    found: dict[str, Sighting] = {}
+    found: dict[str, DiscoveredEngine] = {}
     for entry in entries:
         fields = {name: getattr(entry, name) for name in EngineAddress.__struct_fields__}
         engine = EngineAddress(**{**fields, "base_url": entry.base_url.rstrip("/")})
@@ -72,5 +72,5 @@ def read_list(content: bytes, *, is_json: bool) -> list[Sighting]:
             check_address(engine)
         except ValueError as error:
             raise BadListError(str(error)) from None
-        found[engine.engine_id] = Sighting(engine, DRAINED if entry.drain else "")
+        found[engine.engine_id] = DiscoveredEngine(engine, DRAINED if entry.drain else "")
     return list(found.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from router.fleet.settings import FileSettings
-from router.fleet.sources.base import Sighting, SourceStats, Tell
+from router.fleet.sources.base import DiscoveredEngine, Publish, SourceStats
 from router.fleet.sources.engine_list import BadListError, read_list
 
 _log = structlog.get_logger()
@@ -32,9 +32,9 @@ class FileSource:
         self._settings = settings
         self._latest: bytes | None = None  # as read last
         self._settled: bytes | None = None  # as last taken up, whether it made sense or not
-        self._known: list[Sighting] | None = None
+        self._known: list[DiscoveredEngine] | None = None
 
-    async def run(self, tell: Tell) -> None:
+    async def run(self, publish: Publish) -> None:
         """See ``Source``."""
         while True:
             try:
@@ -43,7 +43,7 @@ class FileSource:
                 self._latest = None
                 self._fail("unreadable", f"{self._path}: {error}")
             else:
-                self._heard(content, tell)
+                self._apply(content, publish)
             await asyncio.sleep(self._settings.interval_s)
 
     def _read(self) -> bytes:
@@ -53,24 +53,24 @@ class FileSource:
             raise ValueError(f"over fleet.file.bytes_max = {self._settings.bytes_max}")
         return content
 
-    def _heard(self, content: bytes, tell: Tell) -> None:
+    def _apply(self, content: bytes, publish: Publish) -> None:
         twice, self._latest = content == self._latest or self._known is None, content
         if not twice or (content == self._settled and not self.stats.failing):
             return
         fresh, self._settled = content != self._settled, content
         try:
-            sightings = read_list(content, is_json=self._path.suffix == ".json")
+            discovered = read_list(content, is_json=self._path.suffix == ".json")
         except BadListError as error:
             if fresh or not self.stats.failing:
                 self._fail("malformed", f"{self._path}: {error}; the engines stay as last read")
             return
         self.stats.recovered()
-        if sightings != self._known:
-            self._known = sightings
+        if discovered != self._known:
+            self._known = discovered
             self.stats.synced = True
             self.stats.updates += 1
-            _log.info("engine file read", path=str(self._path), engines=len(sightings))
-            tell(sightings)
+            _log.info("engine file read", path=str(self._path), engines=len(discovered))
+            publish(discovered)
 
     def _fail(self, reason: str, text: str) -> None:
         if self.stats.failed(reason, text):

@@ -10,6 +10,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import structlog
 import uvicorn
@@ -24,12 +25,15 @@ SIDE_LISTEN = ListenSettings(connections_max=64, drain_s_max=2.0, keepalive_time
 
 
 class SideServer(ProxyServer):
-    """``name`` is for the log; ``key`` is the setting that an error names."""
+    """``name`` is for the log; ``key`` is the setting that an error names; ``sock`` listens already."""
 
     quiet = True
 
-    def __init__(self, config: ListenConfig, *, name: str, key: str) -> None:
+    def __init__(
+        self, config: ListenConfig, *, name: str, key: str, sock: socket.socket | None = None
+    ) -> None:
         super().__init__(config)
+        self._sock = sock
         self._name = name
         self._key = key
 
@@ -44,7 +48,8 @@ class SideServer(ProxyServer):
         except SystemExit:  # uvicorn's way of saying that the address cannot be had
             raise OSError(f"{self._key}: cannot listen on {self.config.host}:{self.config.port}") from None
         if self.started:
-            _log.info(f"{self._name} open", url=self.base_url)
+            say = _log.debug if self.base_url.startswith("unix:") else _log.info
+            say(f"{self._name} open", url=self.base_url)
 
     @property
     def base_url(self) -> str:
@@ -60,7 +65,9 @@ class SideServer(ProxyServer):
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """The port is open for as long as the context lasts. Raises ``OSError`` where it cannot be had."""
-        serving = asyncio.create_task(self.serve(), name=self._name)
+        serving = asyncio.create_task(
+            self.serve(None if self._sock is None else [self._sock]), name=self._name
+        )
         try:
             while not self.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(0.005)
@@ -74,7 +81,14 @@ class SideServer(ProxyServer):
 
 def url_of(server: uvicorn.Server) -> str:
     """Where clients reach a started server from its own machine."""
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return address_url(server.servers[0].sockets[0].getsockname(), is_ssl=server.config.is_ssl)
+
+
+def address_url(address: Any, *, is_ssl: bool = False) -> str:
+    """Where a socket bound to this address is reached from its own machine."""
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host, port = address[:2]
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # recognised, not bound
-    scheme = "https" if server.config.is_ssl else "http"
+    scheme = "https" if is_ssl else "http"
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"

@@ -20,7 +20,6 @@ operations per class whatever the number of engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,12 +37,9 @@ from router.index.rules.eagle import (
     longest,
     order_matters,
 )
+from router.index.rules.runs import Ends, RunClass, run_ends
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
-
-
-Ends = list[tuple[int, int]]
-"""Tokens, and the engines (as bits of a word) whose prefix ends there; without those that have none."""
 
 
 class WordHits:
@@ -92,6 +88,8 @@ class _Plan(NamedTuple):
     full: tuple[int, ...]
     """Which of the classes are full attention."""
     order_matters: bool
+    by_runs: tuple[RunClass, ...] | None
+    """What ``runs.py`` needs of the classes; None: it cannot say."""
 
 
 @lru_cache(maxsize=256)
@@ -108,7 +106,18 @@ def _plan(layout: CacheLayout, *, loading: bool) -> _Plan:
         for c in layout.classes
     )
     full = tuple(number for number, c in enumerate(classes) if c.family is Family.FULL)
-    return _Plan(classes, full, order_matters(layout, loading=loading))
+    in_turn = order_matters(layout, loading=loading)
+    return _Plan(classes, full, in_turn, None if in_turn else _run_classes(classes, layout))
+
+
+def _run_classes(classes: tuple[_ClassPlan, ...], layout: CacheLayout) -> tuple[RunClass, ...] | None:
+    found: list[RunClass] = []
+    for spec_class, family, block_size, planes, eagle, _ in classes:
+        alike = block_size == layout.hash_block_size == layout.alignment
+        if not alike or eagle or family not in {Family.FULL, Family.WINDOW}:
+            return None
+        found.append(RunClass(planes, 0 if family is Family.FULL else _blocks_needed(spec_class, 0)))
+    return tuple(found)
 
 
 def evaluate(
@@ -128,18 +137,16 @@ def evaluate(
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
     boundaries = max(0, num_tokens - 1) // alignment
+    if rows.runs is not None and plan.by_runs is not None and not detail:
+        ends = min(boundaries, rows.num_hashes)
+        return WordHits(*run_ends(rows.runs, plan.by_runs, ends, alignment, word), [])
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
         tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
         hit = _ends_of([boundary * alignment for boundary in fixed_point(tables, boundaries)])
     else:
-        joint = np.bitwise_and.reduce(valid) if valid else np.zeros(boundaries, np.uint64)
-        hit = _largest(joint, alignment)
-    trunk = hit
-    if len(plan.full) == 1:
-        trunk = _largest(valid[plan.full[0]], alignment)
-    elif plan.full:
-        trunk = _largest(np.bitwise_and.reduce([valid[number] for number in plan.full]), alignment)
+        hit = _largest(_joint(valid, boundaries), alignment)
+    trunk = _largest(_joint([valid[i] for i in plan.full], boundaries), alignment) if plan.full else hit
     by_class = [_by_bit(_largest(v, alignment)) for v in valid] if detail else []
     return WordHits(hit, trunk, by_class)
 
@@ -191,10 +198,20 @@ def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
     return presence
 
 
+def _joint(valid: list[Words], boundaries: int) -> Words:
+    """Per boundary: the engines for which it is valid in all of these classes."""
+    joint = valid[0] if valid else np.zeros(boundaries, np.uint64)
+    for of_class in valid[1:]:
+        joint = joint & of_class
+    return joint
+
+
 def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
     """``ends[i]`` tells about the end of block i; pick the ends ``shift`` blocks past each boundary."""
-    picked = np.zeros(boundaries, np.uint64)
     found = ends[step - 1 + shift :: step][:boundaries]
+    if len(found) == boundaries:
+        return found
+    picked = np.zeros(boundaries, np.uint64)
     picked[: len(found)] = found
     return picked
 
@@ -284,19 +301,14 @@ def _largest(valid: Words, alignment: int) -> Ends:
     ]
 
 
-def bits_of(bits: int) -> Iterator[int]:
-    """The numbers of the bits set."""
-    while bits:
-        last = bits.bit_length() - 1
-        yield last
-        bits ^= 1 << last
-
-
 def _by_bit(ends: Ends) -> list[int]:
     tokens = [0] * WORD_BITS
     for end, bits in ends:
-        for bit in bits_of(bits):
+        left = bits
+        while left:
+            bit = left.bit_length() - 1
             tokens[bit] = end
+            left ^= 1 << bit
     return tokens
 
 

@@ -11,13 +11,15 @@ Used from one thread (the event loop). Not shared between processes.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from itertools import repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from publisher.events import BlockHash
-from router.index.base import IndexStats, Plane, Rows, Slot, Words
+from router.index.base import IndexStats, Plane, Rows, Runs, Slot, Words
 from router.index.store.rows import Patterns, Steps, slot_position
 
 _SWEEP_SLICE = 512
@@ -28,6 +30,10 @@ _ROWS_MAX = 1 << 16
 
 _STEPS_MAX = 1 << 20
 """Steps remembered by all lanes together (about 100 MB) before they are dropped with the unused rows."""
+
+
+_RUNS_MAX = 32
+"""Stretches of equal rows that are told of; beyond it arrays are faster."""
 
 
 class _Lane:
@@ -141,10 +147,23 @@ class MemoryIndex:
         return None if slot is None else Slot(*slot_position(slot))
 
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
-        count = len(hashes)
-        numbers = np.fromiter(map(self._row_of.get, hashes, repeat(0)), np.intp, count)
-        matrix = self._patterns.matrix
-        return Rows(count, {key: matrix[:, column][numbers] for key, column in self._columns.items()})
+        numbers = self._numbers(hashes)
+        found = self._patterns.matrix.take(numbers, axis=0)
+        columns = {key: found[:, column] for key, column in self._columns.items()}
+        return Rows(len(hashes), columns, self._runs(numbers, found))
+
+    def _runs(self, numbers: npt.NDArray[np.intp], found: Words) -> Runs | None:
+        changes = (numbers[1:] != numbers[:-1]).nonzero()[0]
+        if not len(numbers) or len(changes) >= _RUNS_MAX:
+            return None
+        changes += 1
+        starts = [0, *changes.tolist()]
+        return Runs(starts, [found[0].tolist(), *found.take(changes, axis=0).tolist()], self._columns)
+
+    def _numbers(self, hashes: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
+        """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""
+        packed = struct.pack(f"{len(hashes)}n", *map(self._row_of.get, hashes, repeat(0)))
+        return np.frombuffer(packed, np.intp)
 
     def copies(self, engine_id: str, plane: Plane) -> int:
         lane = self._lanes.get(engine_id, {}).get(plane)
@@ -156,8 +175,7 @@ class MemoryIndex:
 
     def held_in(self, engine_id: str, planes: Sequence[Plane], hashes: Sequence[BlockHash]) -> Words:
         """Per hash one word: bit i is set if this engine holds it in ``planes[i]`` (at most 64)."""
-        numbers = np.fromiter(map(self._row_of.get, hashes, repeat(0)), np.intp, len(hashes))
-        held: Words = self._held_by_row(engine_id, planes)[numbers]
+        held: Words = self._held_by_row(engine_id, planes)[self._numbers(hashes)]
         return held
 
     def blocks_of(self, engine_id: str, medium: str | None = None) -> Words:

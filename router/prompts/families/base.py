@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
 from router.prompts.families.deepseek import DeepseekV32
+from router.prompts.families.deepseek_v4 import DeepseekV4
 from router.prompts.families.harmony import Harmony
 from router.prompts.families.missing import Missing
 from router.prompts.request import ChatBody
@@ -55,6 +56,11 @@ class Family(Protocol):
     takes_defaults: bool
     """Whether the server's default template arguments reach it."""
 
+    @property
+    def paths(self) -> frozenset[str]: ...
+
+    """The APIs whose prompts it makes; for others the engine has code of its own."""
+
     def stamp(self) -> bytes:
         """What prompts depend on besides the request (today's date), or nothing."""
 
@@ -72,6 +78,8 @@ def family_of(renderer: str, folder: Path) -> Family | None:
     """The family that vLLM's renderer of this name stands for; None where it is not reproduced."""
     if renderer == "deepseek_v32":
         return DeepseekV32()
+    if renderer == "deepseek_v4":
+        return DeepseekV4()
     try:
         if renderer == "harmony":
             return Harmony()

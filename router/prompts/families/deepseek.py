@@ -10,32 +10,33 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
 from router.prompts.chat.template import TemplateRejectsError
 from router.prompts.request import ChatBody
 
-_BAR: Final = "\uff5c"
-_BOS: Final = f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>"
-_EOS: Final = f"<{_BAR}end\u2581of\u2581sentence{_BAR}>"
-_USER: Final = f"<{_BAR}User{_BAR}>"
-_ASSISTANT: Final = f"<{_BAR}Assistant{_BAR}>"
-_DSML: Final = f"{_BAR}DSML{_BAR}"
-_THINK, _THOUGHT = "<think>", "</think>"
-_CALLS: Final = f"{_DSML}function_calls"
-_INVOKE: Final = f"{_DSML}invoke"
-_PARAMETER: Final = f"{_DSML}parameter"
+BAR: Final = "\uff5c"
+BOS: Final = f"<{BAR}begin\u2581of\u2581sentence{BAR}>"
+EOS: Final = f"<{BAR}end\u2581of\u2581sentence{BAR}>"
+USER: Final = f"<{BAR}User{BAR}>"
+ASSISTANT: Final = f"<{BAR}Assistant{BAR}>"
+DSML: Final = f"{BAR}DSML{BAR}"
+THINK, THOUGHT = "<think>", "</think>"
+_CALLS: Final = f"{DSML}function_calls"
+INVOKE: Final = f"{DSML}invoke"
+PARAMETER: Final = f"{DSML}parameter"
 _TOOLS: Final = f"""## Tools
 You have access to a set of tools you can use to answer the user's question.
 You can invoke functions by writing a "<{_CALLS}>" block like the following as part of your reply to the user:
 <{_CALLS}>
-<{_INVOKE} name="$FUNCTION_NAME">
-<{_PARAMETER} name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{_PARAMETER}>
+<{INVOKE} name="$FUNCTION_NAME">
+<{PARAMETER} name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{PARAMETER}>
 ...
-</{_INVOKE}>
-<{_INVOKE} name="$FUNCTION_NAME2">
+</{INVOKE}>
+<{INVOKE} name="$FUNCTION_NAME2">
 ...
-</{_INVOKE}>
+</{INVOKE}>
 </{_CALLS}>
 String and scalar parameters should be specified as is without any escaping or quotes, while lists and \
 objects should use JSON format. The "string" attribute should be set to "true" for string type parameters \
@@ -48,7 +49,7 @@ thinking block. Here is an example:
 <function_results>
 ...
 </function_results>
-{_THINK}...thinking about results{_THOUGHT}
+{THINK}...thinking about results{THOUGHT}
 Here are the functions available in JSONSchema format:
 <functions>
 """
@@ -60,6 +61,7 @@ class DeepseekV32:
     name = "deepseek_v32"
     variables = frozenset({"thinking", "enable_thinking"})
     takes_defaults = True
+    paths = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH})
 
     def stamp(self) -> bytes:
         return b""
@@ -94,7 +96,7 @@ class _Chat:
             early = self._messages[: self._last_user]
             if not all(message["role"] in {"user", "system", "tool", "assistant"} for message in early):
                 raise TemplateRejectsError("a role that is dropped")
-        return _BOS + "".join(self._message(n, message) for n, message in enumerate(self._messages))
+        return BOS + "".join(self._message(n, message) for n, message in enumerate(self._messages))
 
     def _message(self, index: int, message: Message) -> str:
         content = message.get("content") or ""
@@ -115,7 +117,7 @@ class _Chat:
 
     def _asked(self, index: int, text: str) -> str:
         opens = self._thinking and index == self._last_user
-        return f"{_USER}{text}{_ASSISTANT}{_THINK if opens else _THOUGHT}"
+        return f"{USER}{text}{ASSISTANT}{THINK if opens else THOUGHT}"
 
     def _result(self, index: int, content: str) -> str:
         """A tool's result; the first and the last of one call's results open and close their block."""
@@ -131,7 +133,7 @@ class _Chat:
         text += f"\n<result>{content}</result>"
         if number == len(calls):
             opens = self._thinking and index >= self._last_user
-            text += f"\n</function_results>\n\n{_THINK if opens else _THOUGHT}"
+            text += f"\n</function_results>\n\n{THINK if opens else THOUGHT}"
         return text
 
     def _answer(self, index: int, message: Message, content: str) -> str:
@@ -140,28 +142,30 @@ class _Chat:
         if self._thinking and index > self._last_user:
             if not (reasoning or calls):
                 raise TemplateRejectsError("an assistant message without the reasoning it must have")
-            thought = (reasoning or "") + _THOUGHT
+            thought = (reasoning or "") + THOUGHT
         called = ""
         if calls:
-            called = f"\n\n<{_CALLS}>\n" + "\n".join(map(_call, calls)) + f"\n</{_CALLS}>"
-        return f"{thought}{content}{called}{_EOS}"
+            called = f"\n\n<{_CALLS}>\n" + "\n".join(map(call_text, calls)) + f"\n</{_CALLS}>"
+        return f"{thought}{content}{called}{EOS}"
 
 
 def _tools(tools: list[Message]) -> str:
-    return _TOOLS + "\n".join(_json(tool["function"]) for tool in tools) + "\n</functions>\n"
+    return _TOOLS + "\n".join(json_text(tool["function"]) for tool in tools) + "\n</functions>\n"
 
 
-def _call(call: Message) -> str:
+def call_text(call: Message) -> str:
+    """A tool call in DSML."""
     function = call["function"]
     arguments = "\n".join(_argument(key, value) for key, value in function["arguments"].items())
-    return f'<{_INVOKE} name="{function["name"]}">\n{arguments}\n</{_INVOKE}>'
+    return f'<{INVOKE} name="{function["name"]}">\n{arguments}\n</{INVOKE}>'
 
 
 def _argument(key: str, value: Any) -> str:
     plain = isinstance(value, str)
-    text = value if plain else _json(value)
-    return f'<{_PARAMETER} name="{key}" string="{"true" if plain else "false"}">{text}</{_PARAMETER}>'
+    text = value if plain else json_text(value)
+    return f'<{PARAMETER} name="{key}" string="{"true" if plain else "false"}">{text}</{PARAMETER}>'
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """JSON as Python's own module writes it."""
     return json.dumps(value, ensure_ascii=False)

@@ -15,6 +15,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from router.openai.apis import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
 from router.prompts.chat.template import TemplateRejectsError
@@ -35,6 +36,7 @@ class Harmony:
 
     variables = frozenset({"reasoning_effort"})
     takes_defaults = False
+    paths = frozenset({CHAT, COMPLETION, MESSAGES})
 
     def __init__(self) -> None:
         if library is None:
@@ -69,8 +71,7 @@ class Harmony:
     def parse(self, message: Message) -> Message:
         """What harmony reads of a message, flattened."""
         role = message["role"]
-        text = _text(message.get("content"))
-        result: Message = {"role": role, "content": text}
+        result: Message = {"role": role, "texts": _texts(message.get("content"))}
         if role == "assistant":
             reasoning = message.get("reasoning")
             reasoning = message.get("reasoning_content") if reasoning is None else reasoning
@@ -146,7 +147,7 @@ def _messages(conversation: list[Message], context: ChatContext) -> list[Any]:
     messages = [library.Message.from_role_and_content(library.Role.SYSTEM, system)]
     instructions, rest = None, conversation
     if conversation[0]["role"] in {"system", "developer"}:
-        instructions, rest = conversation[0]["content"], conversation[1:]
+        instructions, rest = _flat(conversation[0]), conversation[1:]
     if instructions or tools:
         messages.append(_developer(instructions, tools))
     called = {call["id"]: call["name"] for message in rest for call in message.get("calls") or ()}
@@ -173,16 +174,16 @@ def _tool(function: Message) -> Any:
 
 
 def _turn(message: Message, called: dict[str, str]) -> list[Any]:
-    role, text = message["role"], message["content"] or ""
+    role, text = message["role"], _flat(message)
     if role == "assistant":
-        return _answer(message, text)
+        return _answer(message, text or "")
     if role == "tool":
         author = library.Author.new(library.Role.TOOL, f"functions.{called.get(message['call_id'], '')}")
-        result = library.Message.from_author_and_content(author, text)
+        result = library.Message.from_author_and_content(author, text or "")
         return [result.with_channel("commentary").with_recipient("assistant")]
     if role == "user":
-        return [library.Message.from_role_and_content(library.Role.USER, text)]
-    return [] if message["content"] is None else [_developer(message["content"])]
+        return [library.Message.from_role_and_contents(library.Role.USER, _contents(message))]
+    return [] if text is None else [_developer(text)]
 
 
 def _answer(message: Message, text: str) -> list[Any]:
@@ -191,7 +192,9 @@ def _answer(message: Message, text: str) -> list[Any]:
 
     thought = [said(message["reasoning"], "analysis")] if message["reasoning"] else []
     if not message["calls"]:
-        return [*thought, *([said(text, "final")] if text else [])]
+        parts = _contents(message)
+        final = library.Message.from_role_and_contents(library.Role.ASSISTANT, parts).with_channel("final")
+        return [*thought, *([final] if parts[0].text else [])]
     calls = [
         said(call["arguments"], "commentary")
         .with_recipient(f"functions.{call['name']}")
@@ -211,10 +214,10 @@ def _call(call: Any) -> Message:
     return fields
 
 
-def _text(content: Any) -> str | None:
-    """Text, or text parts put together; anything else is not reproduced."""
+def _texts(content: Any) -> list[str] | None:
+    """The texts of a message; anything else is not reproduced."""
     if isinstance(content, str | None):
-        return content
+        return None if content is None else [content]
     texts = []
     for part in content:
         if not (isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text"):
@@ -222,9 +225,15 @@ def _text(content: Any) -> str | None:
         if not isinstance(part["text"], str):
             raise NotLocalError("message_shape")
         texts.append(part["text"])
-    if len(texts) != 1:
-        raise NotLocalError("message_shape")  # a message of several contents, or of none
-    return texts[0]
+    return texts
+
+
+def _flat(message: Message) -> str | None:
+    return "".join(message["texts"]) if message["texts"] else None
+
+
+def _contents(message: Message) -> list[Any]:
+    return [library.TextContent(text=text) for text in message["texts"] or [""]]
 
 
 def _is_media(part: Any) -> bool:

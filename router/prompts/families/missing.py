@@ -22,6 +22,7 @@ class MissingFamily:
 
     variables: frozenset[str] = frozenset()
     takes_defaults = False
+    paths: frozenset[str] = frozenset()
 
     def __init__(self, problem: str) -> None:
         self.name = problem

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from router.openai.apis import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
 from router.prompts.chat.template import TemplateRejectsError
@@ -41,6 +42,7 @@ class Mistral:
 
     variables: frozenset[str] = frozenset()
     takes_defaults = False
+    paths = frozenset({CHAT, COMPLETION, MESSAGES})
     is_fast = False
     adds_nothing = False
     barrier = None

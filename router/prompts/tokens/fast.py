@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from functools import lru_cache
 from importlib.metadata import version
 
 import msgspec
@@ -50,6 +51,7 @@ class NoFastEncoder(msgspec.Struct, frozen=True):
     reason: str
 
 
+@lru_cache(maxsize=4)
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | NoFastEncoder:
     """fastokens for this tokenizer, where it agrees on all probes; takes up to two seconds."""
     if fastokens is None:

@@ -81,7 +81,8 @@ class GossipedInflight(InflightPrefixes):
     """Prompts in flight that publishes this replica's own and receives those of the others.
 
     ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether
-    this replica follows an engine itself.
+    this replica follows an engine itself; ``served`` is called with each prompt that another replica has an
+    answer to.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class GossipedInflight(InflightPrefixes):
         *,
         is_local: Callable[[str], bool],
         clock: Callable[[], float],
+        served: Callable[[InflightPrompt], None] = lambda prompt: None,
     ) -> None:
         super().__init__()
         self.gossip_stats = GossipStats()
+        self._served = served
         self._me = me
         self._started = started
         self._publish = publish
@@ -158,6 +161,12 @@ class GossipedInflight(InflightPrefixes):
             super().drop(remote.prompt)
         self.gossip_stats.others = len(self._remote)
 
+    def lost(self, replica: str) -> None:
+        """A replica ended, and its requests with it."""
+        for name in [name for name in self._remote if name[0] == replica]:
+            super().drop(self._remote.pop(name).prompt)
+        self.gossip_stats.others = len(self._remote)
+
     def _apply(self, entry: GossipEntry, now: float) -> None:
         self.gossip_stats.heard += 1
         name = (entry.replica, entry.started, entry.number)
@@ -173,6 +182,7 @@ class GossipedInflight(InflightPrefixes):
             return
         del self._remote[name]
         if entry.event is InflightEvent.ENDED:
+            self._served(remote.prompt)
             super().end(remote.prompt, now)
         else:
             super().drop(remote.prompt)

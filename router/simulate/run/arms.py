@@ -13,56 +13,68 @@ from typing import Literal
 
 import msgspec
 
-SightName = Literal["truth", "history", "capped-history", "rules", "blind"]
+from router.placement.candidate import EVICTION_PREMIUM_MAX
+
+ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """``policy`` is a name of ``router.placement.policies``; ``beta`` None leaves the setting as it is."""
+    """``policy`` is a name of ``router.placement.policies``; ``beta`` and ``premium`` None leave the settings
+    as they are."""
 
     policy: str
-    sight: SightName
+    view: ViewName
     in_flight: bool = True
     by_session: bool = False
+    tiers: bool = True
+    """With view ``truth``: whether it sees the memory outside the GPUs too."""
     beta: float | None = None
+    premium: float | None = None
     what: str
 
 
+_KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX}
+
 ARMS: dict[str, Arm] = {
-    "kvatlas": Arm(policy="kvatlas", sight="truth", what="place by trunk, account by the exact hit"),
-    "exact": Arm(policy="exact", sight="truth", in_flight=False, what="cheapest by the exact hit alone"),
+    "kvatlas": Arm(policy="kvatlas", view="truth", what="place by trunk, account by the exact hit"),
+    "exact": Arm(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
     "full-attention": Arm(
         policy="full-attention",
-        sight="truth",
+        view="truth",
         in_flight=False,
         what="the full-attention prefix taken for the hit",
     ),
     "full-attention-in-flight": Arm(
-        policy="full-attention", sight="truth", what="the same, and prompts in flight count"
+        policy="full-attention", view="truth", what="the same, and prompts in flight count"
     ),
-    "rules": Arm(policy="kvatlas", sight="rules", what="no events: shadow pools with the engine's rules"),
+    "gpu-only": Arm(
+        policy="kvatlas", view="truth", tiers=False, what="kvatlas that is not told what lies outside GPUs"
+    ),
+    "rules": Arm(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
     "approx-tree": Arm(
-        policy="exact", sight="history", in_flight=False, what="own prefix history that never forgets"
+        policy="exact", view="history", in_flight=False, what="own prefix history that never forgets"
     ),
     "approx-tree-capped": Arm(
         policy="exact",
-        sight="capped-history",
+        view="capped-history",
         in_flight=False,
         what="own prefix history with the engine's size",
     ),
     "session-hash": Arm(
-        policy="hash", sight="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
+        policy="hash", view="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
     ),
-    "hash": Arm(policy="hash", sight="blind", in_flight=False, what="first blocks hashed, bounded load"),
+    "hash": Arm(policy="hash", view="blind", in_flight=False, what="first blocks hashed, bounded load"),
     "power-of-two": Arm(
-        policy="power-of-two", sight="blind", in_flight=False, what="less loaded of two at random"
+        policy="power-of-two", view="blind", in_flight=False, what="less loaded of two at random"
     ),
-    "least-load": Arm(policy="least-load", sight="blind", in_flight=False, what="shortest queue"),
-    "round-robin": Arm(policy="round-robin", sight="blind", in_flight=False, what="in turn"),
+    "least-load": Arm(policy="least-load", view="blind", in_flight=False, what="shortest queue"),
+    "round-robin": Arm(policy="round-robin", view="blind", in_flight=False, what="in turn"),
 }
 
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
-    """Arms by name, in the given order; ``kvatlas:beta=0.5`` sets that knob. Raises ``ValueError``."""
+    """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs. Raises
+    ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")
@@ -70,13 +82,22 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
         if arm is None:
             raise ValueError(f"no policy is called {base!r}; there are {', '.join(ARMS)}")
         if knob:
-            key, _, text = knob.partition("=")
-            try:
-                beta = float(text)
-            except ValueError:
-                beta = -1.0
-            if key != "beta" or not 0 <= beta <= 1:
-                raise ValueError(f"{name}: after the colon only beta=0 to beta=1 can be said")
-            arm = msgspec.structs.replace(arm, beta=beta)
+            arm = _set(arm, name, knob)
         found[name] = arm
     return found
+
+
+def _set(arm: Arm, name: str, knobs: str) -> Arm:
+    """With what stands after the colon: ``beta=0.5+premium=0``."""
+    for knob in knobs.split("+"):
+        key, _, text = knob.partition("=")
+        most = _KNOBS.get(key, -1.0)
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value <= most:
+            allowed = ", ".join(f"{one}=0 to {one}={high:g}" for one, high in _KNOBS.items())
+            raise ValueError(f"{name}: after the colon only {allowed} can be said, several with +")
+        arm = msgspec.structs.replace(arm, **{key: value})
+    return arm

@@ -5,6 +5,10 @@ a prompt's turn comes, further chunks, generated tokens as they fill blocks, rel
 that came last is preempted when generation finds no block, and computed again later. Between ``arrive`` and
 ``advance`` nothing happens. Always true: time does not go back; every request ends once, or is refused at
 once where it can never fit.
+
+With memory outside the GPU (``tiers``) a prompt whose turn comes may have to be loaded first. It holds its
+blocks meanwhile and others go ahead, as with vLLM's asynchronous loads; once loaded it comes before those
+that wait. What a load takes away from computing, the next chunk takes longer.
 """
 
 from __future__ import annotations
@@ -14,21 +18,28 @@ from collections import deque
 from collections.abc import Callable
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.pool.host_tier import HeldKey
+from router.simulate.run.tier_setup import Medium
+from router.simulate.run.tiers import EngineTiers
 from router.simulate.timing import Timing
 
 
 class RequestRun:
-    """One request on its engine. Times in seconds, ``-1`` before they are known; ``hit`` in tokens."""
+    """One request on its engine. Times in seconds, ``-1`` before they are known; ``hit`` in tokens, of which
+    ``loaded`` came from ``medium``, outside the GPU."""
 
     __slots__ = (
         "arrived_s",
         "coming",
+        "due",
         "ended_s",
         "first_token_s",
         "generated",
         "hit",
         "index",
         "input_tokens",
+        "loaded",
+        "medium",
         "output_tokens",
         "pool_request",
         "preempted",
@@ -47,6 +58,9 @@ class RequestRun:
         self.first_token_s = -1.0
         self.ended_s = -1.0
         self.hit = 0
+        self.loaded = 0
+        self.medium: Medium | None = None
+        self.due: list[HeldKey] = []  # what the chunk under way copies out
         self.coming = 0
         self.generated = 0
         self.preempted = 0
@@ -59,13 +73,21 @@ class SimEngine:
     """Tells ``first_token`` and ``ended`` of each visit, or ``refused``. ``busy_s`` is spent on prompts."""
 
     def __init__(
-        self, pool: HybridBlockPool, timing: Timing, *, first_token: Told, ended: Told, refused: Told
+        self,
+        pool: HybridBlockPool,
+        timing: Timing,
+        *,
+        first_token: Told,
+        ended: Told,
+        refused: Told,
+        tiers: EngineTiers | None = None,
     ) -> None:
         self.pool = pool
         self.timing = timing
         self.busy_s = 0.0
         self.preemptions = 0
         self.computed_tokens = 0
+        self._tiers = tiers
         self._told = first_token, ended, refused
         self._waiting: deque[RequestRun] = deque()
         self._prefilling: RequestRun | None = None
@@ -74,14 +96,20 @@ class SimEngine:
             RequestRun, int
         ] = {}  # in the order of their start -> number of its next event
         self._events: list[tuple[float, int, RequestRun]] = []
+        self._loading: list[tuple[float, int, RequestRun]] = []
+        self._loaded: deque[RequestRun] = deque()
+        self._copying: deque[list[int]] = deque()  # blocks that are being copied, step by step
+        self._owed_s = 0.0  # that loads have taken from computing, and the next chunk pays
         self._order = 0
         self._block = pool.scheme.hash_block_size
 
     @property
     def next_s(self) -> float:
         """When something happens here next; infinity where nothing will."""
-        decode_s = self._events[0][0] if self._events else float("inf")
-        return min(decode_s, self._chunk_ends_s) if self._prefilling is not None else decode_s
+        next_s = self._events[0][0] if self._events else float("inf")
+        if self._prefilling is not None and self._chunk_ends_s < next_s:
+            next_s = self._chunk_ends_s
+        return min(next_s, self._loading[0][0]) if self._loading else next_s
 
     def arrive(self, visit: RequestRun, now: float) -> None:
         """A request comes in. Everything before ``now`` must have been advanced to."""
@@ -93,6 +121,8 @@ class SimEngine:
         now = self.next_s
         if self._prefilling is not None and self._chunk_ends_s <= now:
             self._end_chunk(self._prefilling, now)
+        elif self._loading and self._loading[0][0] <= now:
+            self._end_load(heapq.heappop(self._loading)[2], now)
         else:
             _, order, visit = heapq.heappop(self._events)
             if self._generating.get(visit) == order:
@@ -101,32 +131,114 @@ class SimEngine:
 
     def _begin(self, now: float) -> None:
         """Take up the next prompt, if there is room for it."""
-        while self._prefilling is None and self._waiting:
-            if len(self._generating) >= self.timing.seqs_max:
+        while self._prefilling is None and len(self._generating) < self.timing.seqs_max:
+            if self._loaded:
+                if not self._go_on(self._loaded[0], now):
+                    return
+            elif not self._waiting or not self._admit(self._waiting[0], now):
                 return
-            visit = self._waiting[0]
-            hit = self.pool.start(visit.pool_request, self.timing.chunk_tokens)
-            if hit is None and self._generating:
-                return  # tried again when one that generates ends
+
+    def _go_on(self, visit: RequestRun, now: float) -> bool:
+        """Compute what follows a load; False where there is no room now: it keeps its blocks and waits."""
+        request = visit.pool_request
+        tokens = self.pool.next_chunk(request, self.timing.chunk_tokens)
+        if tokens > 0 and self._compute(visit, tokens):
+            self._prefilling = self._loaded.popleft()
+            self._spend(tokens, now)
+            return True
+        if self._generating or self._loading:
+            return False
+        last = self._loaded.pop()  # all that hold blocks wait for more
+        self._preempt(last)
+        if not self._others_hold_blocks:
             self._waiting.popleft()
-            if hit is None:  # not even an empty engine has room for it
-                self._told[2](visit, now)
-                continue
-            if visit.started_s < 0:
-                visit.started_s, visit.hit = now, hit
+            self._told[2](last, now)
+        return True
+
+    def _admit(self, visit: RequestRun, now: float) -> bool:
+        """Start the first that waits, or its load, or refuse it; False where it has to wait."""
+        request, tiers = visit.pool_request, self._tiers
+        medium: Medium | None = None
+
+        def reach(one: PoolRequest, known: int) -> int:
+            nonlocal medium
+            end = known
+            if tiers is not None:
+                end, medium = tiers.reach(one, known, now)
+            return end
+
+        holding = [load[2] for load in self._loading] + list(self._loaded)
+        reserved = sum([self.pool.blocks_to_finish(one.pool_request) for one in holding])
+        hit = self.pool.start(request, self.timing.chunk_tokens, reach=reach, reserved_blocks=reserved)
+        if hit is None and self._others_hold_blocks:
+            return False  # tried again when one of them ends
+        self._waiting.popleft()
+        if hit is None:  # not even an empty engine has room for it
+            self._told[2](visit, now)
+            return True
+        if visit.started_s < 0:
+            visit.started_s, visit.hit = now, request.loading_to or hit
+            visit.loaded, visit.medium = visit.hit - hit, medium
+        if request.loading_to and medium is not None and tiers is not None:
+            ends_s, owed_s = tiers.load(request, medium, now)
+            self._owed_s += owed_s
+            self._order += 1
+            heapq.heappush(self._loading, (ends_s, self._order, visit))
+        else:
             self._prefilling = visit
             self._next_chunk(visit, now)
+        return True
+
+    @property
+    def _others_hold_blocks(self) -> bool:
+        return bool(self._generating or self._loading or self._loaded)
+
+    def _end_load(self, visit: RequestRun, now: float) -> None:
+        self.pool.loaded(visit.pool_request)
+        self.pool.end_step()
+        self._loaded.append(visit)
+        self._begin(now)
+
+    def _compute(self, visit: RequestRun, tokens: int) -> bool:
+        """A step's tokens of one request; what it fills begins to be copied out. False without room."""
+        request = visit.pool_request
+        while not self.pool.compute(request, tokens):
+            if not self._copying:
+                return False
+            self.pool.unpin(self._copying.popleft())  # an engine waits for copies before it preempts
+        self.pool.end_step()
+        if self._tiers is not None:
+            due = self.pool.due(request)
+            visit.due = [block.key for block in due]
+            blocks = [block.block for block in due]
+            self.pool.pin(blocks)
+            self._copying.append(blocks)
+        return True
+
+    def _end_copies(self) -> None:
+        """A step has ended, and with it the copies of the steps before; on an idle engine its own too."""
+        kept = 1 if self._prefilling or self._others_hold_blocks else 0
+        while len(self._copying) > kept:
+            self.pool.unpin(self._copying.popleft())
+
+    def _store(self, visit: RequestRun, now: float) -> None:
+        if self._tiers is not None:
+            self._tiers.store(visit.due, now)
 
     def _next_chunk(self, visit: RequestRun, now: float) -> None:
         tokens = self.pool.next_chunk(visit.pool_request, self.timing.chunk_tokens)
-        if tokens <= 0 or not self.pool.compute(visit.pool_request, tokens):
+        if tokens <= 0 or not self._compute(visit, tokens):
             self._preempt(visit)
-            if not self._generating:  # nobody will make room
+            if not self._others_hold_blocks:  # nobody will make room
                 self._waiting.popleft()
                 self._told[2](visit, now)
             return
-        self.pool.end_step()
-        seconds = self.timing.chunk_seconds(tokens, len(self._generating))
+        self._spend(tokens, now)
+
+    def _spend(self, tokens: int, now: float) -> None:
+        """A chunk of so many tokens begins."""
+        seconds = self.timing.chunk_seconds(tokens, len(self._generating)) + self._owed_s
+        self._owed_s = 0.0
         self._chunk_ends_s = now + seconds
         self.busy_s += seconds
         self.computed_tokens += tokens
@@ -138,14 +250,16 @@ class SimEngine:
         if self._prefilling is visit:
             self._prefilling = None
         else:
-            del self._generating[visit]
+            self._generating.pop(visit, None)
         visit.preempted += 1
         self.preemptions += 1
         self._waiting.appendleft(visit)
 
     def _end_chunk(self, visit: RequestRun, now: float) -> None:
         request = visit.pool_request
+        self._store(visit, now)
         if request.num_computed < request.num_tokens:
+            self._end_copies()
             self._next_chunk(visit, now)
         else:
             self._prefilling = None
@@ -157,6 +271,7 @@ class SimEngine:
                 self._end(visit, now)
             else:
                 self._schedule(visit, now)
+            self._end_copies()
         self._begin(now)
 
     def _schedule(self, visit: RequestRun, now: float) -> None:
@@ -169,21 +284,24 @@ class SimEngine:
 
     def _generate(self, visit: RequestRun, now: float) -> None:
         """``visit.coming`` tokens have been generated since the last time."""
-        request = visit.pool_request
-        self.pool.extend(request, [0] * visit.coming)
-        while not self.pool.compute(request, visit.coming):
+        if visit.coming > 1:
+            self._end_copies()
+        self.pool.extend(visit.pool_request, [0] * visit.coming)
+        while not self._compute(visit, visit.coming):
             last = self._prefilling or next(reversed(self._generating))
             self._preempt(last)
             if last is visit:
                 self._begin(now)
                 return
-        self.pool.end_step()
+        self._store(visit, now)
         visit.generated += visit.coming
         if visit.generated < visit.output_tokens:
             self._schedule(visit, now)
+            self._end_copies()
             return
         del self._generating[visit]
         self._end(visit, now)
+        self._end_copies()
         self._begin(now)
 
     def _end(self, visit: RequestRun, now: float) -> None:

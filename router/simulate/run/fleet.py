@@ -28,6 +28,8 @@ from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.router_view import Blind, ExactRules, History, RouterView, Truth, history_blocks
+from router.simulate.run.tier_setup import TierSetup
+from router.simulate.run.tiers import tiers_of
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
@@ -50,6 +52,8 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Learn each engine's prefill rate as the router does; else every arm is told the true one. Learning from
     wrong predictions misleads an arm about load as well, so with it on arms differ in two things at once."""
     policy: PolicySettings = PolicySettings()
+    tiers: TierSetup | None = None
+    """Memory outside the GPUs. Arms that see it are told what loads take."""
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -65,6 +69,9 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     ttft_s: float
     queue_s: float
     preempted: int
+    cpu: int = 0
+    """Of the hit, loaded from host memory; ``storage``: from the store."""
+    storage: int = 0
 
 
 class FleetRun(msgspec.Struct):
@@ -75,6 +82,10 @@ class FleetRun(msgspec.Struct):
     computed_tokens: list[int]
     preemptions: int
     ended_s: float
+    moved_bytes: int = 0
+    """Loaded from outside the GPUs."""
+    left_out_blocks: int = 0
+    """Not written into the store, for too many waited."""
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -95,7 +106,9 @@ class FleetSim:
         self._setup, self._arm = setup, arm
         self._knobs = setup.policy
         if arm.beta is not None:
-            self._knobs = msgspec.structs.replace(setup.policy, beta=arm.beta)
+            self._knobs = msgspec.structs.replace(self._knobs, beta=arm.beta)
+        if arm.premium is not None:
+            self._knobs = msgspec.structs.replace(self._knobs, eviction_premium=arm.premium)
         self._policy = policy(arm.policy)
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
@@ -104,14 +117,26 @@ class FleetSim:
         )
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
+        self._tiers = tiers_of(setup.tiers, pools)
+        if setup.tiers is not None and setup.tiers.any:
+            self._knobs = msgspec.structs.replace(
+                self._knobs,
+                load_s_per_token=setup.tiers.load_s_per_token("CPU", setup.groups),
+                storage_load_s_per_token=setup.tiers.load_s_per_token("STORAGE", setup.groups),
+            )
         self._alignment = pools[0].layout.alignment
         self._engines = [
             SimEngine(
-                pool, setup.timing, first_token=self._first_token, ended=self._ended, refused=self._refused
+                pool,
+                setup.timing,
+                first_token=self._first_token,
+                ended=self._ended,
+                refused=self._refused,
+                tiers=outside,
             )
-            for pool in pools
+            for pool, outside in zip(pools, self._tiers, strict=True)
         ]
-        self._sight = self._make_sight(pools, mean_prompt_tokens)
+        self._view = self._make_view(pools, mean_prompt_tokens)
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
@@ -142,6 +167,8 @@ class FleetSim:
             [engine.computed_tokens for engine in self._engines],
             sum(engine.preemptions for engine in self._engines),
             self._now,
+            sum(outside.moved_bytes for outside in self._tiers if outside is not None),
+            sum(outside.left_out_blocks for outside in self._tiers if outside is not None),
         )
 
     def _pool(self) -> HybridBlockPool:
@@ -155,12 +182,12 @@ class FleetSim:
             events=False,
         )
 
-    def _make_sight(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> RouterView:
+    def _make_view(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> RouterView:
         setup, count = self._setup, len(pools)
         unit = self._scheme.hash_block_size
-        match self._arm.sight:
+        match self._arm.view:
             case "truth":
-                return Truth(pools)
+                return Truth(pools, self._tiers if self._arm.tiers else None)
             case "history":
                 return History(count, unit, None)
             case "capped-history":
@@ -187,7 +214,9 @@ class FleetSim:
         candidates = self._candidates(tokens, hashes, now)
         choice = self._policy(candidates, self._ask(request, hashes), self._knobs, self._state)
         chosen = candidates[choice.index]
-        ticket = self._loads[choice.index].admit(uncached_tokens=choice.uncached_tokens, now=now)
+        ticket = self._loads[choice.index].admit(
+            uncached_tokens=choice.uncached_tokens, now=now, load_s=choice.cost.load_s
+        )
         prefix = None
         if self._arm.in_flight:
             kept = keeps(
@@ -199,7 +228,7 @@ class FleetSim:
                 every_block=self._all_full,
             )
             prefix = self._inflight.add(chosen.engine_id, hashes, now, kept)
-        self._sight.placed(choice.index, tokens, hashes)
+        self._view.placed(choice.index, tokens, hashes)
         predicted = max(0, tokens - choice.uncached_tokens)
         self._open[index] = _Open(choice.index, ticket, prefix, tokens, hashes, predicted)
         engine = self._engines[choice.index]
@@ -216,11 +245,11 @@ class FleetSim:
         return question
 
     def _candidates(self, tokens: int, hashes: Sequence[BlockHash], now: float) -> list[Candidate]:
-        seen = self._sight.look(tokens, hashes)
+        seen = self._view.look(tokens, hashes, now)
         unit, last = self._scheme.hash_block_size, tokens - 1
         common = self._inflight.common(hashes, now) if self._arm.in_flight else None
         found = []
-        for engine_id, account, (hit, trunk) in zip(self._names, self._loads, seen, strict=True):
+        for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
             load = account.at(now)
             shared = coming = 0
             if common is not None:
@@ -230,10 +259,12 @@ class FleetSim:
                 Candidate(
                     engine_id,
                     Hit(
-                        hit,
-                        trunk_tokens=max(trunk, shared),
+                        held.hit,
+                        held.cpu,
+                        held.storage,
+                        trunk_tokens=max(held.trunk, shared, held.hit + held.cpu + held.storage),
                         coming_tokens=coming,
-                        confidence="exact" if self._arm.sight == "truth" else "shadow",
+                        confidence="exact" if self._arm.view == "truth" else "shadow",
                     ),
                     queue_s=load.queue_s,
                     running=load.running,
@@ -272,7 +303,7 @@ class FleetSim:
             account.rates.observe(sample, now)
         if opened.prefix is not None:
             self._inflight.prefilled(opened.prefix)
-        self._sight.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
+        self._view.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
         opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)
@@ -298,5 +329,7 @@ class FleetSim:
             ttft_s,
             max(0.0, visit.started_s - visit.arrived_s),
             visit.preempted,
+            visit.loaded if visit.medium == "CPU" else 0,
+            visit.loaded if visit.medium == "STORAGE" else 0,
         )
         return opened

@@ -15,13 +15,17 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec
+from router.simulate.run.tiers import EngineTiers
 
 
 class PrefixHit(NamedTuple):
-    """Of one prompt at one engine, in tokens."""
+    """Of one prompt at one engine, in tokens: what its GPU holds, the trunk, and what it would load beyond
+    the GPU's from host memory or from the store."""
 
     hit: int
     trunk: int
+    cpu: int = 0
+    storage: int = 0
 
 
 NOTHING = PrefixHit(0, 0)
@@ -30,7 +34,7 @@ NOTHING = PrefixHit(0, 0)
 class RouterView(Protocol):
     """``hashes`` are those of the prompt's whole hash blocks."""
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]: ...
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]: ...
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
 
@@ -43,7 +47,7 @@ class Blind:
     def __init__(self, engines: int) -> None:
         self._nothing = [NOTHING] * engines
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
         return self._nothing
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -54,14 +58,26 @@ class Blind:
 
 
 class Truth:
-    """An exact index without delay: the engines' own pools."""
+    """An exact index without delay: the engines' own pools, and the memory outside them where ``tiers`` are
+    given (one per pool)."""
 
-    def __init__(self, pools: Sequence[HybridBlockPool]) -> None:
+    def __init__(
+        self, pools: Sequence[HybridBlockPool], tiers: Sequence[EngineTiers | None] | None = None
+    ) -> None:
         self._pools = pools
+        self._tiers: Sequence[EngineTiers | None] = tiers or [None] * len(pools)
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
         probe = self._pools[0].request([0] * prompt_tokens, hashes=hashes)
-        return [PrefixHit(*pool.find_prefix(probe)) for pool in self._pools]
+        found = []
+        for pool, outside in zip(self._pools, self._tiers, strict=True):
+            hit, trunk = pool.find_prefix(probe)
+            cpu = storage = 0
+            if outside is not None:
+                end, medium = outside.reach(probe, hit, now)
+                cpu, storage = (end - hit, 0) if medium == "CPU" else (0, end - hit)
+            found.append(PrefixHit(hit, trunk, cpu, storage))
+        return found
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
@@ -82,7 +98,7 @@ class History:
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
         most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
         found = []
         for held in self._held:
@@ -114,7 +130,7 @@ class ExactRules:
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
         self._shadows = [Shadow(spec) for _ in range(engines)]
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
         known = list(hashes)
         prompt = ShadowPrompt([0] * prompt_tokens, lambda _: known)
         return [PrefixHit(*shadow.lookup(prompt)) for shadow in self._shadows]

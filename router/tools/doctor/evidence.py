@@ -93,7 +93,7 @@ class EngineEvidence(msgspec.Struct):
     model_config: ModelConfig
     lora_paths: dict[str, str]
     gauges: EngineGauges
-    tap: Observation | None = None
+    sockets: Observation | None = None
     tally: EventCounts = msgspec.field(default_factory=EventCounts)
     residency: EngineResidency | None = None
     parity: list[PromptParity] = []

@@ -172,7 +172,7 @@ class _Examination:
         self._settings = settings
         self._say = say
         self._scopes = Scopes(self._facts)
-        self._taps: dict[str, EventListener] = {}
+        self._listeners: dict[str, EventListener] = {}
         self._probed_url: str | None = None
         self._reader = self._make_reader()
 
@@ -198,15 +198,16 @@ class _Examination:
             address = engine.engine.events
             if address is None:
                 continue
-            tap = EventListener(
+            listener = EventListener(
                 engine.engine_id,
                 address,
                 engine.engine.replay,
                 self._scopes,
                 replay_timeout_s=self._settings.timeout_s,
             )
-            engine.tap, engine.tally, self._taps[engine.engine_id] = tap.seen, tap.tally, tap
-            tasks.append(asyncio.create_task(tap.run(), name=f"tap {engine.engine_id}"))
+            engine.sockets, engine.tally = listener.seen, listener.tally
+            self._listeners[engine.engine_id] = listener
+            tasks.append(asyncio.create_task(listener.run(), name=f"listener {engine.engine_id}"))
         try:
             yield
         finally:
@@ -216,11 +217,11 @@ class _Examination:
 
     async def _hear(self) -> None:
         """Listen, let seed searches end, and probe."""
-        if self._taps:
+        if self._listeners:
             self._say(f"listening to events for {self._settings.seconds:g} s")
         limit = self._settings.seconds + 4 * self._settings.timeout_s + _DETECTION_S_MAX
-        waits = [asyncio.create_task(tap.settled.wait()) for tap in self._taps.values()]
-        listened = asyncio.create_task(asyncio.sleep(self._settings.seconds if self._taps else 0))
+        waits = [asyncio.create_task(listener.settled.wait()) for listener in self._listeners.values()]
+        listened = asyncio.create_task(asyncio.sleep(self._settings.seconds if self._listeners else 0))
         await asyncio.wait([listened, *waits], timeout=limit)
         for wait in waits:
             wait.cancel()
@@ -255,7 +256,7 @@ class _Examination:
             scope=self._scopes.scope(_scope_name(engine)),
             reader=self._reader,
             http=self._http,
-            tap=self._taps.get(engine.engine_id),
+            listener=self._listeners.get(engine.engine_id),
             max_tokens=card.max_model_len,
             request_timeout_s=self._settings.probe_timeout_s,
         )

@@ -15,12 +15,12 @@ NEWEST_KNOWN: Version = (0, 33)
 
 
 class MissingFeature(msgspec.Struct, frozen=True):
-    """Something that releases before ``since`` lack; ``grave`` where predictions suffer without a remedy."""
+    """Something that releases before ``since`` lack; ``severe`` where predictions suffer without a remedy."""
 
     since: Version
     what: str
     remedy: str
-    grave: bool
+    severe: bool
 
 
 LACKS = (
@@ -28,31 +28,31 @@ LACKS = (
         (0, 20),
         "events do not name the KV cache group, so models with several groups cannot be predicted",
         "upgrade to 0.24 or later, or serve single-group models only",
-        grave=True,
+        severe=True,
     ),
     MissingFeature(
         (0, 22),
         "events do not tell kind and window of a group",
         "upgrade, or set models.NAME.kinds and models.NAME.windows",
-        grave=True,
+        severe=True,
     ),
     MissingFeature(
         MAP_ENCODING_SINCE,
         "events are arrays; with unequal block sizes large blocks are hashed in another way",
         "upgrade, or serve models whose groups have equal block sizes",
-        grave=False,
+        severe=False,
     ),
     MissingFeature(
         FIXED_SEED_SINCE,
         "the hash seed is random unless PYTHONHASHSEED is set",
         "set the same PYTHONHASHSEED for all engines and name it in models.NAME.hash_seeds",
-        grave=False,
+        severe=False,
     ),
     MissingFeature(
         EVENT_SOURCES_SINCE,
         "no /kv_event_sources, and LoRA and salt keys are hashed in the old way",
         "give events= and replay= with each --engine",
-        grave=False,
+        severe=False,
     ),
 )
 

@@ -85,7 +85,7 @@ class SharedVerifier:
         result = TraceResult(path.name, "")
         exchange = LoadGossip("reader", lambda _: {}, started=0)
         reader = SharedReader(self._client)
-        sight = IndexLookup(lambda: reader, _Nothing(), exchange, clock=time.monotonic)
+        lookup = IndexLookup(lambda: reader, _Nothing(), exchange, clock=time.monotonic)
         for number, line in read_trace(path):
             if line.header is not None:
                 result.family = line.header.family
@@ -98,7 +98,7 @@ class SharedVerifier:
             elif line.probe is not None and line.hit_tokens is not None:
                 reply = self._tell(Order(line=number))
                 result.detected = msgspec.json.decode(reply.detected)
-                look = await sight.look(ProbePrompt.of(line.probe), {RECORDED: model})
+                look = await lookup.look(ProbePrompt.of(line.probe), {RECORDED: model})
                 if look.problem:
                     raise IndexUnavailable(look.problem, f"at {path}:{number}")
                 result.add(look.hits[RECORDED].hit_tokens, line.hit_tokens)

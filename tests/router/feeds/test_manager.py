@@ -11,7 +11,7 @@ from publisher.events import AllBlocksCleared, DecodedBatch
 from publisher.zmq_publisher import ZmqPublisher
 from router.feeds import manager as module
 from router.feeds.base import FeedSettings
-from router.feeds.manager import Followers
+from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
 from tests.support.waiting import run, until
 
@@ -22,13 +22,13 @@ class Sink:
     def __init__(self) -> None:
         self.applied: list[str] = []
         self.forgotten: list[str] = []
-        self.followers: Followers | None = None
+        self.feeds: FeedManager | None = None
         self.stop_at = 0
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
         self.applied.append(engine_id)
-        if self.followers is not None and len(self.applied) == self.stop_at:
-            self.followers.stop(engine_id)
+        if self.feeds is not None and len(self.applied) == self.stop_at:
+            self.feeds.stop(engine_id)
 
     def forget(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)
@@ -59,19 +59,19 @@ def engine_of(publisher: ZmqPublisher) -> EngineAddress:
 def test_after_stop_not_one_batch_is_applied() -> None:
     async def main() -> None:
         sink = Sink()
-        sink.followers = followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
+        sink.feeds = feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
         sink.stop_at = 50
         publisher = publisher_of(400)
         engine = engine_of(publisher)
         async with asyncio.TaskGroup() as tasks:
-            followers.follow(engine, "m", tasks)
+            feeds.follow(engine, "m", tasks)
             (task,) = [t for t in asyncio.all_tasks() if t.get_name().startswith("feed ")]
             await until(task.done, "the feed has ended")
         assert len(sink.applied) == 50
         assert sink.forgotten[-1] == engine.engine_id
-        assert not followers.follows(engine, "m")
-        assert followers.stats == {}
-        followers.stop(engine.engine_id)  # a second time: nothing
+        assert not feeds.follows(engine, "m")
+        assert feeds.stats == {}
+        feeds.stop(engine.engine_id)  # a second time: nothing
         publisher.close()
 
     run(main())
@@ -80,20 +80,20 @@ def test_after_stop_not_one_batch_is_applied() -> None:
 def test_an_engine_may_be_followed_again_at_once() -> None:
     async def main() -> None:
         sink = Sink()
-        followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
+        feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
         old, new = publisher_of(3), publisher_of(5)
         async with asyncio.TaskGroup() as tasks:
-            followers.follow(engine_of(old), "m", tasks)
+            feeds.follow(engine_of(old), "m", tasks)
             await until(lambda: len(sink.applied) == 3, "the old one's batches")
-            assert followers.follows(engine_of(old), "m")
-            assert not followers.follows(engine_of(old), "other")
-            assert not followers.follows(engine_of(new), "m")
-            followers.stop("http://h:1")
-            followers.follow(engine_of(new), "m", tasks)
+            assert feeds.follows(engine_of(old), "m")
+            assert not feeds.follows(engine_of(old), "other")
+            assert not feeds.follows(engine_of(new), "m")
+            feeds.stop("http://h:1")
+            feeds.follow(engine_of(new), "m", tasks)
             old.publish([AllBlocksCleared()])
             await until(lambda: len(sink.applied) == 8, "the new one's batches")
-            assert followers.stats["http://h:1"].batches == 5
-            followers.stop_all()
+            assert feeds.stats["http://h:1"].batches == 5
+            feeds.stop_all()
         assert len(sink.applied) == 8
         old.close()
         new.close()
@@ -106,11 +106,11 @@ def test_a_feed_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def main() -> None:
         sink = Sink()
-        followers = Followers(sink, clock=time.monotonic, settings=FeedSettings())
+        feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
         async with asyncio.TaskGroup() as tasks:
-            followers.follow(EngineAddress("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
+            feeds.follow(EngineAddress("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
             await until(lambda: len(sink.forgotten) > 2, "begun again and again")
-            followers.stop_all()
+            feeds.stop_all()
         assert sink.applied == []
 
     run(main())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.fleet.desired import ORDER, FleetFullError, Roster
 from router.fleet.identity import EngineAddress
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 from router.fleet.status import Fleet
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -22,26 +22,26 @@ def urls(of: Roster) -> list[str]:
     return [engine.base_url for engine in of.wanted().engines]
 
 
-def see(url: str, held: str = "", identity: str = "", **fields: str) -> Sighting:
-    return Sighting(EngineAddress(url, **fields), held, identity)  # type: ignore[arg-type]
+def see(url: str, held: str = "", identity: str = "", **fields: str) -> DiscoveredEngine:
+    return DiscoveredEngine(EngineAddress(url, **fields), held, identity)  # type: ignore[arg-type]
 
 
 def test_a_server_is_wanted_while_any_source_names_it() -> None:
     r = roster()
-    r.tell("static", [see(A)])
-    r.tell("dns", [see(A), see(B)])
+    r.set_source("static", [see(A)])
+    r.set_source("dns", [see(A), see(B)])
     assert urls(r) == [A, B]
     assert r.sources(A) == ["static", "dns"]
-    r.tell("dns", [])
+    r.set_source("dns", [])
     assert urls(r) == [A]
 
 
 def test_addresses_are_those_of_the_first_source_that_names_it() -> None:
     r = roster()
-    r.tell("kubernetes", [see(A, events="tcp://k:1")])
-    r.tell("dns", [see(A, events="tcp://d:1")])
+    r.set_source("kubernetes", [see(A, events="tcp://k:1")])
+    r.set_source("dns", [see(A, events="tcp://d:1")])
     assert r.wanted().engines == (EngineAddress(A, None, "tcp://k:1"),)
-    r.tell("file", [see(A, events="tcp://f:1")])
+    r.set_source("file", [see(A, events="tcp://f:1")])
     assert r.wanted().engines == (EngineAddress(A, None, "tcp://f:1"),)
     r.add(EngineAddress(A, None, "tcp://admin:1"))
     assert r.wanted().engines == (EngineAddress(A, None, "tcp://admin:1"),)
@@ -49,8 +49,8 @@ def test_addresses_are_those_of_the_first_source_that_names_it() -> None:
 
 def test_any_source_may_hold_it() -> None:
     r = roster()
-    r.tell("static", [see(A)])
-    r.tell("kubernetes", [see(A, "terminating")])
+    r.set_source("static", [see(A)])
+    r.set_source("kubernetes", [see(A, "terminating")])
     assert r.wanted().holds == {A: "terminating"}
     r.drain(A, "ann")
     assert r.wanted().holds == {A: "drained by ann"}
@@ -61,11 +61,11 @@ def test_any_source_may_hold_it() -> None:
 
 def test_removed_is_out_until_it_is_added_again() -> None:
     r = roster()
-    r.tell("static", [see(A), see(B)])
+    r.set_source("static", [see(A), see(B)])
     assert r.remove(A, "ann")
     assert not r.remove(A, "ann")
     assert urls(r) == [B]
-    r.tell("file", [see(A)])
+    r.set_source("file", [see(A)])
     assert urls(r) == [B]
     assert r.removed[A].by == "ann"
     assert r.add(EngineAddress(A))
@@ -76,32 +76,32 @@ def test_removed_is_out_until_it_is_added_again() -> None:
 
 def test_removed_is_over_when_no_source_names_it_any_more() -> None:
     r = roster()
-    r.tell("kubernetes", [see(A)])
+    r.set_source("kubernetes", [see(A)])
     r.remove(A, "ann")
-    r.tell("kubernetes", [])
+    r.set_source("kubernetes", [])
     assert r.removed == {}
-    r.tell("kubernetes", [see(A)])
+    r.set_source("kubernetes", [see(A)])
     assert urls(r) == [A]
 
 
 def test_what_was_decided_of_a_pod_is_not_decided_of_the_next_at_its_address() -> None:
     r = roster()
-    r.tell("kubernetes", [see(A, identity="one"), see(B, identity="two")])
+    r.set_source("kubernetes", [see(A, identity="one"), see(B, identity="two")])
     r.remove(A, "ann")
     r.drain(B, "ann")
-    r.tell("kubernetes", [see(A, identity="one"), see(B, identity="two")])
+    r.set_source("kubernetes", [see(A, identity="one"), see(B, identity="two")])
     assert (urls(r), r.wanted().holds) == ([B], {B: "drained by ann"})
-    r.tell("kubernetes", [see(A, identity="three"), see(B, identity="four")])
+    r.set_source("kubernetes", [see(A, identity="three"), see(B, identity="four")])
     assert (sorted(urls(r)), r.wanted().holds) == ([A, B], {})
 
 
 def test_a_decision_made_before_the_pod_was_known_is_about_the_pod() -> None:
     r = roster()
-    r.tell("static", [see(A)])
+    r.set_source("static", [see(A)])
     r.remove(A, "ann")
-    r.tell("kubernetes", [see(A, identity="one")])
+    r.set_source("kubernetes", [see(A, identity="one")])
     assert urls(r) == []
-    r.tell("kubernetes", [see(A, identity="two")])
+    r.set_source("kubernetes", [see(A, identity="two")])
     assert urls(r) == [A]
 
 
@@ -116,9 +116,9 @@ def test_an_added_engine_that_nobody_else_names_is_gone_when_removed() -> None:
 
 def test_a_drain_ends_with_its_server() -> None:
     r = roster()
-    r.tell("dns", [see(A)])
+    r.set_source("dns", [see(A)])
     r.drain(f"{A}#dp1", "ann")
-    r.tell("dns", [])
+    r.set_source("dns", [])
     assert r.drained == {}
 
 
@@ -134,13 +134,13 @@ def test_ranks_are_added_one_by_one_and_replace_the_whole_server() -> None:
 
 def test_there_is_room_for_so_many() -> None:
     r = roster(2)
-    r.tell("dns", [see(B), see(C)])
-    r.tell("static", [see(A)])
+    r.set_source("dns", [see(B), see(C)])
+    r.set_source("static", [see(A)])
     assert (urls(r), r.left_out) == ([B, C], 1)  # who is in stays in
     with pytest.raises(FleetFullError):
         r.add(EngineAddress("http://d:1"))
     r.add(EngineAddress(B, None, "tcp://b:1"))  # one that is in may change
-    r.tell("dns", [see(C)])
+    r.set_source("dns", [see(C)])
     assert sorted(urls(r)) == [B, C]
     r.remove(B, "ann")
     assert (urls(r), r.left_out) == ([C, A], 0)
@@ -161,16 +161,16 @@ tellings = st.lists(st.tuples(st.sampled_from(ORDER[1:]), sightings), max_size=8
 
 @given(tellings, st.randoms(use_true_random=False))
 def test_what_was_told_last_makes_the_roster_in_any_order(
-    told: list[tuple[str, list[Sighting]]], rng: object
+    told: list[tuple[str, list[DiscoveredEngine]]], rng: object
 ) -> None:
     last = dict(told)
     one, other = roster(), roster()
     for source, seen in told:
-        one.tell(source, seen)
+        one.set_source(source, seen)
     mixed = list(last.items())
     rng.shuffle(mixed)  # type: ignore[attr-defined]
     for source, seen in mixed:
-        other.tell(source, seen)
+        other.set_source(source, seen)
     ours, theirs = one.wanted(), other.wanted()
     assert set(ours.engines) == set(theirs.engines)
     assert (ours.holds, ours.identities) == (theirs.holds, theirs.identities)
@@ -188,11 +188,11 @@ actions = st.lists(
 @given(actions)
 def test_the_fleet_is_always_what_the_roster_says(steps: list[tuple[str, object]]) -> None:
     r, fleet = roster(2), Fleet()
-    named: dict[str, list[Sighting]] = {}
+    named: dict[str, list[DiscoveredEngine]] = {}
     for kind, what in steps:
         if kind in ORDER:
             named[kind] = what  # type: ignore[assignment]
-            r.tell(kind, what)  # type: ignore[arg-type]
+            r.set_source(kind, what)  # type: ignore[arg-type]
         elif kind == "add":
             try:
                 r.add(EngineAddress(what))  # type: ignore[arg-type]

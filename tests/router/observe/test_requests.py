@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.observe.histogram import Histogram
-from router.observe.requests import MODELS_MAX, OTHER, RequestBook, RequestRecord
+from router.observe.requests import MODELS_MAX, OTHER, RequestRecord, RequestTracker
 from router.openai.request import Usage
 
 
@@ -20,9 +20,9 @@ class Clock:
         return self.now
 
 
-def answered(book: RequestBook, clock: Clock, model: str = "m", engine: str = "e") -> RequestRecord:
+def answered(tracker: RequestTracker, clock: Clock, model: str = "m", engine: str = "e") -> RequestRecord:
     """A stream of three pieces: 20 ms in the router, 0.5 s to the first, 0.1 s between."""
-    record = book.begin("POST", "/v1/chat/completions")
+    record = tracker.begin("POST", "/v1/chat/completions")
     clock.now += 0.002
     record.read(1000)
     record.model = model
@@ -33,7 +33,7 @@ def answered(book: RequestBook, clock: Clock, model: str = "m", engine: str = "e
         record.piece()
         clock.now += 0.1
     record.status, record.usage, record.bytes_out = 200, Usage(10, 3, 8), 300
-    book.end(record)
+    tracker.end(record)
     return record
 
 
@@ -49,66 +49,66 @@ def test_a_histogram_counts_every_value_once_at_its_bound(values: list[float]) -
 
 def test_times_of_a_stream() -> None:
     clock = Clock()
-    book = RequestBook(clock)
-    answered(book, clock)
-    times = book.models["m"]
+    tracker = RequestTracker(clock)
+    answered(tracker, clock)
+    times = tracker.models["m"]
     found: dict[str, tuple[int, float]] = {
         name: (sum(getattr(times, name).counts), round(getattr(times, name).total, 6))
         for name in ("overhead", "first_token", "between", "whole")
     }
     assert found == {"overhead": (1, 0.02), "first_token": (1, 0.5), "between": (2, 0.2), "whole": (1, 0.8)}
-    assert book.counts == {("m", "e", "200"): 1}
+    assert tracker.counts == {("m", "e", "200"): 1}
 
 
 def test_what_was_not_answered_well_has_no_duration_and_other_paths_no_times() -> None:
     clock = Clock()
-    book = RequestBook(clock)
+    tracker = RequestTracker(clock)
     for status, gone, broken, label in (
         (500, False, False, "500"),
         (200, True, False, "client_gone"),
         (200, False, True, "broken_stream"),
         (0, True, False, "client_gone"),
     ):
-        record = book.begin("POST", "/v1/chat/completions")
+        record = tracker.begin("POST", "/v1/chat/completions")
         record.model = "m"
         record.placed("e", completion=True)
         record.status, record.gone, record.broken = status, gone, broken
-        book.end(record)
-        assert ("m", "e", label) in book.counts
-    tokenize = book.begin("POST", "/tokenize")
+        tracker.end(record)
+        assert ("m", "e", label) in tracker.counts
+    tokenize = tracker.begin("POST", "/tokenize")
     tokenize.placed("e", completion=False)
     tokenize.piece()
     tokenize.status = 200
-    book.end(tokenize)
-    assert sum(book.models["m"].whole.counts) == 0
-    assert sum(book.models[""].whole.counts) == 0
+    tracker.end(tokenize)
+    assert sum(tracker.models["m"].whole.counts) == 0
+    assert sum(tracker.models[""].whole.counts) == 0
 
 
 def test_series_are_bounded_by_the_fleet_whatever_clients_send() -> None:
     clock, fleet = Clock(), {"e"}
-    book = RequestBook(clock, here=fleet.__contains__)
+    tracker = RequestTracker(clock, here=fleet.__contains__)
     for number in range(MODELS_MAX + 50):
-        answered(book, clock, model=f"adapter-{number}")
-    assert len(book.models) == MODELS_MAX + 1
-    assert sum(book.models[OTHER].whole.counts) == 50
+        answered(tracker, clock, model=f"adapter-{number}")
+    assert len(tracker.models) == MODELS_MAX + 1
+    assert sum(tracker.models[OTHER].whole.counts) == 50
     for number in range(50):  # no engine serves these
-        record = book.begin("POST", "/v1/chat/completions")
+        record = tracker.begin("POST", "/v1/chat/completions")
         record.model = f"nonsense-{number}"
         record.status = 404
-        book.end(record)
-    assert book.counts["", "", "404"] == 50
+        tracker.end(record)
+    assert tracker.counts["", "", "404"] == 50
     fleet.clear()
-    book.forget("e")
-    answered(book, clock)  # was under way when its engine left
-    assert not any(engine for _, engine, _ in book.counts)
+    tracker.forget("e")
+    answered(tracker, clock)  # was under way when its engine left
+    assert not any(engine for _, engine, _ in tracker.counts)
 
 
 def test_a_line_for_each_request_if_asked_for_and_none_else() -> None:
     clock = Clock()
     with structlog.testing.capture_logs() as logs:
-        answered(RequestBook(clock), clock)
-        book = RequestBook(clock, log=True)
-        answered(book, clock, model="m" * 5000)
+        answered(RequestTracker(clock), clock)
+        tracker = RequestTracker(clock, log=True)
+        answered(tracker, clock, model="m" * 5000)
     (line,) = logs
     shown: dict[str, Any] = {
         "event": "request",
@@ -134,12 +134,12 @@ def test_a_line_for_each_request_if_asked_for_and_none_else() -> None:
 
 def test_what_happens_in_masses_is_said_now_and_then_with_the_number_left_out() -> None:
     clock = Clock()
-    book = RequestBook(clock)
-    record = book.begin("POST", "/v1/completions")
+    tracker = RequestTracker(clock)
+    record = tracker.begin("POST", "/v1/completions")
     with structlog.testing.capture_logs() as logs:
         for _ in range(100):
-            book.tell("request retried", record, "e", engine="e")
-        book.tell("request retried", record, "f", engine="f")
+            tracker.warn("request retried", record, "e", engine="e")
+        tracker.warn("request retried", record, "f", engine="f")
         clock.now += 5.0
-        book.tell("request retried", record, "e", engine="e")
+        tracker.warn("request retried", record, "e", engine="e")
     assert [(line["engine"], line.get("unsaid", 0)) for line in logs] == [("e", 0), ("f", 0), ("e", 99)]

@@ -115,6 +115,16 @@ def test_an_engines_render_endpoint_is_not_asked_what_it_answers_differently() -
     distant.close()
 
 
+def test_what_disabled_thinking_means_can_be_set(folder: Path) -> None:
+    off = agent_cases.messages(agent_cases.USER, thinking={"type": "disabled"})
+    low = agent_cases.messages(agent_cases.USER, output_config={"effort": "low"})
+    told, probing = local_reader(folder, anthropic_disabled_thinking_effort="low"), local_reader(folder)
+    assert read_exact(told, off, MESSAGES).token_ids == read_exact(told, low, MESSAGES).token_ids
+    assert read_exact(probing, off, MESSAGES).token_ids != read_exact(probing, low, MESSAGES).token_ids
+    told.close()
+    probing.close()
+
+
 def test_every_reading_is_counted_by_api_and_way(folder: Path) -> None:
     reader = local_reader(folder)
     read(reader, agent_cases.messages(agent_cases.USER), MESSAGES)

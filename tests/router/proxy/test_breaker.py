@@ -85,7 +85,7 @@ def test_old_failures_leave_the_window() -> None:
     assert breaker.allows(2 * S.window_s)
 
 
-def test_a_wish_needs_refusals_of_different_requests() -> None:
+def test_a_retry_after_needs_refusals_of_different_requests() -> None:
     breaker = Breaker(S)
     for _ in range(50):
         breaker.refused(1, 30.0, 0.0)
@@ -96,16 +96,16 @@ def test_a_wish_needs_refusals_of_different_requests() -> None:
     assert breaker.waits_s(0.0) == 30.0
 
 
-def test_a_wish_is_independent_of_health_and_the_later_of_two_counts() -> None:
-    breaker = _wishing(5.0)
+def test_a_retry_after_is_independent_of_health_and_the_later_of_two_counts() -> None:
+    breaker = _pausing(5.0)
     breaker.refused(3, 3.0, 0.0)
     breaker.record(True, 0.5)  # an answer, but of an error
     assert not breaker.allows(0.9)
     assert breaker.allows(5.0)
 
 
-def test_a_wish_ends_with_the_first_success() -> None:
-    breaker = _wishing(30.0)
+def test_a_retry_after_ends_with_the_first_success() -> None:
+    breaker = _pausing(30.0)
     breaker.succeeded(0.1)
     assert breaker.allows(0.1)
 
@@ -118,11 +118,11 @@ def test_requests_that_succeed_say_more_than_those_that_are_refused() -> None:
         breaker.refused(2 * number, 60.0, now)
         breaker.refused(2 * number + 1, 60.0, now)
         assert breaker.allows(now)
-        now += S.wish_success_s / 2
+        now += S.pause_success_s / 2
 
 
-def test_a_wish_lets_a_probe_through_now_and_then() -> None:
-    breaker, now, probes = _wishing(60.0), 0.0, []
+def test_a_retry_after_lets_a_probe_through_now_and_then() -> None:
+    breaker, now, probes = _pausing(60.0), 0.0, []
     while now < 55.0:
         if breaker.allows(now):
             breaker.begin(now)
@@ -183,7 +183,7 @@ def not_probed(breaker: Breaker, now: float) -> bool:
     return first and not breaker.allows(now)
 
 
-def _wishing(seconds: float) -> Breaker:
+def _pausing(seconds: float) -> Breaker:
     breaker = Breaker(S)
     breaker.refused(1, seconds, 0.0)
     breaker.refused(2, seconds, 0.0)
@@ -224,7 +224,7 @@ def test_closed_means_few_failures(outcomes: list[bool]) -> None:
 
 
 def test_says_for_how_long_the_engine_asked_to_be_left_alone() -> None:
-    breaker = _wishing(7.0)
+    breaker = _pausing(7.0)
     assert breaker.waits_s(0.0) == 7.0
     breaker.begin(0.0)
     breaker.begin(1.0)
@@ -233,3 +233,30 @@ def test_says_for_how_long_the_engine_asked_to_be_left_alone() -> None:
     broken = _opened()
     assert not broken.allows(0.0)
     assert broken.waits_s(0.0) == 0.0  # broken, but it did not ask
+
+
+_told = st.tuples(
+    st.floats(0, 20), st.sampled_from(["ok", "fail", "begin", "stream", "heard", "gave up", "refused"])
+)
+
+
+@given(st.lists(_told, max_size=60))
+def test_free_until_then_means_allowed_until_then(steps: list[tuple[float, str]]) -> None:
+    breaker, now = Breaker(S), 0.0
+    for number, (wait_s, what) in enumerate(steps):
+        now += wait_s
+        match what:
+            case "ok":
+                breaker.succeeded(now)
+            case "fail":
+                breaker.record(False, now)
+            case "begin" | "stream":
+                breaker.begin(now, streams=what == "stream")
+            case "heard":
+                breaker.heard(now)
+            case "gave up":
+                breaker.gave_up(now - 5, now, expected_s=0.1, streams=True)
+            case _:
+                breaker.refused(number, 3.0, now)
+        for later in (now, now + 1, now + S.silent_s_max - 0.001, now + 100):
+            assert breaker.allows(later) or later >= breaker.free_until

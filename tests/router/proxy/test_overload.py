@@ -80,7 +80,7 @@ def test_all_busy_passes_the_last_answer_with_its_time() -> None:
     run(main())
 
 
-def test_an_engines_wish_is_bounded() -> None:
+def test_retry_after_is_bounded() -> None:
     async def main() -> None:
         settings = ProxySettings(retry_after_s_max=0.2)
         async with (

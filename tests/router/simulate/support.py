@@ -12,6 +12,8 @@ from publisher.groups import GroupSpec
 from router.simulate.run.arms import ARMS
 from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.tier_setup import TierSetup
+from router.simulate.run.tiers import tiers_of
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
@@ -31,7 +33,12 @@ class Bench:
     """One engine and what it tells."""
 
     def __init__(
-        self, *, num_blocks: int, timing: Timing = FAST, groups: tuple[GroupSpec, ...] = FULL
+        self,
+        *,
+        num_blocks: int,
+        timing: Timing = FAST,
+        groups: tuple[GroupSpec, ...] = FULL,
+        tiers: TierSetup | None = None,
     ) -> None:
         self.told: list[tuple[str, int, float]] = []
         pool = HybridBlockPool(
@@ -47,6 +54,7 @@ class Bench:
             first_token=lambda visit, now: self.told.append(("first", visit.index, now)),
             ended=lambda visit, now: self.told.append(("ended", visit.index, now)),
             refused=lambda visit, now: self.told.append(("refused", visit.index, now)),
+            tiers=tiers_of(tiers, [pool])[0],
         )
 
     def run(self, requests: list[Request], *, pauses: int = 0) -> list[RequestRun]:

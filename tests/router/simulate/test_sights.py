@@ -36,7 +36,7 @@ def test_an_uncapped_history_is_every_prefix_that_was_sent(sent: list[tuple[int,
     history = History(2, 16, None)
     for engine, path in sent:
         history.placed(engine, 16 * len(path) + 1, hashes_of(path))
-    for engine, seen in enumerate(history.look(16 * len(asked) + 1, hashes_of(asked))):
+    for engine, seen in enumerate(history.look(16 * len(asked) + 1, hashes_of(asked), 0.0)):
         prefixes = {path[:end] for where, path in sent if where == engine for end in range(1, len(path) + 1)}
         longest = max((end for end in range(1, len(asked) + 1) if asked[:end] in prefixes), default=0)
         assert seen == PrefixHit(16 * longest, 16 * longest)
@@ -45,7 +45,7 @@ def test_an_uncapped_history_is_every_prefix_that_was_sent(sent: list[tuple[int,
 def test_the_last_token_is_always_computed() -> None:
     history = History(1, 16, None)
     history.placed(0, 32, hashes_of("ab"))
-    assert history.look(32, hashes_of("ab")) == [PrefixHit(16, 16)]
+    assert history.look(32, hashes_of("ab"), 0.0) == [PrefixHit(16, 16)]
 
 
 @given(st.lists(paths, min_size=1, max_size=30), st.integers(1, 6))
@@ -61,7 +61,7 @@ def test_a_capped_history_holds_the_latest_blocks_and_whole_prefixes(sent: list[
         used = used[-cap:]
     for path in sent:
         known = next((end for end in range(len(path)) if path[: end + 1] not in used), len(path))
-        assert history.look(16 * len(path) + 1, hashes_of(path))[0].hit == 16 * known
+        assert history.look(16 * len(path) + 1, hashes_of(path), 0.0)[0].hit == 16 * known
 
 
 def test_the_truth_is_what_the_pools_hold() -> None:
@@ -75,8 +75,8 @@ def test_the_truth_is_what_the_pools_hold() -> None:
     pools[1].start(pooled)
     pools[1].compute(pooled, 640)
     pools[1].finish(pooled)
-    assert Truth(pools).look(640, hashes) == [PrefixHit(0, 0), PrefixHit(576, 576)]
-    assert Truth(pools).look(1000, block_hashes(request(0, 1000, 0, 1), 64))[0] == NOTHING
+    assert Truth(pools).look(640, hashes, 0.0) == [PrefixHit(0, 0), PrefixHit(576, 576)]
+    assert Truth(pools).look(1000, block_hashes(request(0, 1000, 0, 1), 64), 0.0)[0] == NOTHING
 
 
 def test_rules_follow_the_engines_retention_without_events() -> None:
@@ -84,15 +84,15 @@ def test_rules_follow_the_engines_retention_without_events() -> None:
     rules = ExactRules(2, spec)
     one = request(0, 1300, 0, 1)
     hashes = block_hashes(one, 64)
-    assert rules.look(1300, hashes) == [NOTHING, NOTHING]
+    assert rules.look(1300, hashes, 0.0) == [NOTHING, NOTHING]
     rules.prefilled(1, 1300, hashes)
-    assert rules.look(1300, hashes) == [NOTHING, PrefixHit(1280, 1280)]
-    branch = rules.look(700, hashes[:10])[1]
+    assert rules.look(1300, hashes, 0.0) == [NOTHING, PrefixHit(1280, 1280)]
+    branch = rules.look(700, hashes[:10], 0.0)[1]
     assert branch.hit < branch.trunk == 640, "the window's blocks at the branch were not kept"
 
 
 def test_the_blind_see_nothing() -> None:
-    assert Blind(3).look(100, hashes_of("ab")) == [NOTHING] * 3
+    assert Blind(3).look(100, hashes_of("ab"), 0.0) == [NOTHING] * 3
 
 
 def test_a_capped_history_is_as_large_as_the_pool_allows_beside_the_windows() -> None:

@@ -61,6 +61,38 @@ def chats(seed: int, count: int) -> list[dict[str, Any]]:
     return [_chat(rng) for _ in range(count)]
 
 
+def deepseek_chats() -> list[dict[str, Any]]:
+    """What DeepSeek alone knows: reminders, tasks, dropped developers, efforts, results out of order."""
+    asked, told = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning": "R"}
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("a", "b")
+    ]
+    called = {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "R"}
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("b", "a")]
+    conversations: list[list[dict[str, Any]]] = [
+        [asked, {"role": "latest_reminder", "content": "today"}],
+        [asked, {"role": "latest_reminder", "content": "today"}, told, asked],
+        *([asked, told, {**asked, "task": task}] for task in ("query", "action", "none")),
+        [{**asked, "task": "title"}, {"role": "assistant", "content": "T", "reasoning": "R"}, asked],
+        [{"role": "developer", "content": "D"}, asked, told, asked],
+        [asked, told, {"role": "developer", "content": "D"}],
+        [{"role": "system", "content": "S"}],
+        [asked, {"role": "system", "content": "S"}, told],
+        [asked, called, *results, asked, told],
+        [asked, called, *results],
+        [asked, asked, told, asked, asked],
+        [{"role": "critic", "content": "x"}, asked],
+    ]
+    switches: list[dict[str, Any]] = [
+        {},
+        {"chat_template_kwargs": {"thinking": False}},
+        {"chat_template_kwargs": {"thinking": True, "drop_thinking": False}, "reasoning_effort": "max"},
+        {"reasoning_effort": "none"},
+        {"tools": [_TOOLS[0]]},
+    ]
+    return [{"model": "m", "messages": messages, **more} for messages in conversations for more in switches]
+
+
 def completions() -> list[dict[str, Any]]:
     """Completion bodies."""
     prompts = [*_TEXTS[:2], *_TEXTS[3:8], [1, 2, 3]]
@@ -158,6 +190,11 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
+        "vocab_size": 129280,
+    },
+    "deepseek_v4": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
         "vocab_size": 129280,
     },
 }

@@ -155,7 +155,7 @@ class Reflector(Generic[T]):
     async def _watch(self) -> float:
         """One watch; how long to wait before the next."""
         loop = asyncio.get_running_loop()
-        began, heard, watch_s = loop.time(), False, self._settings.watch_s
+        began, synced, watch_s = loop.time(), False, self._settings.watch_s
         events = self._client.watch(
             self._resource,
             namespace=self._namespace,
@@ -166,12 +166,12 @@ class Reflector(Generic[T]):
         try:
             async with asyncio.timeout(watch_s + _SILENCE_S), aclosing(cast(_Events, events)):
                 async for event, one in events:
-                    heard = True
+                    synced = True
                     self._hear(event, one)
                     self._worked()
         except WatchEndedError:
             pass
-        if heard or loop.time() - began >= _SHORT_WATCH_S:
+        if synced or loop.time() - began >= _SHORT_WATCH_S:
             self._worked()
             return 0.0
         self._failures += 1

@@ -15,10 +15,10 @@ import structlog
 from lightkube import AsyncClient
 
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.base import Sighting, SourceStats, Tell
+from router.fleet.sources.base import DiscoveredEngine, Publish, SourceStats
 from router.fleet.sources.kubernetes.access import AccessError, find_access
+from router.fleet.sources.kubernetes.cluster_view import read_cluster
 from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod, Received, ReceivedPod, ReceivedSlice
-from router.fleet.sources.kubernetes.picture import picture
 from router.fleet.sources.kubernetes.reflector import Reflector, T
 from router.fleet.sources.kubernetes.transport import make_client
 
@@ -37,10 +37,10 @@ class KubernetesSource:
         self._pods: list[Reflector[Pod]] = []
         self._slices: list[Reflector[EndpointSlice]] = []
         self._changed = asyncio.Event()
-        self._told: list[Sighting] | None = None
+        self._published: list[DiscoveredEngine] | None = None
         self._problems: set[str] = set()
 
-    async def run(self, tell: Tell) -> None:
+    async def run(self, publish: Publish) -> None:
         """See ``Source``."""
         try:
             client = make_client(find_access(self._settings))
@@ -54,7 +54,7 @@ class KubernetesSource:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                self._look(tell)
+                self._look(publish)
 
     def _reflect(self, client: AsyncClient) -> None:
         settings = self._settings
@@ -84,28 +84,28 @@ class KubernetesSource:
             jitter=self._jitter,
         )
 
-    def _look(self, tell: Tell) -> None:
+    def _look(self, publish: Publish) -> None:
         """Tell of the picture, if it is another one."""
         states = [(one.synced, one.failing) for one in self._pods]
         states += [(one.synced, one.failing) for one in self._slices]
         self.stats.synced = self.stats.synced or all(synced for synced, _ in states)
         if not any(failing for _, failing in states):
             self.stats.recovered()
-        seen = picture(_all(self._pods), _all(self._slices), self._settings)
+        seen = read_cluster(_all(self._pods), _all(self._slices), self._settings)
         for problem in sorted(set(seen.problems) - self._problems):
             self.stats.refused += 1
             self.stats.complain("malformed", problem)
             _log.warning("Kubernetes object could not be parsed", problem=problem)
         self._problems = set(seen.problems)
-        if seen.sightings != self._told and any(synced for synced, _ in states):
-            self._told = seen.sightings
+        if seen.discovered != self._published and any(synced for synced, _ in states):
+            self._published = seen.discovered
             self.stats.updates += 1
             _log.info(
                 "engines in Kubernetes",
-                engines=len(seen.sightings),
-                held=sum(bool(one.held) for one in seen.sightings),
+                engines=len(seen.discovered),
+                held=sum(bool(one.held) for one in seen.discovered),
             )
-            tell(seen.sightings)
+            publish(seen.discovered)
 
 
 def _all(reflectors: list[Reflector[T]]) -> Iterator[T]:

@@ -15,12 +15,12 @@ _CHECK_ADDRESS = "correct events= (or what the engine was started with), and ope
 @engine_check("events.reach")
 def reach(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether the live socket can be subscribed to."""
-    tap, address = engine.tap, engine.engine.events
-    if tap is None:
+    sockets, address = engine.sockets, engine.engine.events
+    if sockets is None:
         return
-    match tap.events_link:
+    match sockets.events_link:
         case Connectivity.UP:
-            note = f"; {tap.disconnects} disconnect(s) meanwhile" if tap.disconnects else ""
+            note = f"; {sockets.disconnects} disconnect(s) meanwhile" if sockets.disconnects else ""
             yield ok(f"subscribed to {address}{note}")
         case Connectivity.REFUSED:
             yield error(
@@ -35,15 +35,15 @@ def reach(engine: EngineEvidence) -> Iterator[CheckResult]:
                 "swap events= and replay= if they are exchanged; else correct events=",
             )
         case _:
-            problem = tap.events_problem or "no connection within the time allowed"
+            problem = sockets.events_problem or "no connection within the time allowed"
             yield error(f"{address}: {problem}", "not an address that can be connected to", _CHECK_ADDRESS)
 
 
 @engine_check("events.replay")
 def replay(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether missed batches can be had again."""
-    tap, address = engine.tap, engine.engine.replay
-    if tap is None:
+    sockets, address = engine.sockets, engine.engine.replay
+    if sockets is None:
         return
     if address is None:
         yield warning(
@@ -52,57 +52,58 @@ def replay(engine: EngineEvidence) -> Iterator[CheckResult]:
             "set replay_endpoint in --kv-events-config: without it a router that restarts knows nothing of "
             "what the engine holds, and a gap is never repaired",
         )
-    elif tap.replay_state is ReplayState.COMPLETE:
+    elif sockets.replay_state is ReplayState.COMPLETE:
         yield from _replay_complete(engine)
-    elif tap.replay_state is ReplayState.CUT_SHORT and tap.replayed_batches:
+    elif sockets.replay_state is ReplayState.CUT_SHORT and sockets.replayed_batches:
         yield warning(
-            f"{address}: {tap.replayed_batches} batches, then silence",
+            f"{address}: {sockets.replayed_batches} batches, then silence",
             "the engine stopped in the middle of its answer, or its send queue overflowed",
             "look at the engine's log; a large buffer_steps needs a large hwm",
         )
-    elif tap.replay_link is Connectivity.NO_HANDSHAKE:
+    elif sockets.replay_link is Connectivity.NO_HANDSHAKE:
         yield error(
             f"{address}: something listens there, but no replay socket",
             "the port is that of the HTTP server or of the event socket",
             "swap events= and replay= if they are exchanged; else correct replay=",
         )
-    elif tap.replay_link is Connectivity.UP:
+    elif sockets.replay_link is Connectivity.UP:
         yield error(
             f"{address}: connected, but no answer",
             "the engine is stuck or very busy, or the socket is not vLLM's replay socket",
             "look at the engine's log; correct replay=",
         )
     else:
-        problem = tap.replay_problem or "nothing accepts connections"
+        problem = sockets.replay_problem or "nothing accepts connections"
         yield error(f"{address}: {problem}", "wrong address or port, or a firewall", "correct replay=")
 
 
 def _replay_complete(engine: EngineEvidence) -> Iterator[CheckResult]:
-    tap = engine.tap
-    if tap is None:
+    sockets = engine.sockets
+    if sockets is None:
         return
-    if not tap.replayed_batches:
+    if not sockets.replayed_batches:
         yield ok("replay answers; it has no batches yet")
-    elif tap.first_seq:
+    elif sockets.first_seq:
         yield info(
-            f"replay answers with {tap.replayed_batches} batches, the oldest being number {tap.first_seq}",
+            f"replay answers with {sockets.replayed_batches} batches, "
+            f"the oldest being number {sockets.first_seq}",
             "older ones have left the engine's buffer (buffer_steps)",
             "what was stored before is unknown to a router that starts now (feed state degraded) until the "
             "engine's cache is cleared or it restarts; a larger buffer_steps reaches further back",
         )
     else:
-        yield ok(f"replay answers with all {tap.replayed_batches} batches since the engine's start")
+        yield ok(f"replay answers with all {sockets.replayed_batches} batches since the engine's start")
 
 
 @engine_check("events.flow")
 def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether events come."""
-    tap = engine.tap
-    if tap is None or tap.events_link is not Connectivity.UP:
+    sockets = engine.sockets
+    if sockets is None or sockets.events_link is not Connectivity.UP:
         return
     probed = engine.probe is not None and any(not r.status for r in engine.probe.requests)
-    heard = f"{tap.live_batches} live and {tap.replayed_batches} replayed batches"
-    if tap.live_batches:
+    heard = f"{sockets.live_batches} live and {sockets.replayed_batches} replayed batches"
+    if sockets.live_batches:
         yield ok(heard)
     elif probed:
         yield error(
@@ -111,7 +112,7 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
             "larger than the probe",
             "start the engine with prefix caching on and enable_kv_cache_events; check events=",
         )
-    elif tap.replayed_batches:
+    elif sockets.replayed_batches:
         yield ok(f"{heard}: the engine is idle now")
     else:
         yield info(
@@ -119,9 +120,9 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
             "the engine has had no request long enough to fill a block, or its events are off",
             "try --probe, which sends two small requests",
         )
-    if tap.missing or tap.restarts:
+    if sockets.missing or sockets.restarts:
         yield info(
-            f"{tap.missing} batch number(s) missing, {tap.restarts} restart(s) of the numbering",
+            f"{sockets.missing} batch number(s) missing, {sockets.restarts} restart(s) of the numbering",
             "the connection lost messages, or the engine restarted while the doctor listened",
             "repeat; if it persists, several publishers may share the address",
         )
@@ -130,11 +131,11 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
 @engine_check("events.topic")
 def topic(engine: EngineEvidence) -> Iterator[CheckResult]:
     """A topic that does not fit is silence to the router."""
-    tap, wanted = engine.tap, engine.engine.topic
-    if tap is None or not tap.topics:
+    sockets, wanted = engine.sockets, engine.engine.topic
+    if sockets is None or not sockets.topics:
         return
-    shown = ", ".join(repr(name) for name in sorted(tap.topics))
-    if all(name.startswith(wanted) for name in tap.topics):
+    shown = ", ".join(repr(name) for name in sorted(sockets.topics))
+    if all(name.startswith(wanted) for name in sockets.topics):
         yield ok(f"topic {shown}")
     else:
         yield error(
@@ -147,8 +148,8 @@ def topic(engine: EngineEvidence) -> Iterator[CheckResult]:
 @engine_check("events.encoding")
 def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Whether everything that came could be read."""
-    tap, tally = engine.tap, engine.tally
-    if tap is None:
+    sockets, tally = engine.sockets, engine.tally
+    if sockets is None:
         return
     if tally.events:
         forms = "/".join(sorted(tally.encodings)) or "no"
@@ -160,8 +161,8 @@ def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
             "a newer or foreign publisher",
             "upgrade kvatlas; what these events said is missing from the index",
         )
-    if tap.malformed:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(tap.malformed.items()))
+    if sockets.malformed:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(sockets.malformed.items()))
         yield error(
             f"malformed messages: {reasons}",
             "the publisher is not vLLM's, or the address is that of something else",
@@ -176,9 +177,9 @@ def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
             "a medium or a kind of KV cache group that kvatlas does not know",
             "upgrade kvatlas; predictions for this engine are unreliable",
         )
-    if tap.sink_problem:
+    if sockets.sink_problem:
         yield error(
-            f"a batch could not be applied: {tap.sink_problem}",
+            f"a batch could not be applied: {sockets.sink_problem}",
             "a fault in kvatlas, or events nobody has seen before",
             "please report it with a recording of the events",
         )

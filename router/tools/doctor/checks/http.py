@@ -88,7 +88,7 @@ def version(engine: EngineEvidence) -> Iterator[CheckResult]:
         newer = " (newer than any this version of kvatlas was tested with)"
         yield ok(f"vLLM {server.version_text}{newer if server.version > NEWEST_KNOWN else ''}")
     for lack in missing:
-        tell = warning if lack.grave else info
+        tell = warning if lack.severe else info
         yield tell(f"vLLM {server.version_text}", f"before {_name(lack.since)}: {lack.what}", lack.remedy)
 
 
@@ -156,7 +156,7 @@ def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Clocks only matter for figures, but then they mislead."""
     skews = [s for s in (engine.server.health.date_skew_s, engine.server.models_answer.date_skew_s) if s]
     skew = min(skews, key=abs, default=None)
-    lags = sorted(engine.tap.lags_s) if engine.tap is not None else []
+    lags = sorted(engine.sockets.lags_s) if engine.sockets is not None else []
     lag = lags[len(lags) // 2] if lags else None
     parts = []
     if skew is not None:

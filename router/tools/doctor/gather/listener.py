@@ -3,7 +3,7 @@
 Not a ``Feed``: a feed repairs and hides what the doctor is here to see. The replay socket is asked once, for
 everything; live messages that come meanwhile wait, then all are applied in the order of their numbers. It
 subscribes to every topic, so that a wrong topic can be told from silence. Nothing a publisher sends ends a
-tap; it ends by being cancelled.
+listener; it ends by being cancelled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SLICE_S = 0.005
 
 
 class EventSink(Protocol):
-    """Where a tap's batches go."""
+    """Where a listener's batches go."""
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
         """Take one batch; in the order of their numbers."""
@@ -99,7 +99,7 @@ class EventListener:
                 work.begin()
                 continue
             self._take_live(message)
-            await work.breathe()
+            await work.yield_to_loop()
 
     def _take_live(self, message: list[bytes]) -> None:
         try:
@@ -180,7 +180,7 @@ class EventListener:
             if frame.fault is not None:
                 seen.malformed[frame.fault] += 1
             self._held[frame.seq] = frame, message[-1]
-            await work.breathe()
+            await work.yield_to_loop()
 
     async def _next(self, reader: MessageReader) -> list[bytes] | None:
         """The next message; None after ``replay_timeout_s`` of silence."""

@@ -62,7 +62,7 @@ class Prober:
         scope: FleetResidency,
         reader: PromptReader,
         http: Http,
-        tap: EventListener | None,
+        listener: EventListener | None,
         max_tokens: int | None,
         request_timeout_s: float,
     ) -> None:
@@ -71,7 +71,7 @@ class Prober:
         self._scope = scope
         self._reader = reader
         self._http = http
-        self._tap = tap
+        self._listener = listener
         self._max_tokens = min(_TOKENS_MAX, (max_tokens or _TOKENS_MAX) - 4 * _MARGIN_TOKENS)
         self._timeout_s = request_timeout_s
         self._rng = random.Random(secrets.randbits(64))
@@ -140,11 +140,11 @@ class Prober:
         return _request(answer, prompt, hit, events_came=came)
 
     def _heard(self) -> int:
-        return 0 if self._tap is None else self._tap.seen.live_batches
+        return 0 if self._listener is None else self._listener.seen.live_batches
 
     async def _await_events(self, before: int) -> bool:
         """Wait for a batch beyond ``before``, and then for a short silence; False where none comes."""
-        if self._tap is None:
+        if self._listener is None:
             return False
         deadline = time.monotonic() + self._http.timeout_s
         if not await _until(lambda: self._heard() > before, deadline):

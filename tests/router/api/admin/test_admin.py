@@ -16,7 +16,7 @@ from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FleetSettings
 from router.serve import ListenError, check
-from tests.router.api.admin.desk import OTHER, TOKEN, administered, audited, token_file
+from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import run, until
 from tests.support.whole_router import QUICK, configure, routing, running
 

@@ -10,10 +10,10 @@ import pytest
 from fastapi import Request
 
 from router.api.admin import rate_limit as limit
-from router.api.admin.door import Doorkeeper
+from router.api.admin.authenticator import Authenticator
 from router.api.admin.tokens import TokenFile
 from router.openai.errors import ApiError
-from tests.router.api.admin.desk import OTHER, administered, audited, token_file
+from tests.router.api.admin.admin_rig import OTHER, administered, audited, token_file
 from tests.support.waiting import run
 from tests.support.whole_router import running
 
@@ -31,7 +31,7 @@ def asking(token: str, address: str = "192.0.2.1") -> Request:
     return Request({"type": "http", "headers": headers, "client": (address, 1)})
 
 
-async def outcome(door: Doorkeeper, request: Request) -> int:
+async def outcome(door: Authenticator, request: Request) -> int:
     try:
         await door.admit(request)
     except ApiError as error:
@@ -44,7 +44,7 @@ def test_beyond_their_allowance_guesses_are_compared_one_after_the_other(
 ) -> None:
     monkeypatch.setattr(limit, "TURN_S", 0.01)
     tokens = Counting(Path(token_file(tmp_path)))
-    door = Doorkeeper(tokens, mutual=False, per_minute=40.0, clock=lambda: 100.0)
+    door = Authenticator(tokens, mutual=False, per_minute=40.0, clock=lambda: 100.0)
 
     async def main() -> None:
         guesses = [outcome(door, asking(f"guess-{n}-0123456789")) for n in range(200)]

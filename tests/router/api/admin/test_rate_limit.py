@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api.admin.rate_limit import TURN_S, WAITING_MAX, RateLimit, Turns
-from router.observe.seldom import Seldom
+from router.observe.log_throttle import LogThrottle
 
 
 @given(
@@ -45,6 +45,6 @@ def test_turns_come_one_after_the_other_and_few_may_wait() -> None:
 
 
 def test_what_anybody_can_cause_is_said_once_an_interval_with_the_number_left_out() -> None:
-    seldom = Seldom(1.0)
+    seldom = LogThrottle(1.0)
     assert [seldom.due("x", now) for now in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0)] == [0, None, None, 2, None, 1]
     assert seldom.due("y", 9.0) == 0

@@ -15,7 +15,7 @@ from dns.rdatatype import SRV, A, RdataType
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 from router.fleet.sources.dns import DnsSource, ResolveError, Resolver
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
 from tests.support.waiting import until
@@ -25,9 +25,9 @@ class Seeing:
     def __init__(self, source: DnsSource) -> None:
         self.source = source
         self.told: list[list[str]] = []
-        self.latest: Sequence[Sighting] = ()
+        self.latest: Sequence[DiscoveredEngine] = ()
 
-    def tell(self, sightings: Sequence[Sighting]) -> None:
+    def tell(self, sightings: Sequence[DiscoveredEngine]) -> None:
         self.latest = sightings
         self.told.append([one.engine.base_url for one in sightings])
 

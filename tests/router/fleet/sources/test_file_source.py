@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FileSettings
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 from router.fleet.sources.engine_list import BadListError, read_list
 from router.fleet.sources.file import FileSource
 from tests.support.waiting import until
@@ -29,7 +29,7 @@ class Seeing:
         self.source = source
         self.told: list[dict[str, str]] = []
 
-    def tell(self, sightings: Sequence[Sighting]) -> None:
+    def tell(self, sightings: Sequence[DiscoveredEngine]) -> None:
         self.told.append({one.engine.base_url: one.held for one in sightings})
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
@@ -110,10 +110,10 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
     """Half a file may make sense, with half of the engines."""
     seen = Seeing(FileSource(FileSettings(path="engines.toml")))
     for reading in (TWO, TWO, ONE, TWO, ONE, ONE + "\n", TWO):
-        seen.source._heard(reading.encode(), seen.tell)
+        seen.source._apply(reading.encode(), seen.tell)
     assert [len(told) for told in seen.told] == [2]
-    seen.source._heard(ONE.encode(), seen.tell)
-    seen.source._heard(ONE.encode(), seen.tell)
+    seen.source._apply(ONE.encode(), seen.tell)
+    seen.source._apply(ONE.encode(), seen.tell)
     assert [len(told) for told in seen.told] == [2, 1]
 
 
@@ -184,7 +184,7 @@ def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
 def test_json_and_toml_say_the_same() -> None:
     as_json = b'{"engines": [{"base_url": "http://a:1", "events": "tcp://a:2", "drain": false}]}'
     as_toml = b'[[engines]]\nbase_url = "http://a:1"\nevents = "tcp://a:2"\n'
-    wanted = [Sighting(EngineAddress("http://a:1", None, "tcp://a:2"))]
+    wanted = [DiscoveredEngine(EngineAddress("http://a:1", None, "tcp://a:2"))]
     assert read_list(as_json, is_json=True) == read_list(as_toml, is_json=False) == wanted
 
 

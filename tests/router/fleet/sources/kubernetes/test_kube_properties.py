@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.kubernetes.cluster_view import read_cluster
 from router.fleet.sources.kubernetes.objects import Pod
-from router.fleet.sources.kubernetes.picture import picture
 from router.fleet.sources.kubernetes.store import ObjectStore
 from tests.support.examples import examples
 from tests.support.kube_objects import Json, pod
@@ -93,8 +93,8 @@ def test_events_in_any_order_and_any_number_end_in_the_truth(
         hear(store, event)
     assert known(store) == {n: msgspec.convert(one, Pod) for n, one in expected(cluster).items()}
     assert len(store) == len(cluster.objects)
-    wanted = picture([msgspec.convert(o, Pod) for o in cluster.objects.values()], [], SETTINGS)
-    assert picture(store, [], SETTINGS) == wanted
+    wanted = read_cluster([msgspec.convert(o, Pod) for o in cluster.objects.values()], [], SETTINGS)
+    assert read_cluster(store, [], SETTINGS) == wanted
 
 
 @given(changes, st.integers(0, 2**32))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 from router.fleet.sources.kubernetes.source import KubernetesSource
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
@@ -29,9 +29,9 @@ class Seeing:
     def __init__(self, source: KubernetesSource) -> None:
         self.source = source
         self.told: list[Told] = []
-        self.latest: Sequence[Sighting] = ()
+        self.latest: Sequence[DiscoveredEngine] = ()
 
-    def tell(self, sightings: Sequence[Sighting]) -> None:
+    def tell(self, sightings: Sequence[DiscoveredEngine]) -> None:
         self.latest = sightings
         self.told.append({one.engine.base_url: one.held for one in sightings})
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import KubernetesSettings
+from router.fleet.sources.kubernetes.cluster_view import ClusterView, read_cluster
 from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod
-from router.fleet.sources.kubernetes.picture import Picture, picture
 from tests.support.kube_objects import Json, endpoint, endpoint_slice, pod
 
 PODS = KubernetesSettings(selector="app=vllm")
@@ -22,8 +22,8 @@ BOTH = KubernetesSettings(selector="app=vllm", service_selector="app=vllm")
 
 def seen(
     pods: list[Json] | None = None, slices: list[Json] | None = None, settings: KubernetesSettings = PODS
-) -> Picture:
-    return picture(
+) -> ClusterView:
+    return read_cluster(
         [msgspec.convert(one, Pod) for one in pods or ()],
         [msgspec.convert(one, EndpointSlice) for one in slices or ()],
         settings,
@@ -31,11 +31,11 @@ def seen(
 
 
 def engines(*args: Any, **more: Any) -> list[EngineAddress]:
-    return [one.engine for one in seen(*args, **more).sightings]
+    return [one.engine for one in seen(*args, **more).discovered]
 
 
 def held(*args: Any, **more: Any) -> dict[str, str]:
-    return {one.engine.engine_id: one.held for one in seen(*args, **more).sightings}
+    return {one.engine.engine_id: one.held for one in seen(*args, **more).discovered}
 
 
 def with_notes(**notes: str) -> Json:
@@ -113,8 +113,8 @@ def test_annotations_that_make_no_sense_are_told_and_count_as_not_given(
     assert len(found.problems) == 1
     assert found.problems[0].startswith("serving/a: ")
     assert told in found.problems[0]
-    assert found.sightings[0].engine.base_url == "http://10.0.0.1:8000"
-    assert found.sightings[0].engine.events is None
+    assert found.discovered[0].engine.base_url == "http://10.0.0.1:8000"
+    assert found.discovered[0].engine.events is None
 
 
 def test_pods_that_are_no_engines() -> None:
@@ -143,7 +143,7 @@ def test_an_address_given_out_again_belongs_to_who_is_not_leaving() -> None:
     old = pod("a", "10.0.0.1", terminating=True)
     new = pod("b", "10.0.0.1", ready=False)
     for pods in ([old, new], [new, old]):
-        (one,) = seen(pods).sightings
+        (one,) = seen(pods).discovered
         assert (one.identity, one.held) == ("uid-b", "not ready")
 
 
@@ -160,13 +160,13 @@ def test_slices_alone_make_every_endpoint_an_engine() -> None:
         ports={"http": 8001, "kv-events": 5557},
     )
     found = seen([], [one], SLICES)
-    assert [(s.engine.base_url, s.held, s.identity) for s in found.sightings] == [
+    assert [(s.engine.base_url, s.held, s.identity) for s in found.discovered] == [
         ("http://10.0.0.1:8001", "", "uid-a"),
         ("http://10.0.0.2:8001", "", ""),
         ("http://10.0.0.3:8001", "not ready", ""),
         ("http://10.0.0.4:8001", "terminating", ""),
     ]
-    assert found.sightings[0].engine.events == "tcp://10.0.0.1:5557"
+    assert found.discovered[0].engine.events == "tcp://10.0.0.1:5557"
 
 
 def test_an_endpoint_in_two_slices_is_one_engine_and_ready_if_either_says_so() -> None:
@@ -230,6 +230,6 @@ def test_whatever_the_objects_say_it_makes_a_picture(data: st.DataObject) -> Non
     ]
     chosen = data.draw(st.sampled_from([PODS, SLICES, BOTH]))
     found = seen(pods, slices, chosen)
-    ids = [one.engine.engine_id for one in found.sightings]
+    ids = [one.engine.engine_id for one in found.discovered]
     assert len(set(ids)) == len(ids)
-    assert seen(pods[::-1], slices[::-1], chosen).sightings == found.sightings
+    assert seen(pods[::-1], slices[::-1], chosen).discovered == found.discovered

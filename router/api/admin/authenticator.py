@@ -1,8 +1,8 @@
-"""Who may come in to a port that is not for everybody, and how often.
+"""Authenticates requests to the admin API and the ops port, and limits their rate.
 
-Always true: nothing of a request's body is read before its sender is known. Once senders without a token
-have used up their allowance, tokens of one address are compared one after the other, ``TURN_S`` apart: that
-slows guessing, and costs whoever has a token a fraction of a second.
+Always true: nothing of a request's body is read before the sender is authenticated. Once failed logins have
+used up their allowance, tokens from one address are compared one after the other, ``TURN_S`` apart: that
+slows guessing, and costs a client with a valid token a fraction of a second.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PEER = "kvatlas.peer"
 _FAILED = ""
 
 
-class Doorkeeper:
+class Authenticator:
     """``mutual``: connections come with a checked certificate. ``per_minute`` is for each name and for
-    failed logins together; with ``unlimited`` for failed logins only. ``realm`` and ``key`` are for what is
-    told to who is refused: what this is, and the setting that names the tokens.
+    failed logins together; with ``unlimited`` for failed logins only. ``realm`` and ``key`` appear in error
+    messages: the name of the API, and the setting that names the tokens.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Doorkeeper:
         self._unlimited = unlimited
 
     async def admit(self, request: Request) -> str:
-        """Who asks. Raises ``ApiError``."""
+        """The name of the authenticated client. Raises ``ApiError``."""
         now = self._clock()
         if self._limit.used_up(_FAILED, now):
             wait_s = self._turns.take(_address(request), now)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.base import Sighting
+from router.fleet.sources.base import DiscoveredEngine
 from router.fleet.sources.kubernetes.objects import Endpoint, EndpointSlice, Pod
 
 PREFIX = "kvatlas.io/"
@@ -23,10 +23,10 @@ NO_SLICE = "in no EndpointSlice"
 _OVER = frozenset({"Succeeded", "Failed"})
 
 
-class Picture(NamedTuple):
+class ClusterView(NamedTuple):
     """Engines in a stable order, and what was not understood."""
 
-    sightings: list[Sighting]
+    discovered: list[DiscoveredEngine]
     problems: list[str]
 
 
@@ -51,7 +51,9 @@ class _Server(NamedTuple):
     uid: str
 
 
-def picture(pods: Iterable[Pod], slices: Iterable[EndpointSlice], settings: KubernetesSettings) -> Picture:
+def read_cluster(
+    pods: Iterable[Pod], slices: Iterable[EndpointSlice], settings: KubernetesSettings
+) -> ClusterView:
     """What these objects say; ``settings`` tell which of the two are watched, and names of ports."""
     places = _places(slices)
     by_pod: dict[tuple[str, str], _Place] = {p.pod: p for p in places if p.pod is not None}
@@ -61,12 +63,12 @@ def picture(pods: Iterable[Pod], slices: Iterable[EndpointSlice], settings: Kube
         servers += [server for pod in pods for server in _of_pod(pod, by_pod, gated=gated)]
         places = [place for place in places if place.pod is None]
     servers += [_Server(p.address, p.address, p.ports, {}, p.held, p.uid) for p in places]
-    sightings: dict[str, Sighting] = {}
+    discovered: dict[str, DiscoveredEngine] = {}
     problems: list[str] = []
     for server in sorted(servers, key=_rank):
         for one in _engines(server, settings, problems):
-            sightings.setdefault(one.engine.engine_id, one)
-    return Picture(sorted(sightings.values(), key=lambda one: one.engine.engine_id), problems)
+            discovered.setdefault(one.engine.engine_id, one)
+    return ClusterView(sorted(discovered.values(), key=lambda one: one.engine.engine_id), problems)
 
 
 def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> Iterator[_Server]:
@@ -138,7 +140,9 @@ def _rank(server: _Server) -> tuple[int, str, str]:
     return (2 if server.held == TERMINATING else int(bool(server.held)), server.where, server.uid)
 
 
-def _engines(server: _Server, settings: KubernetesSettings, problems: list[str]) -> Iterator[Sighting]:
+def _engines(
+    server: _Server, settings: KubernetesSettings, problems: list[str]
+) -> Iterator[DiscoveredEngine]:
     def number(name: str, most: int) -> int | None:
         text = server.annotations.get(PREFIX + name)
         if text is None:
@@ -170,7 +174,7 @@ def _engines(server: _Server, settings: KubernetesSettings, problems: list[str])
             server.annotations.get(f"{PREFIX}topic", ""),
             zmq[2],
         )
-        yield Sighting(engine, server.held, server.uid)
+        yield DiscoveredEngine(engine, server.held, server.uid)
 
 
 def _yes(annotations: dict[str, str], name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Log lines that anybody can cause, at most one per key and interval. Pure; the caller has the clock."""
+"""Throttles log lines that clients can cause: at most one per key and interval. Pure; clock injected."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import OrderedDict
 _KEYS_MAX = 1024
 
 
-class Seldom:
-    """``every_s``: at least so long between two lines of a key."""
+class LogThrottle:
+    """``every_s``: shortest time between two lines of a key. Keeps the latest 1024 keys."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()  # key -> said at, unsaid since
 
     def due(self, key: str, now: float) -> int | None:
-        """None: say nothing. Else say it; the number of times it was not said since the last line."""
+        """None: do not log. Else log; the number of lines left out since the last one."""
         at, unsaid = self._said.get(key, (float("-inf"), 0))
         if now - at < self._every_s:
             self._said[key] = at, unsaid + 1

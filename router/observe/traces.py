@@ -1,0 +1,224 @@
+"""OpenTelemetry spans of sampled requests, by the official SDK (the extra ``otel``).
+
+One span for the request, children for what takes its time: reading the prompt, deciding, and each engine
+asked, whose span the engine's own becomes a child of (W3C ``traceparent``). A request that is not sampled
+costs one random number, and its fields go on as they came. Always true: spans carry ids, counts and times,
+no text; what the collector does not take in time is dropped and counted, and holds nobody up.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from router import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.trace import Span, Tracer
+
+Fields = tuple[tuple[bytes, bytes], ...]
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
+_PARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 1
+_TEXT_MAX = 200
+_QUEUE_MAX = 4096
+_FLUSH_MS = 2000
+
+
+class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenTelemetry traces, off by default. They need `pip install "kvatlas[otel]"`. The SDK's own variables
+    hold for the rest, e.g. ``OTEL_EXPORTER_OTLP_HEADERS`` and ``OTEL_RESOURCE_ATTRIBUTES``."""
+
+    endpoint: str = ""
+    """Where spans go: the OTLP/HTTP address of a collector, e.g. `http://collector:4318`."""
+    sample_ratio: float = 0.01
+    """Share of requests that are traced, of those that come without a ``traceparent``; others are traced
+    where that says so."""
+    service_name: str = "kvatlas"
+    """``service.name`` of the spans."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint: {self.endpoint!r} is no http://HOST:PORT")
+        if not 0 <= self.sample_ratio <= 1:
+            raise ValueError(f"sample_ratio = {self.sample_ratio}: expected 0 to 1")
+
+
+class TracesNotInstalledError(ValueError):
+    """The SDK is not there."""
+
+
+class TraceStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    requests: int = 0
+    """Requests that were traced."""
+    spans: int = 0
+    """Spans made."""
+    spans_exported: int = 0
+    """Spans that the collector took."""
+    export_failures: int = 0
+    """Spans that the collector did not take."""
+
+
+class Traces:
+    """Begins a trace where one is wanted. ``exporter`` is for tests. Raises ``TracesNotInstalledError``."""
+
+    def __init__(
+        self,
+        settings: TraceSettings,
+        *,
+        exporter: SpanExporter | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.stats = TraceStats()
+        self._ratio = settings.sample_ratio
+        self._chance = chance
+        self._tracer, self._shutdown = _open(settings, exporter, self.stats)
+
+    def begin(self, fields: Sequence[tuple[bytes, bytes]], method: str, path: str) -> RequestTrace | None:
+        """For a request with these header fields; None: it is not traced."""
+        parent = next((value for name, value in fields if name == TRACEPARENT), None)
+        known = None if parent is None else _PARENT.fullmatch(parent)
+        sampled = self._chance() < self._ratio if known is None else int(known[3], 16) & _SAMPLED
+        if not sampled:
+            return None
+        self.stats.requests += 1
+        state = next((value for name, value in fields if name == TRACESTATE), b"")
+        return RequestTrace(self._tracer, self.stats, known, state, f"{method} {path}"[:_TEXT_MAX])
+
+    def close(self) -> None:
+        """Send what is left, for two seconds at most. Blocks: call it in a thread."""
+        self._shutdown()
+
+
+class RequestTrace:
+    """The spans of one request. Phases follow each other; the next one ends the one before."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        stats: TraceStats,
+        parent: re.Match[bytes] | None,
+        state: bytes,
+        name: str,
+    ) -> None:
+        from opentelemetry import trace  # noqa: PLC0415  # an extra
+
+        self._trace = trace
+        self._tracer = tracer
+        self._stats = stats
+        self._state = state
+        context = None
+        if parent is not None:
+            remote = trace.SpanContext(
+                int(parent[1], 16), int(parent[2], 16), is_remote=True, trace_flags=trace.TraceFlags(_SAMPLED)
+            )
+            context = trace.set_span_in_context(trace.NonRecordingSpan(remote))
+        self._root = self._start(name, context, trace.SpanKind.SERVER)
+        self._within = trace.set_span_in_context(self._root)
+        self._now: Span | None = None
+
+    def phase(self, name: str) -> None:
+        """The router does this now."""
+        self._end_phase()
+        self._now = self._start(name, self._within, self._trace.SpanKind.INTERNAL)
+
+    def asks(self, engine_id: str, facts: dict[str, Any]) -> Fields:
+        """An engine is asked now, for these reasons. Returns the fields that make its spans children."""
+        self._end_phase()
+        self._now = self._start("upstream", self._within, self._trace.SpanKind.CLIENT)
+        self._now.set_attribute("kvatlas.engine", engine_id)
+        self._set(self._now, facts)
+        made = self._now.get_span_context()
+        field = b"00-%032x-%016x-%02x" % (made.trace_id, made.span_id, _SAMPLED)
+        state = ((TRACESTATE, self._state),) if self._state else ()
+        return ((TRACEPARENT, field), *state)
+
+    def first_token(self) -> None:
+        """The first token came."""
+        if self._now is not None:
+            self._now.add_event("first token")
+
+    def end(self, facts: dict[str, Any], *, failed: str = "") -> None:
+        """The request ended."""
+        self._end_phase()
+        self._set(self._root, facts)
+        if failed:
+            self._root.set_status(self._trace.StatusCode.ERROR, failed)
+        self._root.end()
+
+    def _start(self, name: str, context: Any, kind: Any) -> Span:
+        self._stats.spans += 1
+        return self._tracer.start_span(name, context=context, kind=kind)
+
+    def _end_phase(self) -> None:
+        if self._now is not None:
+            self._now.end()
+            self._now = None
+
+    @staticmethod
+    def _set(span: Span, facts: dict[str, Any]) -> None:
+        for name, value in facts.items():
+            if value is not None:
+                span.set_attribute(name, value[:_TEXT_MAX] if isinstance(value, str) else value)
+
+
+def _open(
+    settings: TraceSettings, exporter: SpanExporter | None, stats: TraceStats
+) -> tuple[Tracer, Callable[[], None]]:
+    try:
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # an extra
+        from opentelemetry.sdk.trace import TracerProvider, sampling  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    except ImportError:
+        raise TracesNotInstalledError(
+            'traces.endpoint: OpenTelemetry is not installed; pip install "kvatlas[otel]"'
+        ) from None
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": settings.service_name, "service.version": __version__}),
+        sampler=sampling.ALWAYS_ON,  # who is traced is decided before
+        shutdown_on_exit=False,
+    )
+    batches = BatchSpanProcessor(_counting(exporter or _exporter(settings), stats), max_queue_size=_QUEUE_MAX)
+    provider.add_span_processor(batches)
+
+    def shutdown() -> None:
+        provider.force_flush(_FLUSH_MS)
+        provider.shutdown()
+
+    return provider.get_tracer("kvatlas", __version__), shutdown
+
+
+def _exporter(settings: TraceSettings) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+    except ImportError:
+        raise TracesNotInstalledError(
+            'traces.endpoint: the OTLP exporter is not installed; pip install "kvatlas[otel]"'
+        ) from None
+    return OTLPSpanExporter(endpoint=f"{settings.endpoint.rstrip('/')}/v1/traces", timeout=5)
+
+
+def _counting(exporter: SpanExporter, stats: TraceStats) -> SpanExporter:
+    """The same exporter, whose results are counted."""
+    from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415
+
+    export = exporter.export
+
+    def counted(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = export(spans)
+        if result is SpanExportResult.SUCCESS:
+            stats.spans_exported += len(spans)
+        else:
+            stats.export_failures += len(spans)
+        return result
+
+    exporter.export = counted  # type: ignore[method-assign]
+    return exporter

@@ -1,0 +1,66 @@
+"""A worker's control port: a Unix socket where its siblings ask for its part of a page, tell what is decided,
+and, at the lead, pass on what clients asked of the router as a whole.
+
+The socket lies in a folder that only its owner may enter, so nobody else is let in and nothing is checked.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.http.server.server import listen_config
+from router.http.server.side_server import SIDE_LISTEN, SideServer
+from router.workers.calls import PEER_HEADER
+from router.workers.roster import ROSTER_PATH, SharedRoster
+from router.workers.seat import WorkerSeat
+from router.workers.view import WholeView
+
+PREFIX = "/worker/"
+
+
+class ControlPort:
+    """``whole`` is the ASGI application that answers for the router as a whole, at the lead."""
+
+    def __init__(self, seat: WorkerSeat, view: WholeView, roster: SharedRoster, whole: Any) -> None:
+        self._view = view
+        self._roster = roster
+        self._whole = whole
+        self._server = SideServer(
+            listen_config(self, listen=SIDE_LISTEN, lifespan="off"),
+            name="control port",
+            key="workers",
+            sock=seat.control,
+        )
+
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        """The port is open for as long as the context lasts."""
+        return self._server.listening()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """ASGI 3."""
+        if scope["path"].startswith(PREFIX):
+            request = Request(scope, receive)
+            await (await self._answer(request))(scope, receive, send)
+            return
+        peer = dict(scope["headers"]).get(PEER_HEADER.encode(), b"").decode("latin-1")
+        await self._whole({**scope, "client": (peer, 0) if peer else None}, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        asked = request.method, request.url.path
+        if asked == ("GET", "/worker/metrics"):
+            return Response(self._view.own_page())
+        if asked == ("GET", ROSTER_PATH):
+            return Response(self._roster.state())
+        if asked == ("PUT", ROSTER_PATH):
+            try:
+                self._roster.adopt(await request.body())
+            except msgspec.MsgspecError:
+                return Response(status_code=400)
+            return Response(status_code=204)
+        part = await self._view.own_part(request.url.path.removeprefix(PREFIX))
+        return Response(status_code=404) if part is None or request.method != "GET" else Response(part)

@@ -1,0 +1,292 @@
+"""What workers of one machine tell each other of requests: prompts in flight, load, who made a response.
+
+The messages are those that replicas exchange through Redis (``replication/gossip``), carried by the mesh:
+what happens within ``FLUSH_S`` goes out together, so a sibling knows of a placement that much later plus the
+time it needs to read (measured: ``kvatlas_worker_gossip_delay_seconds``). Where replicas share an index,
+workers are replicas, and prompts and load go that way; responses still go this one. Always true: telling
+waits for nobody and fails nothing; a sibling that died counts no longer once its successor speaks, and in
+any case no longer than ``SILENCE_S`` (load) and ``AGE_S_MAX`` (prompts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from publisher.block_hash import HashScheme
+from router.admission.gate import KeyGate
+from router.admission.tenants import Spent
+from router.fleet.response_holders import ResponseHolders
+from router.index.learn.layout import CacheLayout
+from router.index.model import HashedPrompt
+from router.observe.histogram import Histogram
+from router.placement.affinity import AffinityMap
+from router.placement.engine import NO_LOOK, Look
+from router.placement.inflight import InflightPrompt
+from router.placement.load import OthersLoad
+from router.replication.gossip.inflight import GossipedInflight
+from router.replication.gossip.load import LoadGossip
+from router.workers.mesh import MESSAGE_BYTES_MAX, Mesh
+from router.workers.seat import WorkerSeat
+
+FLUSH_S = 0.002
+_LOAD_S = 0.005
+"""Shortest pause between two reports of load."""
+_LOAD_TIMES = 50
+"""A pause is also at least so many times as long as making the last report took: at most 2 % of a core."""
+_REPEAT_S = 0.05
+_RECOUNT_S = 0.25
+_KEYS_MAX = 4096
+DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+class WorkerMessage(msgspec.Struct, array_like=True):
+    """Everything of one flush. ``sent_s``: when its first entry was made (the machine's monotonic clock)."""
+
+    life: int
+    sent_s: float
+    flights: list[bytes] = []
+    load: bytes = b""
+    responses: list[tuple[str, str]] = []
+    """(response id, engine id)."""
+    texts: list[tuple[bytes, str]] = []
+    """(keys of a text's prefixes, 8 bytes each, engine id)."""
+    spent: dict[str, Spent] = {}
+    """What tenants used, by tenant."""
+
+
+class WorkerGossipStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    sent: int = 0
+    """Messages sent to sibling workers."""
+    missed: int = 0
+    """Messages that a sibling worker had no room for."""
+    heard: int = 0
+    """Messages of sibling workers."""
+    malformed: int = 0
+    """Messages of sibling workers that could not be decoded."""
+
+
+_DECODE = msgspec.msgpack.Decoder(WorkerMessage)
+_ENCODE = msgspec.msgpack.Encoder()
+
+
+class SharedResponses(ResponseHolders):
+    """Tells of each response recorded here."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def record(self, response_id: str, engine_id: str) -> None:
+        super().record(response_id, engine_id)
+        self._tell(response_id, engine_id)
+
+    def hear(self, response_id: str, engine_id: str) -> None:
+        """Another worker's."""
+        super().record(response_id, engine_id)
+
+
+class SharedAffinity(AffinityMap):
+    """Tells of each text recorded here."""
+
+    def __init__(self, tell: Callable[[Sequence[int], str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def record(self, keys: Sequence[int], engine_id: str) -> None:
+        super().record(keys, engine_id)
+        self._tell(keys, engine_id)
+
+    def hear(self, keys: Sequence[int], engine_id: str) -> None:
+        """Another worker's."""
+        super().record(keys, engine_id)
+
+
+class SiblingGossip:
+    """A ``SharedView`` of the load at the siblings, and the books that are shared with them.
+
+    ``whole`` False: prompts in flight and load go through a shared index. ``served`` hears of prompts that
+    an engine has computed for a sibling; ``gate`` has the limits of tenants, which hold for all workers
+    together.
+    """
+
+    def __init__(
+        self,
+        seat: WorkerSeat,
+        own_load: Callable[[float], dict[str, OthersLoad]],
+        *,
+        clock: Callable[[], float],
+        whole: bool = True,
+        served: Callable[[InflightPrompt], None] = lambda prompt: None,
+        gate: KeyGate | None = None,
+    ) -> None:
+        self._gate = gate
+        self.stats = WorkerGossipStats()
+        self.delays = Histogram(DELAY_BUCKETS)
+        self._clock = clock
+        self._whole = whole
+        self._name = str(seat.slot)
+        self._life = seat.life
+        self._mesh = Mesh(seat.mesh, self._hear)
+        started = time.time_ns() >> 10
+        self.load = LoadGossip(self._name, own_load, started=started)
+        self.inflight = GossipedInflight(
+            self._name,
+            started,
+            self._tell_flight,
+            is_local=lambda engine_id: True,
+            clock=clock,
+            served=served,
+        )
+        self.responses = SharedResponses(self._tell_response)
+        self.affinity = SharedAffinity(self._tell_text)
+        self._lives: dict[int, int] = {}
+        self._fields: dict[str, bytes] = {}
+        self._look = NO_LOOK
+        self._count_at_s = 0.0
+        self._load_due_s = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begin()
+
+    # -- what the planner asks -------------------------------------------------------------------------
+
+    def scheme(self, engine_id: str) -> HashScheme | None:
+        """See ``SharedView``: every worker follows every engine itself."""
+        return None
+
+    def layout(self, engine_id: str) -> CacheLayout | None:
+        """See ``SharedView``."""
+        return None
+
+    def feed_state(self, engine_id: str) -> str | None:
+        """See ``SharedView``."""
+        return None
+
+    async def look(
+        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
+    ) -> Look:
+        """See ``SharedView``: nothing is asked, as siblings tell by themselves."""
+        if self._clock() >= self._count_at_s:
+            self._count()
+        return self._look
+
+    def others(self) -> Mapping[str, OthersLoad]:
+        """What the siblings have in flight, by engine."""
+        self._count()
+        return self._look.load
+
+    def _count(self) -> None:
+        now = self._clock()
+        load = self.load.others(self._fields, now)
+        self._look = Look(load=load) if load else NO_LOOK
+        self._count_at_s = now + _RECOUNT_S
+
+    # -- telling ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Tell and hear until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self._mesh.open()
+        try:
+            self._flush(hello=True)
+            while True:
+                await asyncio.sleep(_REPEAT_S)
+                self._flush()
+        finally:
+            self._loop = None
+            self._mesh.close()
+
+    def _begin(self) -> None:
+        """An empty message to fill."""
+        self._flights: list[bytes] = []
+        self._responses: list[tuple[str, str]] = []
+        self._texts: list[tuple[bytes, str]] = []
+        self._bytes = 0
+        self._since_s = 0.0
+
+    def _tell_flight(self, engine_id: str, entry: bytes) -> bool:
+        if not self._whole or not self._room(len(entry)):
+            return False
+        self._flights.append(entry)
+        return True
+
+    def _tell_response(self, response_id: str, engine_id: str) -> None:
+        if self._room(len(response_id) + len(engine_id)):
+            self._responses.append((response_id, engine_id))
+
+    def _tell_text(self, keys: Sequence[int], engine_id: str) -> None:
+        if self._whole and keys and self._room(8 * min(len(keys), _KEYS_MAX)):
+            self._texts.append((np.array(keys[:_KEYS_MAX], "<u8").tobytes(), engine_id))
+
+    def _room(self, size: int) -> bool:
+        """Make room for an entry of so many bytes, and see that it goes out soon; False before the start."""
+        if self._loop is None:
+            return False
+        if self._bytes + size > MESSAGE_BYTES_MAX // 2:
+            self._flush()
+        if not self._bytes:
+            self._since_s = self._clock()
+            self._loop.call_later(FLUSH_S, self._flush)
+        self._bytes += size + 64
+        return True
+
+    def _flush(self, *, hello: bool = False) -> None:
+        """Send what there is; ``hello``: also if that is only that this life has begun."""
+        now = self._clock()
+        load = b""
+        if self._whole and now >= self._load_due_s and self._loop is not None:
+            load = self.load.field(now) or b""
+            self._load_due_s = now + max(_LOAD_S, _LOAD_TIMES * (self._clock() - now))
+        spent = {} if self._gate is None else self._gate.spent()
+        if not (self._bytes or load or spent or hello):
+            return
+        message = WorkerMessage(
+            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, spent
+        )
+        self._begin()
+        encoded = _ENCODE.encode(message)
+        if len(encoded) > MESSAGE_BYTES_MAX:  # the load of very many engines
+            message.load = b""
+            encoded = _ENCODE.encode(message)
+        missed = self._mesh.tell_all(encoded)
+        self.stats.sent += 1
+        self.stats.missed += missed
+        if load:
+            self.load.sent(load, now)
+
+    # -- hearing ---------------------------------------------------------------------------------------
+
+    def _hear(self, sibling: int, encoded: bytes) -> None:
+        try:
+            message = _DECODE.decode(encoded)
+        except (msgspec.DecodeError, ValueError):
+            self.stats.malformed += 1
+            return
+        now = self._clock()
+        self.stats.heard += 1
+        name = str(sibling)
+        if self._lives.get(sibling) != message.life:
+            self._lives[sibling] = message.life
+            self._fields.pop(name, None)
+            self.inflight.lost(name)
+            if self._gate is not None:
+                self._gate.forget_worker(sibling)
+            self._count_at_s = 0.0
+        if message.load:
+            self._fields[name] = message.load
+            self._count_at_s = 0.0
+        if message.flights:
+            self.inflight.receive(message.flights, now)
+        for response_id, engine_id in message.responses:
+            self.responses.hear(response_id, engine_id)
+        for keys, engine_id in message.texts:
+            self.affinity.hear(np.frombuffer(keys, "<u8").tolist(), engine_id)
+        if message.spent and self._gate is not None:
+            self._gate.spent_elsewhere(sibling, message.spent)
+        self.delays.observe(max(0.0, now - message.sent_s))

@@ -1,0 +1,190 @@
+"""What a worker process inherits from its parent, and how the parent opens it.
+
+Every socket is opened once, by the parent, before the first fork, and stays open there: a worker that dies
+leaves its queue of new connections, its control port and what its siblings told it to the one that takes its
+place. Always true: a worker keeps the ends that are its own and closes all others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+
+LEAD = 0
+"""The worker that answers the ops port and the admin API, for all."""
+_BACKLOG = 2048
+_BUFFER_BYTES = 1 << 20
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+class WorkerSeat(msgspec.Struct, frozen=True, eq=False):
+    """One worker's place. ``life`` counts the processes that had it before."""
+
+    slot: int
+    count: int
+    life: int
+    public: list[socket.socket]
+    """Bound to the public port with ``SO_REUSEPORT``: the kernel spreads new connections over the workers."""
+    ops: socket.socket | None
+    """Of the lead only."""
+    admin: socket.socket | None
+    """Of the lead only."""
+    control: socket.socket
+    """Where siblings ask this worker, on a Unix socket."""
+    mesh: dict[int, socket.socket]
+    """To each sibling, a pair of ``SOCK_SEQPACKET``."""
+    folder: Path
+    ledger: int
+    """A file in memory, for what the lead last heard of every worker's counts."""
+    ops_at: str
+    """Where the lead's ops port is, for people; "" where there is none."""
+    started: Callable[[], None]
+    """Tells the parent that this worker listens."""
+    parent: int
+    """A descriptor that ends when the parent does."""
+
+    def control_path(self, slot: int) -> str:
+        """The address of a worker's control port."""
+        return str(self.folder / str(slot))
+
+
+class PortTakenError(OSError):
+    """An address cannot be had; the message says which."""
+
+
+class WorkerSockets:
+    """All sockets of all workers, in the parent. ``ops`` and ``admin``: host and port, None for no port.
+
+    Raises ``PortTakenError``.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        public: tuple[str, int],
+        *,
+        ops: tuple[str, int] | None = None,
+        admin: tuple[str, int] | None = None,
+    ) -> None:
+        self.count = count
+        self._all: list[socket.socket] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-workers-"))  # 0700: only its owner may ask
+        try:
+            self.public = self._bound(*public, copies=count, key="server.port")
+            self._ops = None if ops is None else self._bound(*ops, copies=1, key="server.ops_port")[0][0]
+            self._admin = None if admin is None else self._bound(*admin, copies=1, key="admin.port")[0][0]
+            self._ops_at = "" if self._ops is None else _place(self._ops, ops)
+            self._ledger = os.memfd_create("kvatlas-ledger")
+            self._control = [self._control_of(slot) for slot in range(count)]
+            self._mesh = {pair: self._pair() for pair in combinations(range(count), 2)}
+        except BaseException:
+            self.close()
+            raise
+
+    def seat(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerSeat:
+        """The place of one worker; called in it, after the fork: what belongs to others is closed."""
+        lead = slot == LEAD
+        mesh = {a + b - slot: ends[a != slot] for (a, b), ends in self._mesh.items() if slot in (a, b)}
+        seat = WorkerSeat(
+            slot,
+            self.count,
+            life,
+            self.public[slot],
+            self._ops if lead else None,
+            self._admin if lead else None,
+            self._control[slot],
+            mesh,
+            self.folder,
+            self._ledger,
+            self._ops_at,
+            started,
+            parent,
+        )
+        own = {*seat.public, seat.ops, seat.admin, seat.control, *mesh.values()}
+        for sock in self._all:
+            if sock not in own:
+                sock.close()
+        return seat
+
+    def stop_listening(self) -> None:
+        """Let go of the public port: it closes when the workers close it."""
+        for copies in self.public:
+            for sock in copies:
+                sock.close()
+
+    def close(self) -> None:
+        """Close everything, and remove the folder."""
+        for sock in self._all:
+            sock.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _bound(self, host: str, port: int, *, copies: int, key: str) -> list[list[socket.socket]]:
+        """Listening sockets of every address of ``host``, ``copies`` of each."""
+        found: list[list[socket.socket]] = [[] for _ in range(copies)]
+        try:
+            infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
+                where = (address[0], port, *address[2:])
+                if copies > 1 and port:  # not shared with a stranger that also has SO_REUSEPORT
+                    _listening(family, where, shared=False).close()
+                for sockets in found:
+                    sock = _listening(family, (address[0], port, *address[2:]), shared=copies > 1)
+                    self._all.append(sock)
+                    sockets.append(sock)
+                    port = port or sock.getsockname()[1]
+        except OSError as error:
+            raise PortTakenError(f"{key}: cannot listen on {host}:{port}: {error.strerror}") from None
+        return found
+
+    def _control_of(self, slot: int) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._all.append(sock)
+        sock.bind(str(self.folder / str(slot)))
+        sock.listen(_BACKLOG)
+        return sock
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for sock in pair:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._all += pair
+        return pair
+
+
+def _place(sock: socket.socket, asked: tuple[str, int] | None) -> str:
+    return f"port {sock.getsockname()[1]} of {asked[0] if asked else ''}"
+
+
+def _listening(family: int, address: Sequence[object], *, shared: bool) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(tuple(address))
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def cores(cpu_max: Path = _CPU_MAX) -> int:
+    """Cores that this process may use: of its CPU set, and of its container's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_max.read_text(encoding="ascii").split()
+        allowed = min(allowed, -(-int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        pass
+    return max(1, allowed)

@@ -1,0 +1,142 @@
+"""What the ops port shows of several workers: the pages of all, as those of one router."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from router.api.answers import LiveRequest, PrefixView, ReceiptView
+from router.api.metrics.families import of_stats
+from router.api.metrics.page import Sources, families, render
+from router.api.views import OwnView
+from router.http.server.stats import ListenStats
+from router.observe.histogram import Histogram
+from router.workers.calls import SiblingCalls
+from router.workers.gossip import WorkerGossipStats
+from router.workers.merge import CountLedger, WorkerPage, merged, page_of
+from router.workers.seat import WorkerSeat
+
+_PAGE = msgspec.msgpack.Decoder(WorkerPage)
+
+
+class WholeView:
+    """An ``OpsView`` of this worker and its siblings. What a sibling does not say in time is left out, but
+    for what it has counted before."""
+
+    def __init__(self, seat: WorkerSeat, sources: Sources, calls: SiblingCalls) -> None:
+        self._seat = seat
+        self._sources = sources
+        self._own = OwnView(sources)
+        self._calls = calls
+        self._ledger: CountLedger | None = None
+        self._lives: dict[int, int] = {}
+
+    def own_page(self) -> bytes:
+        """This worker's part of ``metrics``, for a sibling."""
+        return msgspec.msgpack.encode(page_of(self._seat.slot, self._seat.life, families(self._sources)))
+
+    async def own_part(self, name: str) -> bytes | None:
+        """This worker's part of what the method of this name shows; None: there is none."""
+        parts: dict[str, Callable[[], Awaitable[Any]]] = {
+            "engines": self._own.engines,
+            "receipts": self._own.receipts,
+            "requests": self._own.requests,
+            "prefixes": self._own.prefixes,
+        }
+        part = parts.get(name)
+        return None if part is None else msgspec.json.encode(await part())
+
+    async def metrics(self) -> bytes:
+        """See ``OpsView``."""
+        answers = await self._calls.ask_all("/worker/metrics")
+        pages = [page_of(self._seat.slot, self._seat.life, families(self._sources))]
+        pages += [_PAGE.decode(answer) for answer in answers.values()]
+        if self._ledger is None:
+            self._ledger = CountLedger(self._seat.ledger)
+        found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
+        answered = {page.slot: page.life for page in pages}
+        self._lives |= answered
+        return render([*found, *crew_families(self._seat.count, answered, self._lives)])
+
+    async def engines(self) -> list[Any]:
+        """See ``OpsView``."""
+        views: list[dict[str, Any]] = msgspec.to_builtins(await self._own.engines())
+        by_id = {view["engine"]: view for view in views}
+        for answer in (await self._calls.ask_all("/worker/engines")).values():
+            for other in msgspec.json.decode(answer):
+                view = by_id.get(other["engine"])
+                if view is not None:
+                    _add(view, other)
+        return views
+
+    async def receipts(self) -> Sequence[ReceiptView | msgspec.Raw]:
+        """See ``OpsView``: those of each worker together."""
+        found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts())
+        for answer in (await self._calls.ask_all("/worker/receipts")).values():
+            found += msgspec.json.decode(answer, type=list[msgspec.Raw])
+        return found
+
+    async def requests(self) -> list[LiveRequest]:
+        """See ``OpsView``."""
+        found = await self._own.requests()
+        for answer in (await self._calls.ask_all("/worker/requests")).values():
+            found += msgspec.json.decode(answer, type=list[LiveRequest])
+        return sorted(found, key=lambda request: -request.age_s)
+
+    async def prefixes(self) -> list[PrefixView]:
+        """See ``OpsView``: what workers saw of a prefix is added up."""
+        known = {prefix.id: prefix for prefix in await self._own.prefixes()}
+        for answer in (await self._calls.ask_all("/worker/prefixes")).values():
+            for other in msgspec.json.decode(answer, type=list[PrefixView]):
+                mine = known.get(other.id)
+                if mine is not None:
+                    rate, holders = mine.rate + other.rate, mine.holders | other.holders
+                    known[other.id] = msgspec.structs.replace(mine, rate=rate, holders=holders)
+                else:
+                    known[other.id] = other
+        return sorted(known.values(), key=lambda prefix: prefix.tokens)
+
+
+def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
+    """What another worker says of the same engine."""
+    if view["feed"] is None and other["feed"] is not None:  # the index is shared: that one follows it
+        view |= {key: value for key, value in other.items() if key not in {"load", "receipts", "drifting"}}
+    for outcome, count in other["receipts"].items():
+        view["receipts"][outcome] = view["receipts"].get(outcome, 0) + count
+    view["drifting"] = view["drifting"] or other["drifting"]
+
+
+def crew_families(count: int, answered: Collection[int], lives: Mapping[int, int]) -> Iterable[Metric]:
+    """Which of ``count`` workers are there; ``lives``: how often each was replaced."""
+    up = GaugeMetricFamily(
+        "kvatlas_worker_up", "1 if the worker process answered for this page in time", labels=["worker"]
+    )
+    restarts = CounterMetricFamily(
+        "kvatlas_worker_restarts", "Times the worker process was replaced", labels=["worker"]
+    )
+    for slot in range(count):
+        up.add_metric([str(slot)], float(slot in answered))
+        restarts.add_metric([str(slot)], float(lives.get(slot, 0)))
+    return up, restarts
+
+
+def worker_families(
+    slot: int, stats: WorkerGossipStats, delays: Histogram, listen: ListenStats | None
+) -> Iterable[Metric]:
+    """A worker's own families: its share of the work, and how it talks with its siblings."""
+    requests = CounterMetricFamily(
+        "kvatlas_worker_requests", "Requests read by each worker process", labels=["worker"]
+    )
+    requests.add_metric([str(slot)], float(0 if listen is None else listen.requests))
+    yield requests
+    yield from of_stats("worker_gossip", stats)
+    delay = HistogramMetricFamily(
+        "kvatlas_worker_gossip_delay_seconds",
+        "From a placement (or another change) at one worker until a sibling worker has taken note of it",
+    )
+    delay.add_metric([], delays.buckets(), delays.total)
+    yield delay

@@ -1,0 +1,63 @@
+"""The tier that simulations keep against the connectors' own, evicting by ``lru``: both hold the same."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.messages.keys import block_key, split_key
+from connectors.tier.eviction.recency import LruPolicy
+from connectors.tier.host import HostTier
+from publisher.block_hash import HashScheme
+from publisher.groups import GroupSpec
+from publisher.pool import host_tier
+from publisher.pool.layout import pool_layout
+from tests.support.examples import examples
+
+GROUPS = (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=33))
+PROMPT_BLOCKS = 10
+Key = host_tier.HeldKey
+
+
+def chain(prompt: int, start: int, end: int) -> list[Key]:
+    """Blocks of one prompt in both groups; two prompts each share their first half."""
+    names = [
+        bytes([prompt // 2 if at < PROMPT_BLOCKS // 2 else 10 + prompt, at]) * 4 for at in range(start, end)
+    ]
+    return [(group, name) for name in names for group in (0, 1)]
+
+
+def wire(keys: list[Key]) -> list[bytes]:
+    return [block_key(name, group) for group, name in keys if isinstance(name, bytes)]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.integers(1, 30), st.integers(0, 10_000), st.integers(1, 40))
+def test_the_same_blocks_are_held_and_given_up(slots: int, seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    simulated = host_tier.HostTier(pool_layout(GROUPS, HashScheme(hash_block_size=16), 0), slots)
+    real = HostTier(slots, LruPolicy())
+    held: set[bytes] = set()
+    for _ in range(steps):
+        start, end = sorted(rng.sample(range(PROMPT_BLOCKS + 1), 2))
+        keys = chain(rng.randrange(4), start, end)
+        if rng.random() < 0.3:
+            keys = [key for key in keys if key in simulated]
+            simulated.use(keys)
+            assert real.begin_load(wire(keys)) is not None
+            for key in wire(keys):
+                real.end_load(key, ok=True)
+            continue
+        new, gone = simulated.store(keys)
+        begun = [key for key, _ in real.begin_store(wire(keys))]
+        for key in begun:
+            real.end_store(key, ok=True)
+        changes = real.take_changes().changes
+        assert wire(new) == begun
+        assert wire(gone) == [key for stored, key in changes if not stored]
+        held = (held | set(wire(new))) - set(wire(gone))
+        assert real.held("", list(held)) == held
+        assert len(simulated) == len(held) == real.held_keys <= slots
+        assert all((split_key(key)[1], split_key(key)[0]) in simulated for key in held)

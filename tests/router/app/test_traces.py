@@ -1,0 +1,159 @@
+"""Traces as a collector gets them: a span per phase, tied to the client's and the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from router.config.errors import ConfigError
+from router.observe.traces import Traces, TraceSettings
+from router.proxy.app import ProxyApp
+from router.serve import check
+from tests.support.proxy_rig import Engine, ask, request, says
+from tests.support.proxy_rig import routing as proxying
+from tests.support.waiting import run, until
+from tests.support.whole_router import TEXT, configure, routing, running
+
+collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NOT_SAMPLED = PARENT[:-2] + "00"
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[str, list[Any]]]:
+    """A collector's address, and the spans it gets."""
+    spans: list[Any] = []
+
+    async def take(asked: web.Request) -> web.Response:
+        message = collector.ExportTraceServiceRequest.FromString(await asked.read())
+        spans.extend(s for r in message.resource_spans for scope in r.scope_spans for s in scope.spans)
+        return web.Response(body=collector.ExportTraceServiceResponse().SerializeToString())
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", spans
+    finally:
+        await runner.cleanup()
+
+
+def facts(span: Any) -> dict[str, Any]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
+
+
+def test_spans_of_a_request_with_prediction_and_receipt() -> None:
+    async def main() -> list[Any]:
+        async with collecting() as (endpoint, spans), running({}) as engines:
+            settings = TraceSettings(endpoint=endpoint, sample_ratio=0.0)
+            async with routing(configure(*engines, traces=settings)) as rig:
+                await rig.chat(TEXT * 20)
+                await until(lambda: rig.idle, "request over")
+                await rig.caught_up(*engines)
+                await rig.chat(TEXT * 20, extra_headers={"traceparent": PARENT})
+                await rig.chat("hi", extra_headers={"traceparent": NOT_SAMPLED})
+                await until(lambda: rig.idle, "requests over")
+                _, page = await rig.ask("GET", "/metrics")
+                assert "kvatlas_traces_requests_total 1.0" in page
+            return spans
+
+    spans = run(main())
+    by_name = {span.name: span for span in spans}
+    assert sorted(by_name) == ["POST /v1/chat/completions", "decide", "read body", "read prompt", "upstream"]
+    root = by_name.pop("POST /v1/chat/completions")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (PARENT[3:35], PARENT[36:52])
+    assert {span.parent_span_id for span in by_name.values()} == {root.span_id}
+    order = ["read body", "read prompt", "decide", "upstream"]
+    starts = [by_name[name].start_time_unix_nano for name in order]
+    assert starts == sorted(starts)
+    asked, ended = facts(by_name["upstream"]), facts(root)
+    assert asked["kvatlas.predicted_hit_tokens"] == ended["kvatlas.hit_tokens"] > 100
+    assert asked["kvatlas.mode"] == "native"
+    assert asked["kvatlas.reason"] == "only"
+    assert ended["http.response.status_code"] == 200
+    assert ended["gen_ai.usage.output_tokens"] == 3
+
+
+def _traced(traces: Traces) -> Any:
+    def wrap(app: ProxyApp) -> ProxyApp:
+        app.requests.traces = traces
+        return app
+
+    return wrap
+
+
+class Collected:
+    """An exporter of the SDK's kind that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+
+    def export(self, spans: Any) -> Any:
+        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415  # an extra
+
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def force_flush(self, timeout_millis: int = 0) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("parent", [PARENT, NOT_SAMPLED, "", "garbage"])
+def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: str) -> None:
+    kept = Collected()
+    traces = Traces(TraceSettings(), exporter=kept, chance=lambda: 1.0)  # type: ignore[arg-type]
+    fields = (f"traceparent: {parent}", "tracestate: vendor=1") if parent else ()
+
+    async def sent() -> Any:
+        async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=_traced(traces)) as rig:
+            await ask(rig, request(b"{}", *fields))
+            return engine.calls[0].head
+
+    head = run(sent())
+    traces.close()
+    if parent != PARENT:
+        assert (head["traceparent"], kept.spans) == (parent, [])
+        return
+    upstream = next(span for span in kept.spans if span.name == "upstream")
+    made = upstream.get_span_context()
+    assert head["traceparent"] == f"00-{PARENT[3:35]}-{made.span_id:016x}-01"
+    assert head["tracestate"] == "vendor=1"
+    assert traces.stats.spans == traces.stats.spans_exported == len(kept.spans)
+
+
+def test_a_collector_that_does_not_answer_holds_nobody_up() -> None:
+    async def main() -> None:
+        async with running({}) as engines:
+            settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
+            async with routing(configure(*engines, traces=settings)) as rig:
+                for _ in range(5):
+                    assert (await rig.chat("hi")).http_response.status_code == 200
+                traces = rig.router.traces
+                assert traces is not None
+                await until(lambda: rig.idle, "requests over")
+        assert traces.stats.spans == 25
+
+    run(main())
+
+
+def test_without_the_sdk_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    config = configure(traces=TraceSettings(endpoint="http://collector:4318"))
+    with pytest.raises(ConfigError, match=r"kvatlas\[otel\]"):
+        check(config)
+
+
+@pytest.mark.parametrize("settings", [{"endpoint": "collector:4317"}, {"sample_ratio": 1.5}])
+def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        TraceSettings(**settings)

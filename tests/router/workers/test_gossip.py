@@ -1,0 +1,206 @@
+"""Workers tell each other of their requests over real sockets: load, prompts in flight, responses, texts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from publisher.events import BlockHash
+from router.admission.gate import KeyGate
+from router.admission.key_file import KeyFile
+from router.openai.errors import ApiError
+from router.placement.load import OthersLoad
+from router.workers.gossip import SiblingGossip
+from router.workers.seat import WorkerSeat
+from tests.support.waiting import run, until
+
+E = "http://e"
+KEYS = f"""
+[tenants.ada]
+requests_per_minute = 2
+concurrent_requests = 1
+[[keys]]
+tenant = "ada"
+sha256 = "{hashlib.sha256(b"kva-ada").hexdigest()}"
+"""
+FIELDS = [(b"authorization", b"Bearer kva-ada")]
+HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
+
+
+@contextmanager
+def seats(count: int) -> Iterator[list[WorkerSeat]]:
+    """Places with nothing but the sockets between them."""
+    pairs = {}
+    for pair in itertools.combinations(range(count), 2):
+        pairs[pair] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for sock in pairs[pair]:
+            sock.setblocking(False)
+    unused = socket.socket()
+    try:
+        yield [
+            WorkerSeat(
+                slot,
+                count,
+                life=0,
+                public=[],
+                ops=None,
+                admin=None,
+                control=unused,
+                mesh={a + b - slot: ends[slot != a] for (a, b), ends in pairs.items() if slot in (a, b)},
+                folder=Path(os.devnull),
+                ledger=-1,
+                ops_at="",
+                started=lambda: None,
+                parent=-1,
+            )
+            for slot in range(count)
+        ]
+    finally:
+        for sock in [unused, *itertools.chain(*pairs.values())]:
+            sock.close()
+
+
+class Worker:
+    """One worker's gossip, and its load."""
+
+    def __init__(self, seat: WorkerSeat, life: int = 0, gate: KeyGate | None = None) -> None:
+        self.load: dict[str, OthersLoad] = {}
+        self.served: list[str] = []
+        place = {name: getattr(seat, name) for name in seat.__struct_fields__}
+        self.gossip = SiblingGossip(
+            WorkerSeat(**{**place, "life": life}),
+            lambda now: self.load,
+            clock=time.monotonic,
+            served=lambda prompt: self.served.append(prompt.engine_id),
+            gate=gate,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Worker]:
+        task = asyncio.create_task(self.gossip.run())
+        await asyncio.sleep(0)
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def sees(self) -> dict[str, OthersLoad]:
+        return dict((await self.gossip.look(None, {})).load)
+
+
+def test_siblings_see_each_others_load_and_add_it_up() -> None:
+    async def main() -> None:
+        with seats(3) as places:
+            one, two, three = (Worker(place) for place in places)
+            async with one.running(), two.running(), three.running():
+                one.load = {E: OthersLoad(1, 2, 300)}
+                two.load = {E: OthersLoad(3, 0, 0), "http://f": OthersLoad(1, 0, 0)}
+                both = {E: OthersLoad(4, 2, 300), "http://f": OthersLoad(1, 0, 0)}
+                await until(lambda: three.gossip.others() == both, "the third sees both")
+                assert await three.sees() == both
+                one.load = two.load = {}
+                await until(lambda: not three.gossip.others(), "the load is gone")
+
+    run(main())
+
+
+def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            one, two = (Worker(place) for place in places)
+            async with one.running(), two.running():
+                prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
+                one.gossip.responses.record("resp_1", E)
+                one.gossip.affinity.record([7, 1 << 63], E)
+                await until(lambda: two.gossip.stats.heard >= 2, "heard")
+                common = two.gossip.inflight.common(HASHES, time.monotonic())
+                assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
+                assert two.gossip.responses.holder("resp_1") == E
+                assert two.gossip.affinity.match([7, 1 << 63, 9]) == {E: 2}
+                assert two.served == []
+                one.gossip.inflight.end(prompt, time.monotonic())
+                await until(lambda: two.served == [E], "the engine has computed it")
+                heard = two.gossip.stats.heard
+                assert two.gossip.delays.buckets()[-1][1] == heard
+                assert (one.gossip.stats.missed, two.gossip.stats.malformed) == (0, 0)
+
+    run(main())
+
+
+def test_what_a_dead_worker_told_ends_when_its_successor_speaks() -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            one, two = Worker(places[0]), Worker(places[1])
+            async with two.running():
+                async with one.running():
+                    one.load = {E: OthersLoad(1, 1, 100)}
+                    one.gossip.inflight.add(E, HASHES, time.monotonic())
+                    await until(
+                        lambda: two.gossip.others() and two.gossip.inflight.stats.prompts, "it is known"
+                    )
+                async with Worker(places[0], life=1).running():
+                    await until(lambda: not two.gossip.inflight.stats.prompts, "its prompts are gone")
+                    assert two.gossip.others() == {}
+
+    run(main())
+
+
+def test_a_sibling_that_does_not_read_costs_messages_and_no_time() -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            one = Worker(places[0])  # nobody reads at the other end
+            async with one.running():
+                long = [BlockHash(number) for number in range(8000)]
+                for _ in range(64):
+                    one.gossip.inflight.add(E, long, time.monotonic())
+                assert one.gossip.stats.missed > 0
+                assert one.gossip.stats.sent > one.gossip.stats.missed
+
+    run(main())
+
+
+@pytest.mark.parametrize("message", [b"\xc1", b"\x91\x01", b"x" * 1000])
+def test_a_message_that_cannot_be_read_is_counted(message: bytes) -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            two = Worker(places[1])
+            async with two.running():
+                places[0].mesh[1].send(message)
+                await until(lambda: two.gossip.stats.malformed == 1, "counted")
+                assert two.gossip.others() == {}
+
+    run(main())
+
+
+def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+
+    async def main() -> None:
+        with seats(2) as places:
+            gates = [
+                KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
+            ]
+            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+            async with one.running(), two.running():
+                entry = gates[0].enter(FIELDS)
+                await until(gates[1].tenants, "the other has heard")
+                with pytest.raises(ApiError, match="concurrent"):
+                    gates[1].enter(FIELDS)
+                entry.leave(None)
+                heard = two.gossip.stats.heard
+                await until(lambda: two.gossip.stats.heard > heard, "it is told that the request left")
+                gates[1].enter(FIELDS).leave(None)
+                with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
+                    gates[1].enter(FIELDS)
+
+    run(main())

@@ -1,0 +1,166 @@
+"""``kvatlas serve --workers N``: one router to its clients, whichever process answers, and whichever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from publisher.engine import DEMO_TOKENIZER_DIR, SimulatedEngine
+from tests.support.ports import free_port
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, running
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+TOKEN = "a-token-for-the-test"
+
+
+class Serving:
+    """``kvatlas serve`` with several workers, and a client."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, ops: int) -> None:
+        self.process = process
+        self.url, self.ops = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops}"
+
+    def workers(self) -> list[int]:
+        """Process ids, in the order of their start."""
+        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+    async def chat(self, text: str = TEXT, **fields: Any) -> aiohttp.ClientResponse:
+        """One chat on a connection of its own, so that any worker may get it."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **fields}
+        url = f"{self.url}/v1/chat/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+            await answer.read()
+            return answer
+
+    async def get(self, path: str) -> Any:
+        async with aiohttp.ClientSession() as session, session.get(self.ops + path) as answer:
+            return await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum over the samples that have these labels."""
+        families = text_string_to_metric_families(await self.get("/metrics"))
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    async def ready(self) -> None:
+        """Every worker is there and has its feeds."""
+
+        async def all_there() -> bool:
+            up = await self.metric("kvatlas_worker_up")
+            ready = await self.metric("kvatlas_feed_state", state="ready")
+            behind = await self.metric("kvatlas_feed_state") - ready
+            return up == 3 and ready > 0 and not behind
+
+        await until(
+            all_there, "three workers that know their engines", ignoring=(OSError, aiohttp.ClientError)
+        )
+
+    async def admin(self, path: str, body: Any) -> Any:
+        """A change by the admin API, on the port of everybody."""
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/admin/engines{path}", json=body, headers=headers) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+
+@asynccontextmanager
+async def serving(engines: list[SimulatedEngine], folder: Path) -> AsyncIterator[Serving]:
+    (folder / "tokens").write_text(f"ada:{TOKEN}\n")
+    port, ops = free_port(), free_port()
+    words = ["serve", "--workers", "3", "--port", str(port), "--ops-port", str(ops), "--expose-decision"]
+    words += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--set", "fleet.poll_interval_s=0.2"]
+    words += ["--set", "admin.enabled=true", "--set", f"admin.token_file={folder / 'tokens'}"]
+    words += [word for engine in engines for word in ("--engine", engine.base_url)]
+    with (folder / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *words, stderr=log)
+    router = Serving(process, port, ops)
+    try:
+        await router.ready()
+        yield router
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), 30)
+        finally:
+            print((folder / "log").read_text())
+
+
+def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running({}, {}) as engines, serving(engines, tmp_path) as router:
+            assert len(router.workers()) == 3
+            for _ in range(12):
+                assert (await router.chat()).status == 200
+            await until(lambda: _is(router, "kvatlas_requests_total", 12), "all requests are counted, once")
+            assert len(await router.get("/kvatlas/receipts")) == 12
+            views = await router.get("/kvatlas/engines")
+            assert sum(sum(view["receipts"].values()) for view in views) == 12
+
+            # What an administrator says at any worker holds at all.
+            await router.admin("/drain", {"engine": engines[0].base_url})
+            chosen = {(await router.chat()).headers["x-kvatlas-engine"] for _ in range(12)}
+            assert chosen == {engines[1].base_url}
+
+            for victim in (router.workers()[-1], router.workers()[0]):  # any worker; then the lead
+                counted = await router.metric("kvatlas_requests_total")
+                before = set(router.workers())
+                os.kill(victim, signal.SIGKILL)
+                await until(partial(_changed, router, before), "it is gone")
+                await router.ready()
+                assert len(router.workers()) == 3
+                assert await router.metric("kvatlas_requests_total") == counted
+                chosen = {(await router.chat()).headers["x-kvatlas-engine"] for _ in range(6)}
+                assert chosen == {engines[1].base_url}  # its successor knows what was decided
+            assert await router.metric("kvatlas_worker_restarts_total") == 2
+
+            pids = router.workers()
+            long = asyncio.create_task(router.chat(max_tokens=2000, ignore_eos=True))
+            await until(lambda: _is(router, "kvatlas_proxy_requests_active", 1), "it runs")
+            router.process.send_signal(signal.SIGTERM)
+            assert (await long).status == 200  # drained, not cut
+            assert await asyncio.wait_for(router.process.wait(), 30) == 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    run(main(), 170)
+
+
+def _changed(router: Serving, before: set[int]) -> bool:
+    return set(router.workers()) != before
+
+
+async def _is(router: Serving, name: str, number: float) -> bool:
+    return await router.metric(name) == number
+
+
+def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running({}) as engines, serving(engines, tmp_path) as router:
+            pids = router.workers()
+            router.process.kill()
+            await until(lambda: not any(_runs(pid) for pid in pids), "the workers ended")
+
+    run(main(), 170)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
