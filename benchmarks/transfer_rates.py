@@ -149,8 +149,8 @@ class Field:
         return {result.job_id for result in results}
 
     def close(self) -> None:
-        self.engine.close()
-        self.pool.close()
+        if self.engine.close():
+            self.pool.close()
 
     def __enter__(self) -> Field:
         return self

@@ -96,6 +96,7 @@ __all__ = [
     "resolve_kv_cache_block_sizes",
     "share_vllm_log",
     "to_event_extra_keys",
+    "wait_for_ranks",
 ]
 
 _PROBES: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -129,6 +130,21 @@ def require_tested_vllm(connector: str, version: str | None = None) -> None:
             raise RuntimeError(
                 f"{connector}: {owner.__name__} of this vLLM ({found}) lacks {', '.join(missing)}: {_REMEDY}"
             )
+
+
+def wait_for_ranks() -> bool:
+    """Until every rank of this engine has come here. False: there is no way to meet, at once."""
+    import torch  # noqa: PLC0415 - only workers need it
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    try:
+        group = parallel_state.get_inner_dp_world_group()
+    except AssertionError:
+        group = parallel_state.get_world_group()
+    group.barrier()
+    return True
 
 
 def share_vllm_log() -> None:

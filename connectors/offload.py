@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from connectors.compat import CacheHitSource
+from connectors.compat import CacheHitSource, KVConnectorHandshakeMetadata, wait_for_ranks
 from connectors.hits.resolver import HitResolver
 from connectors.layout.blocks import row_bytes_from_config
 from connectors.scheduler.events import EventPlace, KvEventLog
@@ -19,15 +22,26 @@ from connectors.tier.eviction.policies import make_policy
 from connectors.tier.host import HostTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.worker.engines import make_engine, slots_of
+from connectors.worker.replicas import Replicas
 from connectors.worker.worker import EngineFactory, OffloadWorker
+
+log = logging.getLogger(__name__)
 
 HOST_OWNERSHIP = "kvatlas-host"
 """What KV events call this tier."""
 
 
+@dataclass
+class RowsOfRank(KVConnectorHandshakeMetadata):
+    """What a rank tells the scheduler's half, before the first request."""
+
+    slots: int
+
+
 class HybridOffloadConnector(TieredConnector):
     """Host memory as the second tier of one engine."""
 
+    takes_pipelines = True
     _cache_hit_source = CacheHitSource.HOST
     _tier: HostTier | None = None
 
@@ -49,6 +63,7 @@ class HybridOffloadConnector(TieredConnector):
             resolver,
             settings,
             world_size=self.world_size,
+            step_tokens_max=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
             event_log=KvEventLog(self._kv_cache_config, resolver.hash_block_tokens, place)
             if self.events_enabled
             else None,
@@ -58,20 +73,59 @@ class HybridOffloadConnector(TieredConnector):
         if self._tier is None:
             return {}
         counters = self._tier.counters
-        return {"tier/evictions": counters.evictions, "tier/dropped_for_room": counters.dropped_for_room}
+        return {
+            "tier/evictions": counters.evictions,
+            "tier/dropped_for_room": counters.dropped_for_room,
+            "tier/failed_loads": counters.failed_loads,
+            "tier/failed_stores": counters.failed_stores,
+        }
+
+    def gauges(self) -> dict[str, float]:
+        if self._tier is None:
+            return {}
+        used = self._tier.slots - self._tier.free_slots
+        return {**super().gauges(), "rows/all": self._tier.slots, "rows/used": used}
 
     def make_worker(self) -> OffloadWorker:
+        self.check_host_memory(self.settings().host_bytes)
         return OffloadWorker(self._kv_cache_config, self.engine_factory(), join_stores=True)
+
+    def get_handshake_metadata(self) -> RowsOfRank | None:
+        """Where stages hold different layers, their shares of memory hold different numbers of rows."""
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return None
+        return RowsOfRank(self.slots(self.settings()))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        rows = [told.slots for told in metadata.values() if isinstance(told, RowsOfRank)]
+        if rows and self._tier is not None and min(rows) < self._tier.slots:
+            log.info(
+                "host memory holds %d rows: as many as the stage with the largest has room for", min(rows)
+            )
+            self._tier.shrink(min(rows))
 
     def engine_factory(self) -> EngineFactory:
         """How this rank's transfer engine is made."""
-        row_bytes = row_bytes_from_config(self._kv_cache_config)
-        return partial(make_engine, slots=self.slots(self.settings()), row_bytes=row_bytes)
+        settings = self.settings()
+        return partial(
+            make_engine,
+            slots=self.slots(settings),
+            row_bytes=row_bytes_from_config(self._kv_cache_config),
+            replicas=self.replicas(settings),
+            name=str(self._vllm_config.kv_transfer_config.engine_id),
+            meet=wait_for_ranks,
+        )
 
     def settings(self) -> OffloadSettings:
         return OffloadSettings.parse(self.extra_config, EXTRA_CONFIG)
 
     def slots(self, settings: OffloadSettings) -> int:
-        """Rows of each rank."""
-        where = f"{EXTRA_CONFIG}.host_bytes"
-        return slots_of(self._kv_cache_config, settings.host_bytes, self.world_size, where)
+        """Rows of each rank, or of each group of ranks that share them."""
+        shares = self.world_size // self.replicas(settings).count
+        return slots_of(self._kv_cache_config, settings.host_bytes, shares, f"{EXTRA_CONFIG}.host_bytes")
+
+    def replicas(self, settings: OffloadSettings) -> Replicas:
+        """The ranks that hold the same KV as this one."""
+        if not settings.share_replicas:
+            return Replicas()
+        return Replicas.of(self._kv_cache_config, self._vllm_config.parallel_config)

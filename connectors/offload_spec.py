@@ -16,7 +16,7 @@ from typing import Any
 
 import vllm
 
-from connectors.compat import require_tested_vllm
+from connectors.compat import require_tested_vllm, share_vllm_log
 from connectors.errors import ConfigError
 from connectors.layout.blocks import CacheView, LayoutError, Piece, group_pages, round_up_row
 from connectors.settings import size_bytes
@@ -59,6 +59,7 @@ class HostOffloadingSpec(OffloadingSpec):
     def __init__(self, config: Any) -> None:
         """``ConfigError``: a setting that nobody reads or that cannot work."""
         require_tested_vllm(type(self).__name__)
+        share_vllm_log()
         super().__init__(config)
         _check_settings(self.extra_config)
         if config.canonical_layout:
@@ -91,7 +92,7 @@ class HostOffloadingSpec(OffloadingSpec):
                 raise LayoutError(
                     f"a block takes {view.row_bytes} bytes; its configuration says at most {self.row_bytes}"
                 )
-            device = str(kv_caches.tensors[0].tensor.device.type)
+            device = str(kv_caches.tensors[0].tensor.device)
             rows = self.num_chunks * self.blocks_per_chunk
             engine, pool = open_rows(view, device, rows, view.row_bytes)
             self._worker = RowOffloadingWorker(engine, pool, kv_caches, self.blocks_per_chunk)

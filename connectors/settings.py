@@ -15,6 +15,7 @@ from typing import Any, Self
 from connectors.errors import ConfigError
 
 POLICIES = ("lru", "arc", "boundary")
+LAYOUTS = ("BLHNC", "engine")
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -36,6 +37,14 @@ class OffloadSettings:
     """Hits that would load fewer tokens than this are computed instead."""
     store_generated: bool = True
     """Also keep the blocks that decoding fills, not only those of prompts."""
+    store_threshold: int = 1
+    """Keep a block when so many requests have computed or read it; 2 leaves out what comes only once."""
+    store_lazy: bool = False
+    """Keep a block only when the GPU is about to give its place to another."""
+    share_replicas: bool = True
+    """Keep one copy for all ranks that hold the same KV (MLA), in shared memory."""
+    layout: str = "BLHNC"
+    """``BLHNC``: ask vLLM to lay all layers of a block side by side; ``engine``: leave it to vLLM."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], where: str, *, others: Iterable[str] = ()) -> Self:
@@ -61,7 +70,16 @@ class OffloadSettings:
             ),
             load_min_tokens=_whole(extra, where, "load_min_tokens", cls.load_min_tokens, low=1),
             store_generated=_flag(extra, where, "store_generated", default=cls.store_generated),
+            store_threshold=_whole(extra, where, "store_threshold", cls.store_threshold, low=1),
+            store_lazy=_flag(extra, where, "store_lazy", default=cls.store_lazy),
+            share_replicas=_flag(extra, where, "share_replicas", default=cls.share_replicas),
+            layout=layout_setting(extra, where),
         )
+
+
+def layout_setting(extra: Mapping[str, Any], where: str) -> str:
+    """``layout`` alone: vLLM asks for it before it makes the connector."""
+    return _choice(extra, where, "layout", OffloadSettings.layout, LAYOUTS)
 
 
 def size_bytes(value: object, key: str) -> int:

@@ -16,6 +16,7 @@ _OWN = (
     "store",
     "label",
     "threads",
+    "keep_in_host",
     "load_deadline_s",
     "store_deadline_s",
     "held_for_s",
@@ -35,6 +36,8 @@ class SharedSettings:
     label: str
     """Part of the namespace: engines with different labels never share."""
     threads: int
+    keep_in_host: bool
+    """Staging memory keeps what passed through it."""
     load_deadline_s: float
     store_deadline_s: float
 
@@ -64,10 +67,13 @@ class SharedSettings:
             store=dict(store),
             label=own.text("label", ""),
             threads=own.whole("threads", staging.threads, low=1, high=64),
+            keep_in_host=own.flag("keep_in_host", default=staging.keep),
             load_deadline_s=own.number("load_deadline_s", staging.load_deadline_s, low=0.1, high=600),
             store_deadline_s=own.number("store_deadline_s", staging.store_deadline_s, low=0.1, high=600),
         )
 
     def staging(self, rows: int) -> StagingSettings:
         """For one rank with so many rows."""
-        return StagingSettings(rows, self.threads, self.load_deadline_s, self.store_deadline_s)
+        return StagingSettings(
+            rows, self.threads, self.keep_in_host, self.load_deadline_s, self.store_deadline_s
+        )

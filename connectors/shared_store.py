@@ -20,12 +20,14 @@ from connectors.layout.blocks import CacheView, LayoutError, row_bytes_from_conf
 from connectors.scheduler.events import EventPlace, KvEventLog
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.shared_settings import SharedSettings
+from connectors.store.base import close_within
 from connectors.store.namespace import namespace_of
 from connectors.store.open import open_store
 from connectors.tier.store import StoreTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.transfer.base import TransferEngine
 from connectors.worker.engines import open_rows
+from connectors.worker.replicas import Replicas, ShareOfStores
 from connectors.worker.staged import StagedTransfers
 from connectors.worker.staged_jobs import staging_row_bytes
 from connectors.worker.worker import OffloadWorker
@@ -34,6 +36,7 @@ from connectors.worker.worker import OffloadWorker
 log = logging.getLogger(f"vllm.{__name__}")
 
 _ROWS_MIN = 4
+_STORE_CLOSE_S = 5.0
 
 
 class SharedStoreConnector(TieredConnector):
@@ -46,7 +49,14 @@ class SharedStoreConnector(TieredConnector):
         self._settings = SharedSettings.parse(
             vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG
         )
-        self._namespace = namespace_of(vllm_config, kv_cache_config, label=self._settings.label)
+        self._replicas = (
+            Replicas.of(kv_cache_config, vllm_config.parallel_config)
+            if self._settings.offload.share_replicas
+            else Replicas()
+        )
+        self._namespace = namespace_of(
+            vllm_config, kv_cache_config, label=self._settings.label, replicas=self._replicas.count
+        )
         self._tier: StoreTier | None = None
         self._staged: StagedTransfers | None = None
         super().__init__(vllm_config, role, kv_cache_config)
@@ -66,6 +76,7 @@ class SharedStoreConnector(TieredConnector):
             resolver,
             settings.offload,
             world_size=self.world_size,
+            step_tokens_max=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
             event_log=KvEventLog(self._kv_cache_config, resolver.hash_block_tokens, place)
             if self.events_enabled
             else None,
@@ -73,6 +84,7 @@ class SharedStoreConnector(TieredConnector):
 
     def make_worker(self) -> OffloadWorker:
         self._staging_rows()
+        self.check_host_memory(self._settings.offload.host_bytes)
         return OffloadWorker(self._kv_cache_config, self._make_engine)
 
     def totals(self) -> dict[str, int]:
@@ -82,7 +94,7 @@ class SharedStoreConnector(TieredConnector):
         super().shutdown()
         if self._tier is not None:
             self._tier.close()
-            self._store.close()
+            close_within(self._store, _STORE_CLOSE_S)
 
     def _store_counters(self) -> dict[str, int]:
         if self._staged is not None:
@@ -122,4 +134,6 @@ class SharedStoreConnector(TieredConnector):
         self._staged = StagedTransfers(
             view, copies, pool, store, self._namespace, rank, self._settings.staging(rows)
         )
-        return self._staged
+        return (
+            self._staged if self._replicas.count == 1 else ShareOfStores(self._staged, self._replicas.by_key)
+        )

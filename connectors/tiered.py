@@ -21,11 +21,14 @@ from connectors.compat import (
     SupportsHMA,
     require_tested_vllm,
     share_vllm_log,
+    wait_for_ranks,
 )
 from connectors.errors import ConfigError
 from connectors.messages.jobs import StepJobs, StepResults
 from connectors.messages.stats import OffloadPromMetrics, OffloadStats
 from connectors.scheduler.scheduler import OffloadScheduler
+from connectors.settings import layout_setting
+from connectors.transfer.host_memory import available_bytes
 from connectors.worker.worker import OffloadWorker
 
 log = logging.getLogger(__name__)
@@ -53,14 +56,18 @@ class WorkerResults(KVConnectorWorkerMetadata):
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     """A connector over one tier. Subclasses make the halves; both are made once, in the constructor."""
 
+    takes_pipelines = False
+    """Whether the ranks of an engine may hold different layers, and so rows of different sizes."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """``ConfigError``: a setting that cannot work; ``RuntimeError``: a vLLM it was not tested with."""
         require_tested_vllm(type(self).__name__)
         share_vllm_log()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_model(vllm_config.model_config)
-        check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config, pipelines=self.takes_pipelines)
         self._reported: dict[str, int] = {}
+        self._shown: dict[str, float] = {}
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -114,9 +121,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """All layers of a block side by side: one long piece per block. Backends may decline."""
-        del vllm_config
-        return "BLHNC"
+        """All layers of a block side by side, one long piece per block, unless ``layout`` says otherwise."""
+        layout = layout_setting(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG)
+        return None if layout == "engine" else layout
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
@@ -136,6 +143,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """More counters of this half, since its start, by the name that ``messages.stats`` knows."""
         return {}
 
+    def gauges(self) -> dict[str, float]:
+        """What is so at this moment, by the names of ``messages.stats``; of the scheduler's half only."""
+        return {} if self._scheduler is None else self._scheduler.gauges()
+
     def get_kv_connector_stats(self) -> OffloadStats | None:
         half = self._scheduler if self._scheduler is not None else self._worker
         counts = half.tally.take() if half is not None else {}
@@ -143,7 +154,26 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         counts |= {name: total - self._reported.get(name, 0) for name, total in totals.items()}
         self._reported = totals
         counts = {name: count for name, count in counts.items() if count}
+        gauges = self.gauges()
+        counts |= {name: value for name, value in gauges.items() if self._shown.get(name) != value}
+        self._shown = gauges
         return OffloadStats(data=counts) if counts else None
+
+    def check_host_memory(self, host_bytes: int) -> None:
+        """Raise ``ConfigError`` unless all ranks of this machine find their share of ``host_bytes``.
+
+        Asked in every rank's constructor; none takes memory before all have looked.
+        """
+        nodes = max(1, int(getattr(self._vllm_config.parallel_config, "nnodes_within_dp", 1)))
+        available = available_bytes()
+        wait_for_ranks()
+        if host_bytes // nodes > available:
+            raise ConfigError(
+                f"{EXTRA_CONFIG}.host_bytes",
+                host_bytes,
+                f"the ranks on this machine together ask for {host_bytes // nodes} bytes and {available} are "
+                "available: lower it, or give the machine or container more memory",
+            )
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -242,18 +272,21 @@ def warn_of_policy(policy: str) -> None:
         )
 
 
-def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ``ConfigError`` for engines whose blocks these connectors cannot keep."""
+def check_engine(vllm_config: Any, kv_cache_config: Any, *, pipelines: bool = False) -> None:
+    """Raise ``ConfigError`` for engines whose blocks these connectors cannot keep.
+
+    ``pipelines``: the connector takes pipeline parallelism.
+    """
     role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ConfigError("kv_role", role, 'this connector stores and loads; use "kv_both"')
     parallel = vllm_config.parallel_config
     for name, what in (
-        ("pipeline_parallel_size", "ranks would need rows of different sizes"),
+        ("pipeline_parallel_size", "what a stage stores would depend on how the layers are divided"),
         ("decode_context_parallel_size", "a block's tokens would lie on several ranks"),
         ("prefill_context_parallel_size", "a block's tokens would lie on several ranks"),
     ):
-        if getattr(parallel, name) != 1:
+        if getattr(parallel, name) != 1 and not (pipelines and name == "pipeline_parallel_size"):
             raise ConfigError(name, getattr(parallel, name), f"{what}; use tensor parallelism instead")
     for group in kv_cache_config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):

@@ -25,10 +25,21 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "blocks_removed": ((), "Blocks that ceased to be loadable"),
     "blocks_refused": ((), "Blocks never stored, because too many sources were pinned at once"),
     "blocks_bad": (("direction",), "Blocks of transfers that failed"),
-    "tier": (("what",), "Host tier: evictions, and blocks dropped_for_room"),
+    "tier": (("what",), "Host tier: evictions, blocks dropped_for_room, failed_loads and failed_stores"),
     "store": (("reason",), "What happened at a shared store: faults, misses, time-outs, evictions"),
 }
 """Metric -> its labels beside the engine's, and what it counts."""
+
+GAUGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "rows": (("state",), "Rows of host memory on each rank: all, and those used"),
+    "jobs_waiting": (("direction",), "Transfer jobs that not every rank has answered yet"),
+    "blocks_pinned": ((), "Blocks of the GPU that stores under way keep from being reused"),
+    "bandwidth_bytes_per_second": (
+        ("direction",),
+        "Bytes per second of one rank's latest jobs, waiting included",
+    ),
+}
+"""The same for what is so at this moment; only the scheduler's half reports it."""
 
 
 class OffloadStats(KVConnectorStats):
@@ -41,14 +52,14 @@ class OffloadStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: Any) -> OffloadStats:
-        """Both sums together; neither is changed."""
+        """Both sums together, and the other's gauges, which are later; neither is changed."""
         data = dict(self.data)
         for name, value in other.data.items():
-            data[name] = data.get(name, 0) + value
+            data[name] = value if _is_gauge(name) else data.get(name, 0) + value
         return OffloadStats(data=data)
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: bytes per second for each direction, and what else was counted."""
+        """For the log: what was counted, with the values of one metric's first label added up."""
         totals: dict[str, float] = {}
         for name, value in self.data.items():
             metric, _, labels = name.partition("/")
@@ -58,7 +69,7 @@ class OffloadStats(KVConnectorStats):
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per metric, made when vLLM sets up its metrics."""
+    """One Prometheus counter or gauge per metric, made when vLLM sets up its metrics."""
 
     def __init__(
         self,
@@ -74,11 +85,26 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             )
             for metric, (labels, text) in COUNTERS.items()
         }
+        self._gauges = {
+            metric: self._gauge_cls(
+                name=f"{PREFIX}{metric}",
+                documentation=text,
+                multiprocess_mode="mostrecent",
+                labelnames=[*labelnames, *labels],
+            )
+            for metric, (labels, text) in GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report. Names this version does not know are left out."""
         for name, value in transfer_stats_data.items():
             metric, *labels = name.split("/")
+            values = [*self.per_engine_labelvalues[engine_idx], *labels]
             if metric in self._counters and len(labels) == len(COUNTERS[metric][0]):
-                values = [*self.per_engine_labelvalues[engine_idx], *labels]
                 self._counters[metric].labels(*values).inc(value)
+            elif metric in self._gauges and len(labels) == len(GAUGES[metric][0]):
+                self._gauges[metric].labels(*values).set(value)
+
+
+def _is_gauge(name: str) -> bool:
+    return name.partition("/")[0] in GAUGES

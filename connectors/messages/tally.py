@@ -6,7 +6,12 @@ log and Prometheus; nothing here needs vLLM.
 
 from __future__ import annotations
 
-from connectors.transfer.base import TransferResult
+from collections.abc import Iterable
+
+from connectors.transfer.base import Direction, TransferResult
+
+_FADES = 0.95
+"""Of a job's weight in a rate, with each later job."""
 
 
 class Tally:
@@ -32,3 +37,25 @@ class Tally:
         for group_idx, size in result.bytes_by_group.items():
             self.add(f"bytes/{direction}/{group_idx}", size)
             self.add(f"seconds/{direction}/{group_idx}", result.seconds * size / total if total else 0)
+
+
+class Rates:
+    """Bytes per second of the latest jobs of each direction."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(Direction, (0.0, 0.0))
+
+    def add(self, results: Iterable[TransferResult]) -> None:
+        for result in results:
+            if result.ok and result.seconds > 0:
+                size, seconds = self._sums[result.direction]
+                moved = sum(result.bytes_by_group.values())
+                self._sums[result.direction] = _FADES * size + moved, _FADES * seconds + result.seconds
+
+    def bytes_per_second(self) -> dict[str, float]:
+        """By direction; those that moved nothing yet are left out."""
+        return {
+            direction.value: size / seconds
+            for direction, (size, seconds) in self._sums.items()
+            if seconds > 0
+        }

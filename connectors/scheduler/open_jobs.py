@@ -50,6 +50,10 @@ class OpenJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def waiting(self, direction: Direction) -> int:
+        """Jobs of this direction that not every rank has answered."""
+        return sum(job.direction is direction for job in self._jobs.values())
+
     def open(self, direction: Direction, request_id: str, blocks: list[PlannedBlock]) -> int:
         """Enter a job and give its id."""
         job_id = next(self._ids)

@@ -39,5 +39,7 @@ class RequestState:
     """Blocks the pin cap kept from being stored; they are tried again in the request's next step."""
     num_local_tokens: int = 0
     """The local hit named in the last look-up: the load that follows begins there."""
+    offered_token: int = 0
+    """Blocks that end here or before were counted by ``StoreThreshold``."""
     must_compute: bool = False
     """A load failed since the request was last admitted: it is not offered another before it has run."""

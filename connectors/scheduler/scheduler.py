@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from connectors.messages.jobs import StepJobs, StepResults
-from connectors.messages.tally import Tally
+from connectors.messages.tally import Rates, Tally
 from connectors.scheduler.lookups import Lookups
 from connectors.scheduler.open_jobs import OpenJob, OpenJobs
 from connectors.scheduler.pending_events import EventLog, PendingEvents
 from connectors.scheduler.pins import SourcePins
 from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
 from connectors.scheduler.requests import EngineRequest, RequestState
+from connectors.scheduler.selection import StoreSelection
 from connectors.settings import OffloadSettings
 from connectors.tier.base import Tier, TierChanges
-from connectors.transfer.base import Direction, TransferJob
+from connectors.transfer.base import Direction
 
 if TYPE_CHECKING:
     from connectors.hits.resolver import HitResolver
@@ -46,10 +47,12 @@ class OffloadScheduler:
         settings: OffloadSettings,
         *,
         world_size: int,
+        step_tokens_max: int = 0,
         event_log: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``world_size``: ranks that answer each job. ``event_log``: None where KV events are off."""
+        """``world_size``: ranks that answer each job. ``step_tokens_max``: of one step of the engine, for
+        lazy stores. ``event_log``: None where KV events are off."""
         self.tally = Tally()
         self._tier = tier
         self._resolver = resolver
@@ -57,8 +60,10 @@ class OffloadScheduler:
         self._events = PendingEvents(event_log)
         self._clock = clock
         self._pins = SourcePins(settings.pinned_source_blocks_max)
+        self._selection = StoreSelection(settings, resolver.group_shapes, step_tokens_max)
         self._requests: dict[str, RequestState] = {}
         self._jobs = OpenJobs(world_size)
+        self._rates = Rates()
         self._next = StepJobs()
         self._lookups = Lookups(
             resolver, tier, self.tally, deadline_s=settings.lookup_deadline_s, clock=clock
@@ -73,6 +78,7 @@ class OffloadScheduler:
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """The engine's pool, whose ref counts keep the sources of stores."""
         self._pins.bind(pool)
+        self._selection.bind(pool)
 
     def on_new_request(self, request: EngineRequest) -> None:
         """Follow a request from now on."""
@@ -142,13 +148,19 @@ class OffloadScheduler:
             states = plan_states(
                 self._resolver, state.request, offers.get(request_id, ()), self._storable_tokens(state)
             )
-            if (blocks or states) and (job := self._begin_store(state, blocks, states)) is not None:
-                step.stores.append(job)
+            blocks = self._selection.at_once(state, blocks)
+            refused = self._begin_store(step, state.request, blocks, states)
+            if refused:
+                state.refused_blocks = len(refused)
+                state.next_token = min(block.start_token for block in refused)
+        for request, blocks in self._selection.before_reuse(self._pins.room):
+            self.tally.add("blocks_refused", len(self._begin_store(step, request, blocks, [])))
         self._note_changes()
         return step
 
     def update_connector_output(self, results: StepResults) -> None:
         """Take the ranks' answers; whatever every rank has answered ends here."""
+        self._rates.add(results.results)
         for job in self._jobs.take(results):
             if job.direction is Direction.STORE:
                 self._end_store(job)
@@ -177,12 +189,19 @@ class OffloadScheduler:
     def reset_cache(self) -> bool:
         """Drop everything held and what is on its way to be. False: transfers are under way; ask again."""
         self._jobs.spoil_all()
+        self._selection.clear()
         gone = self._tier.reset()
         self._note_changes()
         return gone and not self._jobs
 
+    def gauges(self) -> dict[str, float]:
+        """What is so at this moment, by the names of ``messages.stats``."""
+        rates = {f"bandwidth_bytes_per_second/{way}": r for way, r in self._rates.bytes_per_second().items()}
+        waiting = {f"jobs_waiting/{way.value}": self._jobs.waiting(way) for way in Direction}
+        return {**rates, **waiting, "blocks_pinned": self._pins.count}
+
     def counts(self) -> dict[str, int]:
-        """What is held at this moment, for tests and metrics."""
+        """What is held at this moment, for tests."""
         pinned = self._pins.count
         return {"requests": len(self._requests), "jobs": len(self._jobs), "pinned_blocks": pinned}
 
@@ -242,30 +261,30 @@ class OffloadScheduler:
         return blocks
 
     def _begin_store(
-        self, state: RequestState, blocks: list[PlannedBlock], states: list[PlannedBlock]
-    ) -> TransferJob | None:
-        """Reserve rows for the blocks that are new to the tier and pin them, up to the cap."""
+        self, step: StepJobs, request: EngineRequest, blocks: list[PlannedBlock], states: list[PlannedBlock]
+    ) -> list[PlannedBlock]:
+        """Reserve rows for the blocks that are new to the tier and pin them; those that the cap left out."""
+        if not blocks and not states:
+            return []
         if not self._pins.bound:
             raise RuntimeError("stores need the engine's block pool: bind_gpu_block_pool was never called")
         chosen: list[PlannedBlock] = []
         slots: list[int] = []
         # States first: they are offered once, blocks are tried again.
-        refused_states = self._reserve(state, states, chosen, slots)
-        refused = self._reserve(state, blocks, chosen, slots)
+        refused_states = self._reserve(request, states, chosen, slots)
+        refused = self._reserve(request, blocks, chosen, slots)
         self.tally.add("blocks_refused", len(refused_states))
-        if refused:
-            state.refused_blocks = len(refused)
-            state.next_token = min(block.start_token for block in refused)
         if not chosen:
-            return None
-        self._events.begun(state.request, chosen)
+            return refused
+        self._events.begun(request, chosen)
         self._pins.pin([block.block_id for block in chosen])
-        job_id = self._jobs.open(Direction.STORE, state.request.request_id, chosen)
-        return make_job(job_id, Direction.STORE, chosen, slots)
+        job_id = self._jobs.open(Direction.STORE, request.request_id, chosen)
+        step.stores.append(make_job(job_id, Direction.STORE, chosen, slots))
+        return refused
 
     def _reserve(
         self,
-        state: RequestState,
+        request: EngineRequest,
         blocks: list[PlannedBlock],
         chosen: list[PlannedBlock],
         slots: list[int],
@@ -275,7 +294,7 @@ class OffloadScheduler:
         while at < len(blocks) and (room := self._pins.room - len(chosen)) > 0:
             part = {block.key: block for block in blocks[at : at + room]}
             at += room
-            for key, slot in self._tier.begin_store(list(part), state.request.block_hashes):
+            for key, slot in self._tier.begin_store(list(part), request.block_hashes):
                 chosen.append(part[key])
                 slots.append(slot)
         return blocks[at:]

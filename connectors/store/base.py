@@ -50,6 +50,14 @@ class BlockStore(Protocol):
     def close(self) -> None: ...
 
 
+def close_within(store: BlockStore, timeout_s: float) -> bool:
+    """Close a store whose client may wait for a server that is gone. False: it still does."""
+    thread = threading.Thread(target=store.close, name="kvatlas-store-close", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
 class Deadline:
     """A moment by which something must have ended."""
 

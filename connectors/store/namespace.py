@@ -50,8 +50,8 @@ class Namespace:
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
     def digests(self, epoch: int = 0) -> tuple[bytes, ...]:
-        """Of every rank, in order."""
-        return tuple(self.digest(rank, epoch) for rank in range(len(self.ranks)))
+        """Of every rank, in order; of ranks that hold the same, one."""
+        return tuple(dict.fromkeys(self.digest(rank, epoch) for rank in range(len(self.ranks))))
 
     def ticket(self, epoch: int) -> int:
         """One number that says the epoch and vouches for the fields; below 2**52."""
@@ -70,8 +70,11 @@ class Namespace:
         return f"{self.digest(0).hex()} ({len(self.ranks)} ranks; {named})"
 
 
-def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "") -> Namespace:
-    """The namespace of a vLLM engine. ``label``: chosen by the operator, to keep fleets apart."""
+def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "", replicas: int = 1) -> Namespace:
+    """The namespace of a vLLM engine. ``label``: chosen by the operator, to keep fleets apart.
+
+    ``replicas``: so many neighbouring tensor-parallel ranks hold the same, and have one name for it.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     seed, private_reason = _hash_seed(vllm_config)
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
@@ -103,7 +106,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "") -> 
         "dcp": str(parallel.decode_context_parallel_size),
     }
     engine = str(vllm_config.kv_transfer_config.engine_id)
-    return Namespace(fields, _ranks(parallel), engine, private_reason)
+    return Namespace(fields, _ranks(parallel, replicas), engine, private_reason)
 
 
 def _vllm_release() -> str:
@@ -131,10 +134,10 @@ def _hash_seed(vllm_config: Any) -> tuple[str, str]:
     return hash_fn(seeds[0]).hex(), ""
 
 
-def _ranks(parallel: Any) -> tuple[tuple[int, int, int], ...]:
+def _ranks(parallel: Any, replicas: int) -> tuple[tuple[int, int, int], ...]:
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     dcp = max(1, parallel.decode_context_parallel_size)
-    return tuple((at % tp, at // tp, at % tp % dcp) for at in range(tp * pp))
+    return tuple((at % tp // replicas * replicas, at // tp, at % tp % dcp) for at in range(tp * pp))
 
 
 def _group(spec: Any) -> str:

@@ -60,6 +60,12 @@ class Options:
             raise ConfigError(self.key(name), value, "give a whole number")
         return int(value)
 
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(self.key(name), value, "give true or false")
+        return value
+
     def size(self, name: str, default: str) -> int:
         """Bytes, given as a number or as text such as "8GiB"."""
         return size_bytes(self._get(name, default), self.key(name))

@@ -84,6 +84,9 @@ class TransferResult:
     failed_keys: tuple[bytes, ...] = ()
 
 
+CLOSE_S = 10.0
+"""How long a shutdown waits for copies: they take milliseconds, or hang."""
+
 StreamMark = object
 """A point in the work of a device's computing stream; only the engine that made it looks inside."""
 
@@ -108,5 +111,8 @@ class TransferEngine(Protocol):
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
         """Block until these jobs have ended (they still come out of ``poll``). False: not within the time."""
 
-    def close(self) -> None:
-        """Wait for what runs, free every resource. Further calls to ``submit`` fail their jobs."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Let what runs end and free every resource; may be called again. Later jobs fail.
+
+        False: something still runs after ``timeout_s``. Its memory must stay; its jobs are never answered.
+        """

@@ -89,14 +89,16 @@ def calibrate(device: Device, driver: Driver) -> Calibration:
         log.info("this CUDA driver has no batched copies (12.8 has): pieces are copied one call each")
     host = PinnedHostPool(SCRATCH_BYTES, SCRATCH_BYTES, driver=driver)
     try:
-        probe = _ScratchProbe(device, driver, host)
         if not driver.maps_same_address(host.address):
             return Calibration(note="kernels cannot read host memory by its address here")
         try:
+            probe = _ScratchProbe(device, driver, host)
             if not probe.kernel_copies_correctly():
                 log.error("the copy kernel is not used: it does not copy correctly on %s", device.name)
                 return Calibration(note="the kernel does not copy correctly here")
-        except Exception as error:  # triton or its compiler may be missing or broken, which costs only speed
+        except (
+            Exception
+        ) as error:  # triton, its compiler or scratch memory may be missing: it costs only speed
             log.warning("the copy kernel is not used: it cannot be run", exc_info=True)
             return Calibration(note=f"the kernel cannot be run: {type(error).__name__}: {error}")
         return choose(probe)

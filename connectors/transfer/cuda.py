@@ -1,7 +1,8 @@
 """Copies rows between a GPU's KV cache and pinned host memory, beside the model and without waiting for it.
 
 ``mark`` records an event on the computing stream, ``submit`` queues a job behind one; a thread spells jobs
-out and enqueues them on one stream per direction, both of the lowest priority, behind that event: a store
+out and enqueues them on one stream per direction (both of the lowest priority, which is that of vLLM's own
+streams too: nothing yields to the model unless its stream was raised), behind that event: a store
 reads what was computed before it, a load overwrites nothing that earlier work still has to zero. Loads go
 before stores, because requests wait for them. ``poll`` asks the events behind each part.
 
@@ -18,13 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from connectors.layout.blocks import CacheView
-from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
+from connectors.transfer.base import CLOSE_S, Direction, StreamMark, TransferJob, TransferResult
 from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
 from connectors.transfer.cuda_device import Device, TorchDevice
 from connectors.transfer.cuda_lane import EventPool, Lane, Mark, Part, PreparedJobs, QueuedJob
 from connectors.transfer.cuda_mover import MoveCounts, Mover
 from connectors.transfer.driver import CudaDriver, Driver
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.host_pool import PinnedHostPool, SharedMapping
 from connectors.transfer.plan import HostMemory, TransferPlan
 
 log = logging.getLogger(__name__)
@@ -41,15 +42,16 @@ def open_cuda(
     device_index: int | None = None,
     *,
     queued_stores_max: int = QUEUED_STORES_MAX,
+    shared: SharedMapping | None = None,
 ) -> tuple[CudaTransferEngine, PinnedHostPool]:
-    """The engine and the pinned pool for one GPU (default: torch's current one).
+    """The engine and the pinned pool for the GPU of this index (default: torch's current one).
 
     Close the engine, then the pool. Raises HostMemoryError, DriverError, LayoutError, or RuntimeError where
     there is no CUDA device.
     """
     device = TorchDevice(device_index)
     driver = CudaDriver(device.index)
-    pool = PinnedHostPool(host_bytes, view.row_bytes, driver=driver)
+    pool = PinnedHostPool(host_bytes, view.row_bytes, driver=driver, shared=shared)
     try:
         engine = CudaTransferEngine(
             view,
@@ -196,12 +198,15 @@ class CudaTransferEngine:
                     return False
                 self._changed.wait(min(left, POLL_INTERVAL_S))
 
-    def close(self) -> None:
-        """Finish every job that was taken, then stop; may be called again."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Finish every job that was taken, then stop; may be called again. False: a copy hangs."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("copies did not end within %g s; their host memory is left to the process", timeout_s)
+        return not self._thread.is_alive()
 
     def _full(self, lane: Lane) -> bool:
         return len(lane.waiting) >= self._queued_stores_max

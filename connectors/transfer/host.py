@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from connectors.layout.blocks import CacheView
-from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
+from connectors.transfer.base import CLOSE_S, Direction, StreamMark, TransferJob, TransferResult
 from connectors.transfer.plan import HostMemory, TransferPlan, merge_adjacent
 
 log = logging.getLogger(__name__)
@@ -123,12 +123,15 @@ class HostTransferEngine:
         with self._changed:
             return self._changed.wait_for(lambda: self._unfinished.isdisjoint(wanted), timeout_s)
 
-    def close(self) -> None:
-        """Finish every job that was taken, then stop; may be called again."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Finish every job that was taken, then stop; may be called again. False: a copy hangs."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("copies did not end within %g s; their host memory is left to the process", timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -25,6 +25,9 @@ _NODE_BITS = 1024
 _POPULATE_STEP_BYTES = 256 << 20
 _POPULATE_THREADS_MAX = 8
 _UNLIMITED_BYTES = 1 << 60
+_GROUP_FILES = ("memory.max", "memory.current", "inactive_file ")
+_GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
+"""Of a control group, version 2 and 1: limit, what is used, and in memory.stat cached file pages of that."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -38,23 +41,27 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     for line in _lines(proc / "self" / "cgroup"):
-        if line.startswith("0::"):
-            group = cgroup / line[3:].strip("/")
-            while group.is_relative_to(cgroup):
-                available = min(available, _group_available(group))
-                group = group.parent
+        _number, controllers, place = line.split(":", 2)
+        if not controllers:
+            available = min(available, _group_available(cgroup, place, _GROUP_FILES))
+        elif "memory" in controllers.split(","):  # control groups of version 1
+            available = min(available, _group_available(cgroup / "memory", place, _GROUP_FILES_V1))
     return max(available, 0)
 
 
-def _group_available(group: Path) -> int:
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-    if not limit or not used or limit[0] == "max":
-        return _UNLIMITED_BYTES
-    # Cached file pages count as used but make room when asked to.
-    cached = [
-        int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("inactive_file ")
-    ]
-    return int(limit[0]) - int(used[0]) + sum(cached)
+def _group_available(root: Path, place: str, names: tuple[str, str, str]) -> int:
+    """What a group and those around it leave. In a container its own place may be outside of what it sees."""
+    available = _UNLIMITED_BYTES
+    group = root / place.strip("/")
+    while group.is_relative_to(root):
+        limit, used = _lines(group / names[0]), _lines(group / names[1])
+        if limit and used and limit[0] != "max":
+            # Cached file pages count as used but make room when asked to.
+            stat = _lines(group / "memory.stat")
+            cached = sum(int(line.split()[1]) for line in stat if line.startswith(names[2]))
+            available = min(available, int(limit[0]) - int(used[0]) + cached)
+        group = group.parent
+    return available
 
 
 def numa_node_of(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
@@ -62,6 +69,17 @@ def numa_node_of(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
     found = _lines(sys / "bus/pci/devices" / pci_bus_id.lower() / "numa_node")
     node = int(found[0]) if found else -1
     return node if node >= 0 and (sys / f"devices/system/node/node{node}").exists() else None
+
+
+def cpus_of_node(node: int, sys: Path = Path("/sys")) -> frozenset[int]:
+    """The processors next to a memory node that this process may use; empty: none, or nobody says."""
+    found = _lines(sys / f"devices/system/node/node{node}/cpulist")
+    cpus: set[int] = set()
+    for stretch in found[0].split(",") if found else ():
+        if stretch.strip():
+            first, _, last = stretch.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus & os.sched_getaffinity(0))
 
 
 def prefer_node(address: int, size_bytes: int, node: int) -> str:
@@ -97,11 +115,21 @@ def keep_from_children(address: int, size_bytes: int) -> bool:
     return _madvise(address, size_bytes, _MADV_DONTFORK) == 0
 
 
-def populate(address: int, size_bytes: int) -> None:
-    """Have every page in place now. MemoryError: there is not enough; ``address`` is a multiple of a page."""
+def populate(address: int, size_bytes: int, cpus: frozenset[int] = frozenset()) -> None:
+    """Have every page in place now. MemoryError: there is not enough; ``address`` is a multiple of a page.
+
+    ``cpus``: the only processors to do it on, unless empty: a page of which nothing else is said comes from
+    the memory next to the processor that touches it first.
+    """
     steps = range(0, size_bytes, _POPULATE_STEP_BYTES)
+
+    def settle() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of the calling thread alone
+
     # Zeroing pages is what takes the time, and several cores do it several times faster.
-    with ThreadPoolExecutor(min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)) as threads:
+    workers = min(_POPULATE_THREADS_MAX, len(cpus) or os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, initializer=settle) as threads:
         list(
             threads.map(lambda at: _populate(address + at, min(_POPULATE_STEP_BYTES, size_bytes - at)), steps)
         )

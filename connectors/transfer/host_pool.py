@@ -12,6 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +29,17 @@ log = logging.getLogger(__name__)
 HUGE_PAGE_BYTES = 2 << 20
 REGISTER_CHUNK_BYTES = 64 << 30
 """Most that is registered at once: drivers refuse much larger stretches on some machines."""
+
+
+@dataclass(frozen=True)
+class SharedMapping:
+    """Memory of several processes by the name of a file in a memory file system, which goes when all have it.
+
+    ``first``: the one that puts its pages in place.
+    """
+
+    path: Path
+    first: bool
 
 
 class HostMemoryError(Exception):
@@ -47,8 +61,10 @@ class PinnedHostPool:
         driver: Driver | None = None,
         numa_node: int | None = None,
         register_chunk_bytes: int = REGISTER_CHUNK_BYTES,
+        shared: SharedMapping | None = None,
     ) -> None:
-        """HostMemoryError: not enough memory, or it cannot be pinned."""
+        """``shared``: memory that pools of other processes map too. HostMemoryError: not enough memory, or it
+        cannot be pinned."""
         if row_bytes <= 0 or size_bytes < row_bytes:
             raise HostMemoryError(
                 f"host_bytes leaves this rank {size_bytes} bytes, less than one row of {row_bytes}: raise it"
@@ -61,13 +77,15 @@ class PinnedHostPool:
         self._driver = driver
         self._registered: list[int] = []
         self._closed = False
-        self._map = self._reserve()
+        self._map = self._reserve() if shared is None else self._map_shared(shared)
         whole = np.frombuffer(self._map, np.uint8)
-        skip = -whole.ctypes.data % HUGE_PAGE_BYTES
+        # Of shared memory, row 0 must be the same bytes in every process, wherever it is mapped.
+        skip = -whole.ctypes.data % HUGE_PAGE_BYTES if shared is None else 0
         self._bytes = whole[skip : skip + self.size_bytes]
         self.address = int(self._bytes.ctypes.data)
         try:
-            self._settle(numa_node)
+            if shared is None or shared.first:
+                self._settle(numa_node)
             self._register()
         except BaseException:
             self.close()
@@ -107,6 +125,31 @@ class PinnedHostPool:
         except OSError as error:
             raise self._short(available) from error
 
+    def _map_shared(self, shared: SharedMapping) -> mmap.mmap:
+        size = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if shared.first:
+            available = host_memory.available_bytes()
+            if size > available:
+                raise self._short(available)
+        try:
+            file = os.open(shared.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.ftruncate(file, size)
+                if shared.first:
+                    # What is not there now would end the process when it is touched.
+                    os.posix_fallocate(file, 0, size)
+                self.notes.append(f"shared as {shared.path}")
+                return mmap.mmap(file, size, mmap.MAP_SHARED)
+            finally:
+                os.close(file)
+        except OSError as error:
+            shared.path.unlink(missing_ok=True)
+            raise HostMemoryError(
+                f"host_bytes: {_gib(size)} of shared memory at {shared.path} cannot be had ({error}): give "
+                "the container more (docker --shm-size, or an emptyDir of medium Memory at /dev/shm), or set "
+                "share_replicas to false, with which every rank keeps its own copy"
+            ) from error
+
     def _settle(self, numa_node: int | None) -> None:
         span = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if not host_memory.advise_huge_pages(self.address, span):
@@ -114,16 +157,35 @@ class PinnedHostPool:
         host_memory.keep_from_children(self.address, span)
         if numa_node is None and self._driver is not None:
             numa_node = host_memory.numa_node_of(self._driver.pci_bus_id())
-        if numa_node is None:
-            self.notes.append("not bound to a memory node: the system names none near the device")
-        else:
-            refused = host_memory.prefer_node(self.address, span, numa_node)
-            where = f"memory node {numa_node}"
-            self.notes.append(f"not bound to {where}: {refused}" if refused else f"on {where}")
+        cpus = self._bind(span, numa_node)
         try:
-            host_memory.populate(self.address, span)
+            host_memory.populate(self.address, span, cpus)
         except MemoryError as error:
             raise self._short(host_memory.available_bytes()) from error
+
+    def _bind(self, span: int, numa_node: int | None) -> frozenset[int]:
+        """Put the pages near the device; the processors that must touch them first for that, if any must."""
+        if numa_node is None:
+            self.notes.append("not bound to a memory node: the system names none near the device")
+            return frozenset()
+        where = f"memory node {numa_node}"
+        refused = host_memory.prefer_node(self.address, span, numa_node)
+        if not refused:
+            self.notes.append(f"on {where}")
+            return frozenset()
+        cpus = host_memory.cpus_of_node(numa_node)
+        if cpus:
+            self.notes.append(f"on {where} by the processors that touch it first ({refused})")
+            remedy = (
+                "pages that must move later will not stay there; allow mbind (CAP_SYS_NICE in a container)"
+            )
+        else:
+            self.notes.append(f"not bound to {where}: {refused}, and no processor of it may be used")
+            remedy = (
+                "copies may cross the machine; allow mbind (CAP_SYS_NICE in a container), or its processors"
+            )
+        log.warning("host memory is %s: %s", self.notes[-1], remedy)
+        return cpus
 
     def _register(self) -> None:
         if self._driver is None:

@@ -19,7 +19,7 @@ import numpy as np
 from connectors.layout.blocks import CacheView, GroupPages, LayoutError
 from connectors.transfer.base import Direction, GroupMoves, Indices, TransferJob
 
-MERGED_PIECE_BYTES_MAX = 64 << 20
+MERGED_PIECE_BYTES_MAX = 32 << 20
 """One descriptor copies at most this much, so that a merged run cannot occupy a copy engine for long."""
 
 _SORTED_MAX = 4096

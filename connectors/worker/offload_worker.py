@@ -72,8 +72,8 @@ class RowOffloadingWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Let what runs end and free everything; may be called again."""
-        self._engine.close()
-        self._pool.close()
+        if self._engine.close():
+            self._pool.close()
 
     def _submit(self, job_id: int, direction: Direction, device: Any, host: Any) -> bool:
         groups = chunk_moves(

@@ -2,7 +2,8 @@
 
 A job is cut into chunks, and each takes free staging rows when there are some: a store copies blocks into its
 rows and hands them to the store's threads, a load has them fetched and copies what arrived, checked, to the
-device. The copies are another ``TransferEngine``'s, asked only from the thread that calls this one, so that
+device. Rows keep what passed through them until they are needed: it is loaded from host memory the next time.
+The copies are another ``TransferEngine``'s, asked only from the thread that calls this one, so that
 its order with the device's work holds. What always holds: nothing that did not pass its frame's check is
 copied to the device; a job ends by its deadline (a copy under way is waited for), once, and its blocks are
 not written to afterwards; rows are reused only when nobody touches them any more.
@@ -20,10 +21,11 @@ from typing import Protocol
 import numpy as np
 
 from connectors.layout.blocks import CacheView
-from connectors.store.base import BlockStore, Deadline
+from connectors.store.base import BlockStore, Deadline, close_within
 from connectors.store.frame import FRAME_BYTES
 from connectors.store.namespace import Namespace
 from connectors.transfer.base import (
+    CLOSE_S,
     Direction,
     GroupMoves,
     StreamMark,
@@ -31,6 +33,7 @@ from connectors.transfer.base import (
     TransferJob,
     TransferResult,
 )
+from connectors.worker.row_cache import RowCache
 from connectors.worker.staged_jobs import Chunk, StagedJob, StagedView, StagingSettings, staging_row_bytes
 from connectors.worker.store_threads import StagedValue, StoreTask, StoreThreads
 
@@ -39,7 +42,7 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 8 << 20
 _GRACE_S = 0.5
 """How long after a deadline the store may say itself what went wrong."""
-_CLOSE_S = 10.0
+_STORE_CLOSE_S = 5.0
 _NAP_S = 0.005
 
 
@@ -79,7 +82,7 @@ class StagedTransfers:
         most = max(1, settings.rows // (2 * settings.threads))
         self._chunk_blocks = min(most, max(1, _CHUNK_BYTES // staging_row_bytes(view.row_bytes)))
         self._errands = StoreThreads(store, settings.threads)
-        self._free = list(range(settings.rows))
+        self._rows = RowCache(settings.rows)
         self._jobs: dict[int, StagedJob] = {}
         self._queues: tuple[deque[StagedJob], deque[StagedJob]] = (deque(), deque())
         """Jobs with chunks that wait for rows: loads, then stores."""
@@ -89,6 +92,7 @@ class StagedTransfers:
         self._copy_ids = itertools.count(1)
         self._results: list[TransferResult] = []
         self._closed = False
+        self._at_rest = False
 
     # -- the transfer engine's interface -----------------------------------------------------------------
 
@@ -133,20 +137,22 @@ class StagedTransfers:
             else:
                 self._errands.wait_done(nap_s)
 
-    def close(self) -> None:
-        """Finish what was taken, but not longer than ten seconds for a store that hangs."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Finish what was taken, but not longer than that for a store, or copies, that hang."""
         if self._closed:
-            return
+            return self._at_rest
         self._closed = True
-        if not self.wait(list(self._jobs), _CLOSE_S):
+        if not self.wait(list(self._jobs), timeout_s):
             for job in list(self._jobs.values()):
                 self._abandon(job, "the store did not answer before the engine was closed")
         idle = self._errands.close(timeout_s=1.0)
-        self._copies.close()
+        copied = self._copies.close(timeout_s)
         self._advance()
-        self._store.close()
-        if idle:
+        closed = close_within(self._store, _STORE_CLOSE_S)
+        self._at_rest = idle and copied and closed
+        if self._at_rest:
             self._pool.close()
+        return self._at_rest
 
     def counters(self) -> dict[str, int]:
         """What went otherwise than hoped with the store, by reason; grows only."""
@@ -186,16 +192,33 @@ class StagedTransfers:
         # Stores leave half of the rows to loads: requests wait for those.
         spared = 0 if job.direction is Direction.LOAD else self._settings.rows // 2
         while job.waiting:
-            if len(job.waiting[0]) > len(self._free) - spared:
+            if job.direction is Direction.LOAD and self._settings.keep and not self._copy_kept(job):
+                continue
+            if len(job.waiting[0]) > self._rows.available - spared:
                 return False
             blocks = job.waiting.popleft()
-            chunk = Chunk(job, blocks, [self._free.pop() for _ in blocks])
+            chunk = Chunk(job, blocks, self._rows.take(len(blocks)))
             job.running += 1
             if job.direction is Direction.STORE:
                 self._copy(chunk)
             else:
                 self._visit_store(chunk)
         return True
+
+    def _copy_kept(self, job: StagedJob) -> bool:
+        """Begin what the rows still keep of the next chunk to load. False: that was all of it."""
+        prefix, _ = self._view.digests(job.epoch)
+        blocks = job.waiting.popleft()
+        found = [(block, self._rows.read(prefix + block.key)) for block in blocks]
+        kept = [(block, row) for block, row in found if row is not None]
+        missing = [block for block, row in found if row is None]
+        if kept:
+            self._errands.counters.add("load_kept_in_host_memory", len(kept))
+            job.running += 1
+            self._copy(Chunk(job, [block for block, _ in kept], [row for _, row in kept], kept=True))
+        if missing:
+            job.waiting.appendleft(missing)
+        return bool(missing)
 
     def _copy(self, chunk: Chunk) -> None:
         by_group: dict[int, tuple[list[int], list[int]]] = {}
@@ -232,7 +255,7 @@ class StagedTransfers:
     # -- endings -----------------------------------------------------------------------------------------
 
     def _end_chunk(self, chunk: Chunk, ok: bool, error: str, failed: set[bytes] | None = None) -> None:
-        self._free += chunk.rows
+        self._let_go(chunk, ok, failed or set())
         if chunk.abandoned:
             return
         job = chunk.job
@@ -244,6 +267,18 @@ class StagedTransfers:
             if block.key not in (blamed or ()):
                 size = self._view.value_bytes[block.group_idx] - FRAME_BYTES
                 job.bytes_by_group[block.group_idx] = job.bytes_by_group.get(block.group_idx, 0) + size
+
+    def _let_go(self, chunk: Chunk, ok: bool, failed: set[bytes]) -> None:
+        """Rows of a chunk that ended; whole values stay in them until the rows are needed."""
+        prefix, _ = self._view.digests(chunk.job.epoch)
+        if chunk.kept:
+            for block in chunk.blocks:
+                self._rows.end_read(prefix + block.key, keep=ok)
+            return
+        # Where nothing is blamed, nothing is known of any.
+        whole = self._settings.keep and not chunk.abandoned and (ok or bool(failed))
+        keys = [prefix + block.key if whole and block.key not in failed else None for block in chunk.blocks]
+        self._rows.give_back(chunk.rows, keys)
 
     def _abandon(self, job: StagedJob, reason: str) -> None:
         """Answer without what is still with the store; its rows come back when the store lets go of them."""

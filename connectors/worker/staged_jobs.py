@@ -21,6 +21,8 @@ class StagingSettings:
     rows: int
     threads: int = 4
     """That get values; half as many put them, so that neither waits for the other."""
+    keep: bool = True
+    """Whether rows keep what passed through them, until they are needed."""
     load_deadline_s: float = 10.0
     store_deadline_s: float = 10.0
 
@@ -86,6 +88,8 @@ class Chunk:
     job: StagedJob
     blocks: list[Block]
     rows: list[int]
+    kept: bool = False
+    """A load of values that their rows kept: it does not visit the store."""
     abandoned: bool = False
     """Its job was answered without it; only its rows are still to come back."""
 

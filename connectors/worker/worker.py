@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 EngineFactory = Callable[[CacheView, str], TransferEngine]
-"""Makes the transfer engine for a registered cache; the text is the device type, ``cpu`` or ``cuda``."""
+"""Makes the transfer engine for a registered cache; the text is its device, ``cpu`` or ``cuda:0``."""
 
 
 class OffloadWorker:
@@ -55,7 +55,7 @@ class OffloadWorker:
         Raises ``LayoutError`` for a cache that cannot be copied safely.
         """
         view = view_of_tensors(self._kv_cache_config, kv_caches)
-        device = device_type(kv_caches)
+        device = device_of(kv_caches)
         self.use_engine(self._make_engine(view, device))
         pieces = sum(len(region.piece_offsets) for group in view.groups for region in group.regions)
         log.info(
@@ -124,11 +124,11 @@ class OffloadWorker:
             self._engine.close()
 
 
-def device_type(kv_caches: Mapping[str, Any]) -> str:
-    """``cpu``, ``cuda``, ...: where the first registered tensor lies."""
+def device_of(kv_caches: Mapping[str, Any]) -> str:
+    """``cpu``, ``cuda:0``, ...: where the first registered tensor lies."""
     for cache in kv_caches.values():
         tensor = cache[0] if isinstance(cache, list | tuple) else cache
-        return str(tensor.device.type)
+        return str(tensor.device)
     raise ValueError("vLLM registered no KV caches")
 
 

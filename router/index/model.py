@@ -208,7 +208,8 @@ class FleetResidency:
                 open_seats.setdefault(seat.scheme, []).append(seat)
         for scheme, settled in seating.settled.items():
             rows = self._rows(prompt, scheme, elsewhere)
-            answers |= settled.hits(rows, prompt.num_tokens, detail=detail)
+            hits = settled.hits(rows, prompt.num_tokens, detail=detail)
+            answers = {**answers, **hits} if answers else hits
             if open_seats and scheme in open_seats:
                 answers |= self._open_hits(rows, prompt.num_tokens, open_seats.pop(scheme), detail=detail)
         for scheme, seats in open_seats.items():

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.index.base import WORD_BITS, Rows, Slot
+from router.index.base import Rows, Slot
 from router.index.learn.layout import CacheLayout
 from router.index.learn.prefixes import LearnedKeys
 from router.index.media import CPU, GPU, STORAGE
@@ -84,32 +84,52 @@ NOWHERE = Slot(-1, 0)
 """A word no column has: the rows of an engine that stored nothing yet are empty."""
 
 
-class _Row(NamedTuple):
+class _Row:
     """Seats of one layout, word and mode, whose hits are worked out together."""
 
-    layout: CacheLayout
-    word: int
-    mode: Mode
-    seats: list[Seat]
-    engine_ids: list[str]
-    bits: list[int]
+    __slots__ = ("bits", "by_bit", "engine_ids", "layout", "mode", "seats", "word")
+
+    def __init__(self, seats: list[Seat]) -> None:
+        first = seats[0]
+        self.layout, self.word, self.mode = first.layout, first.slot.word, first.mode
+        self.seats = seats
+        self.engine_ids = [seat.engine_id for seat in seats]
+        self.by_bit = {seat.slot.bit: seat.engine_id for seat in seats}
+        self.bits = sum([1 << bit for bit in self.by_bit])
+
+    def hits(self, found: WordHits) -> dict[str, EngineHit]:
+        """From what was found of the word. Engines that hold as much share theirs."""
+        mode, alignment, by_bit = self.mode, self.layout.alignment, self.by_bit
+        answers = dict.fromkeys(self.engine_ids, EngineHit(mode, alignment=alignment))
+        trunks = sum([bits for _, bits in found.trunk_ends])
+        without_trunk = sum([bits for _, bits in found.hit_ends]) & ~trunks
+        for trunk, reached in (*found.trunk_ends, (0, without_trunk)):
+            left = reached & self.bits
+            for end, bits in (*found.hit_ends, (0, left)):
+                alike = bits & left
+                if alike:
+                    hit = EngineHit(mode, end, trunk_tokens=trunk, alignment=alignment)
+                    left ^= alike
+                    while alike:
+                        bit = alike.bit_length() - 1
+                        answers[by_bit[bit]] = hit
+                        alike ^= 1 << bit
+        return answers
 
 
 class SeatRows:
     """Seats of one hash scheme, arranged for ``hits``."""
 
-    __slots__ = ("_rows", "seats")
+    __slots__ = ("_rows",)
 
     def __init__(self, seats: list[Seat]) -> None:
-        self.seats = seats
-        rows: dict[tuple[int, int, Mode], _Row] = {}
+        rows: dict[tuple[int, int, Mode, str], list[Seat]] = {}
         for seat in seats:
-            key = id(seat.layout), seat.slot.word, seat.mode  # engines laid out alike share the object
-            row = rows.setdefault(key, _Row(seat.layout, seat.slot.word, seat.mode, [], [], []))
-            row.seats.append(seat)
-            row.engine_ids.append(seat.engine_id)
-            row.bits.append(seat.slot.bit)
-        self._rows = list(rows.values())
+            word = seat.slot.word
+            # Engines laid out alike share the object; those that are nowhere share a bit too.
+            key = id(seat.layout), word, seat.mode, seat.engine_id if word < 0 else ""
+            rows.setdefault(key, []).append(seat)
+        self._rows = [_Row(alike) for alike in rows.values()]
 
     def hits(self, found: Rows, num_tokens: int, *, detail: bool) -> dict[str, EngineHit]:
         """The hit of each seat from the rows of its scheme's hashes; ``detail``: by spec class too."""
@@ -122,8 +142,7 @@ class SeatRows:
                 for seat in row.seats:
                     answers[seat.engine_id] = _loading(seat, gpu, reaches, detail=detail)
             else:
-                by_bit = _word_hits(gpu, row.layout.alignment, row.mode)
-                answers.update(zip(row.engine_ids, map(by_bit.__getitem__, row.bits), strict=True))
+                answers = {**answers, **row.hits(gpu)} if answers else row.hits(gpu)
         return answers
 
 
@@ -137,24 +156,6 @@ class Seating(NamedTuple):
 def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
     return SeatRows(seats).hits(rows, num_tokens, detail=detail)
-
-
-def _word_hits(found: WordHits, alignment: int, mode: Mode) -> list[EngineHit]:
-    """The hits of 64 engines, by bit; those that hold as much share theirs."""
-    hits = [EngineHit(mode, alignment=alignment)] * WORD_BITS
-    without_trunk = sum([bits for _, bits in found.hit_ends]) & ~sum([bits for _, bits in found.trunk_ends])
-    for trunk, reached in (*found.trunk_ends, (0, without_trunk)):
-        left = reached
-        for end, bits in (*found.hit_ends, (0, reached)):
-            alike = bits & left
-            if alike:
-                hit = EngineHit(mode, end, trunk_tokens=trunk, alignment=alignment)
-                left ^= alike
-                while alike:
-                    bit = alike.bit_length() - 1
-                    hits[bit] = hit
-                    alike ^= 1 << bit
-    return hits
 
 
 def _loading(seat: Seat, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: bool) -> EngineHit:

@@ -19,7 +19,6 @@ import xxhash
 from publisher.block_hash import HashScheme
 from router.fleet.status import Fleet
 from router.index.models import Scopes
-from router.index.seats import EngineHit
 from router.openai.apis import PROMPT_APIS
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
@@ -176,22 +175,20 @@ class Planner:
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
-        held: dict[str, EngineHit] = dict(look.hits)
-        of_model: dict[str, list[str]] = {}
-        ids: list[str] = []
-        guessed, model = False, None
-        for engine in engines:
-            if engine.shadow is not None:
-                guessed = True
-            if engine.engine.events is None or engine.base_model is None or engine.engine_id in held:
+        held = look.hits
+        for model in dict.fromkeys([engine.base_model for engine in engines]):
+            if model is None:
                 continue
-            if engine.base_model != model:
-                model = engine.base_model
-                ids = of_model.setdefault(model, [])
-            ids.append(engine.engine_id)
-        for model, ids in of_model.items():
-            scope = self._scopes.scope(model)
-            held |= scope.predict(prompt, ids, detail=detail, elsewhere=look.stores.get(model))
+            ids = [
+                e.engine_id
+                for e in engines
+                if e.base_model == model and e.engine.events is not None and e.engine_id not in look.hits
+            ]
+            if ids:
+                told = look.stores.get(model)
+                predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
+                held = {**held, **predicted} if held else predicted
+        guessed = any([engine.shadow is not None for engine in engines])  # noqa: C419  # a list is faster
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
         last = tokens - 1

@@ -28,6 +28,7 @@ from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
 from router.observe.access_log import AccessLog, AccessLogSettings
+from router.observe.hot_prefixes import HotPrefixes
 from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
 from router.placement.candidate import Candidate, Confidence, Hit
@@ -101,6 +102,7 @@ class Accounts:
         self.load_stats = LoadStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
+        self.hot = HotPrefixes()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
@@ -193,7 +195,7 @@ class Engine(EngineStatus):
         if self.feed is None:
             return
         layout = self.layout
-        longest = 0 if layout is None else max(spec_class.block_size for spec_class in layout.classes)
+        longest = 0 if layout is None else max([spec_class.block_size for spec_class in layout.classes])
         if tokens >= (2 * longest or _EVENTS_DUE_TOKENS):
             self._events_due(self.engine_id, since)
 
@@ -239,7 +241,9 @@ class Engine(EngineStatus):
     def hit(self, asked: PromptView) -> Hit:
         """What this engine has of a prompt, discounted by what its feed has missed."""
         name, feed = self.engine_id, self.feed
-        common, coming, held = asked.common.get(name, 0), asked.coming.get(name, 0), asked.held.get(name)
+        held = asked.held.get(name)
+        common = asked.common.get(name, 0) if asked.common else 0
+        coming = asked.coming.get(name, 0) if asked.coming else 0
         if held is None:
             if self.shadow is None or asked.shadows is None:
                 return Hit(trunk_tokens=common, common_tokens=common)

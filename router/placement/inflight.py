@@ -84,10 +84,13 @@ def keeps(
     if that is None, or if every group is full attention (``every_block``). Sizes in tokens.
     """
     last = prompt_tokens - 1
+    junction, whole = min(trunk_tokens, last) // alignment * alignment, last // alignment * alignment
     step = alignment if every_block or retention_interval is None else retention_interval
-    ends = set(range(step, last + 1, step)) if step else set()
-    ends |= {last // alignment * alignment, min(trunk_tokens, last) // alignment * alignment}
-    return tuple(sorted(end // hash_block_size for end in ends if end))
+    if not step:
+        ends = [end for end in (junction, whole) if end]
+        return tuple([end // hash_block_size for end in (ends[:1] if junction == whole else ends)])
+    ends = sorted({*range(step, last + 1, step), junction, whole})
+    return tuple([end // hash_block_size for end in ends if end])
 
 
 class PrefixNode:

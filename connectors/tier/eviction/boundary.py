@@ -138,8 +138,9 @@ class BoundaryPolicy:
         """Doom the tails in a node that no end below it needs."""
         tails = [(key, self._span[group]) for key, group in node.keys.items() if group in self._span]
         distance, below, span_max = 0, node, self._span_max
+        # Down to an end, where requests are expected to resume: nothing follows, prompts part, or they have.
         while distance < span_max and not (below.branched or below.loads > 1 or not below.children):
-            (below,) = below.children  # not by is_end: this runs for every tail of a long prompt
+            (below,) = below.children
             distance += 1
         if not distance:
             return False

@@ -37,11 +37,6 @@ class Node:
     pending: bool = False
     """A chain that is being stored may put keys here."""
 
-    @property
-    def is_end(self) -> bool:
-        """Requests are expected to resume here: nothing follows, or different things do, or they have."""
-        return not self.children or self.branched or self.loads > 1
-
     def up(self) -> Iterator[Node]:
         """This node and those above it."""
         node: Node | None = self

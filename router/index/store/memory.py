@@ -153,11 +153,12 @@ class MemoryIndex:
         return Rows(len(hashes), columns, self._runs(numbers, found))
 
     def _runs(self, numbers: npt.NDArray[np.intp], found: Words) -> Runs | None:
-        changes = (numbers[1:] != numbers[:-1]).nonzero()[0] + 1
+        changes = (numbers[1:] != numbers[:-1]).nonzero()[0]
         if not len(numbers) or len(changes) >= _RUNS_MAX:
             return None
+        changes += 1
         starts = [0, *changes.tolist()]
-        return Runs(starts, found[starts].tolist(), self._columns)
+        return Runs(starts, [found[0].tolist(), *found.take(changes, axis=0).tolist()], self._columns)
 
     def _numbers(self, hashes: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
         """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""

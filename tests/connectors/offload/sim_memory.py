@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.transfer.base import CLOSE_S, Direction, TransferJob, TransferResult
 
 Content = dict[int, object]
 
@@ -105,8 +105,9 @@ class SimEngine:
         self.tick(all_of_it=True)
         return True
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
         self.tick(all_of_it=True)
+        return True
 
     def _copy(self, running: _Running, move: tuple[int, int, bytes]) -> None:
         block_id, slot, key = move

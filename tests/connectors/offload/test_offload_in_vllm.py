@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-import subprocess
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,15 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from connectors import compat
+from connectors import compat, tiered
 from connectors.errors import ConfigError
 from connectors.messages.jobs import StepResults
-from connectors.messages.stats import COUNTERS, OffloadPromMetrics, OffloadStats
+from connectors.messages.stats import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
 from connectors.offload import HybridOffloadConnector
 from connectors.register import CONNECTORS
 from connectors.tiered import TieredConnector, WorkerResults, check_engine
 from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
+from tests.vllm.forked import run
 from tests.vllm.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,9 +63,8 @@ class TestVersions:
     @pytest.mark.parametrize("module", sorted({*CONNECTORS.values(), "connectors.offload_spec"}))
     def test_an_untested_one_is_refused_when_vllm_imports_the_class(self, module: str) -> None:
         """Before weights are loaded, that is, and not in the constructor minutes later."""
-        script = f"import vllm; vllm.__version__ = '0.99.0'; import {module}"
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+        words = ["tests.connectors.offload.import_untested", module]
+        done = run(sys.executable, words, cwd=ROOT, env=os.environ, timeout=300)
         assert done.returncode == 1
         assert "this is vLLM 0.99.0: install one of these" in done.stderr
 
@@ -112,6 +113,28 @@ class TestEngineConfig:
             check_engine(self.config(**{key: value}), self.cache())
         assert (caught.value.key, caught.value.value) == (key, value)
 
+    def test_pipelines_are_taken_where_the_connector_says_so(self) -> None:
+        check_engine(self.config(pipeline_parallel_size=2), self.cache(), pipelines=True)
+        with pytest.raises(ConfigError, match="prefill_context_parallel_size"):
+            check_engine(self.config(prefill_context_parallel_size=2), self.cache(), pipelines=True)
+
+    def test_the_stage_with_the_largest_rows_says_how_many_there_are(
+        self, core: SimEngineCore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(core.config.parallel_config, "pipeline_parallel_size", 2)
+        monkeypatch.setattr(core.config.parallel_config, "world_size", 2)
+        caches = [core.scheduler.kv_cache_config, copy.deepcopy(core.scheduler.kv_cache_config)]
+        for tensor in caches[1].kv_cache_tensors:
+            object.__setattr__(tensor, "size", tensor.size * 3)
+        scheduler = HybridOffloadConnector(core.config, compat.KVConnectorRole.SCHEDULER, caches[0])
+        stages = [HybridOffloadConnector(core.config, compat.KVConnectorRole.WORKER, c) for c in caches]
+        told = [stage.get_handshake_metadata() for stage in stages]
+        before = scheduler._tier.slots
+        assert [rows.slots for rows in told] == [before, before // 3]
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told[0], (1, 0): told[1]})
+        assert scheduler._tier.slots == scheduler._tier.free_slots == before // 3
+        scheduler._tier.check_integrity()
+
     def test_states_between_boundaries_are_refused_also_inside_a_mixed_group(self) -> None:
         spec = SimpleNamespace(kv_cache_specs={"a": SimpleNamespace(mamba_cache_mode="all")})
         with pytest.raises(ConfigError, match="mamba_cache_mode = 'all'"):
@@ -129,6 +152,17 @@ class TestEngineConfig:
         finally:
             transfer.kv_connector_extra_config = good
 
+    def test_what_all_ranks_ask_for_together_must_be_there(
+        self, core: SimEngineCore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each rank's own share would be; taking them all would end the engine without a word."""
+        host_bytes = core.config.kv_transfer_config.kv_connector_extra_config["host_bytes"]
+        monkeypatch.setattr(tiered, "available_bytes", lambda: host_bytes - 1)
+        cache = core.scheduler.kv_cache_config
+        HybridOffloadConnector(core.config, compat.KVConnectorRole.SCHEDULER, cache)
+        with pytest.raises(ConfigError, match=r"host_bytes.*together ask for \d+ bytes and \d+ are avail"):
+            HybridOffloadConnector(core.config, compat.KVConnectorRole.WORKER, cache)
+
 
 class TestClass:
     def test_vllm_makes_it_and_keeps_the_hybrid_cache(self, core: SimEngineCore) -> None:
@@ -138,6 +172,16 @@ class TestClass:
         assert not connector.requires_kv_delivery
         assert not connector.requires_piecewise_for_cudagraph({})
         assert HybridOffloadConnector.get_required_kvcache_layout(core.config) == "BLHNC"
+
+    def test_the_layout_is_the_engines_own_where_that_was_set(
+        self, core: SimEngineCore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        extra = core.config.kv_transfer_config.kv_connector_extra_config
+        monkeypatch.setitem(extra, "layout", "engine")
+        assert HybridOffloadConnector.get_required_kvcache_layout(core.config) is None
+        monkeypatch.setitem(extra, "layout", "NHD")
+        with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.layout = 'NHD'"):
+            HybridOffloadConnector.get_required_kvcache_layout(core.config)
 
     def test_each_role_refuses_the_others_calls(self, core: SimEngineCore) -> None:
         with pytest.raises(RuntimeError, match="worker's part"):
@@ -157,6 +201,8 @@ class TestStats:
         assert one.to_dict() == {"a/x": 1}
         assert HybridOffloadConnector.build_kv_connector_stats(both.to_dict()).to_dict() == both.to_dict()
         assert both.reduce() == {"a x": 3, "b": 3}
+        now = OffloadStats(data={"rows/used": 9}).aggregate(OffloadStats(data={"rows/used": 4, "b": 1}))
+        assert now.to_dict() == {"rows/used": 4, "b": 1}
         both.reset()
         assert both.is_empty()
 
@@ -166,12 +212,20 @@ class TestStats:
         def counter(**options: Any) -> Counter:
             return Counter(**options, registry=registry)
 
+        def gauge(**options: Any) -> Gauge:
+            return Gauge(**options, registry=registry)
+
         metrics = OffloadPromMetrics(
-            core.config, {Gauge: Gauge, Counter: counter, Histogram: Histogram}, ["engine"], {0: ["0"]}
+            core.config, {Gauge: gauge, Counter: counter, Histogram: Histogram}, ["engine"], {0: ["0"]}
         )
         metrics.observe({"bytes/load/5": 7, "hit_tokens": 32, "unknown": 1, "bytes/load": 1})
         metrics.observe({"bytes/load/5": 3}, engine_idx=0)
+        metrics.observe({"jobs_waiting/load": 7, "blocks_pinned": 2})
+        metrics.observe({"jobs_waiting/load": 3})
         labels = {"engine": "0", "direction": "load", "group": "5"}
+        waiting = {"engine": "0", "direction": "load"}
+        assert registry.get_sample_value("kvatlas_offload_jobs_waiting", waiting) == 3
+        assert registry.get_sample_value("kvatlas_offload_blocks_pinned", {"engine": "0"}) == 2
         assert registry.get_sample_value("kvatlas_offload_bytes_total", labels) == 10
         assert registry.get_sample_value("kvatlas_offload_hit_tokens_total", {"engine": "0"}) == 32
 
@@ -198,7 +252,8 @@ class TestStats:
         assert {"hit_tokens", "jobs/store/ok", "blocks_stored"} <= names
         for name in names:
             metric, *labels = name.split("/")
-            assert len(labels) == len(COUNTERS[metric][0]), name
+            assert len(labels) == len((COUNTERS | GAUGES)[metric][0]), name
+        assert {"rows/used", "rows/all", "jobs_waiting/store", "bandwidth_bytes_per_second/load"} <= names
 
 
 def test_answers_of_ranks_are_merged_in_any_order() -> None:

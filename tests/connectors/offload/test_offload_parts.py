@@ -17,9 +17,9 @@ from connectors.scheduler.open_jobs import OpenJobs
 from connectors.scheduler.pins import SourcePins
 from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
 from connectors.scheduler.requests import RequestState
-from connectors.transfer.base import Direction, TransferJob, TransferResult
+from connectors.transfer.base import CLOSE_S, Direction, TransferJob, TransferResult
 from connectors.worker.engines import make_engine, slots_of
-from connectors.worker.worker import OffloadWorker, device_type
+from connectors.worker.worker import OffloadWorker, device_of
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 RESOLVER: Any = ModelResolver()
@@ -157,8 +157,9 @@ class TestWorker:
         def wait(self, job_ids: Any, timeout_s: float) -> bool:
             return self.reached
 
-        def close(self) -> None:
+        def close(self, timeout_s: float = CLOSE_S) -> bool:
             self.closed = True
+            return True
 
     @pytest.fixture
     def engine(self) -> Engine:
@@ -199,10 +200,10 @@ class TestWorker:
             worker.wait_for_save(StepJobs(stores=[make_job(1, Direction.STORE, [block(0)], [0])]))
 
     def test_the_device_is_that_of_the_first_cache(self) -> None:
-        tensor = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-        assert device_type({"a": tensor}) == device_type({"a": [tensor, tensor]}) == "cpu"
+        tensor = SimpleNamespace(device="cuda:1")
+        assert device_of({"a": tensor}) == device_of({"a": [tensor, tensor]}) == "cuda:1"
         with pytest.raises(ValueError, match="no KV caches"):
-            device_type({})
+            device_of({})
 
 
 class TestEngines:

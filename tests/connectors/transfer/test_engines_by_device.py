@@ -51,6 +51,27 @@ def test_a_step_in_which_many_requests_fill_a_block_loses_none(monkeypatch: pyte
         engine.close()
 
 
+def test_closing_does_not_wait_for_a_copy_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    memmove = ctypes.memmove
+
+    def held(target: int, source: int, size: int) -> None:
+        begun.set()
+        gate.wait(60)
+        memmove(target, source, size)
+
+    cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+    engine = make_engine(view_of(cache), "cpu", slots=BLOCKS, row_bytes=BLOCK_BYTES)
+    monkeypatch.setattr(connectors.transfer.host.ctypes, "memmove", held)
+    engine.submit(store(1))
+    assert begun.wait(30)
+    assert not engine.close(timeout_s=0.01)
+    gate.set()
+    assert engine.wait([1], 30)
+    assert [result.ok for result in engine.poll()] == [True]  # its rows were still there to be written
+    assert engine.close()
+
+
 def test_on_a_gpu_as_many_stores_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
@@ -61,10 +82,20 @@ def test_on_a_gpu_as_many_stores_may_wait(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(connectors.transfer.cuda, "open_cuda", open_cuda)
     view = view_of(np.zeros((BLOCKS, BLOCK_BYTES), np.uint8))
     with pytest.raises(MemoryError):
-        make_engine(view, "cuda", slots=100, row_bytes=BLOCK_BYTES)
+        make_engine(view, "cuda:3", slots=100, row_bytes=BLOCK_BYTES)
     with pytest.raises(MemoryError):
         open_rows(view, "cuda", 100, 2 * BLOCK_BYTES)
     assert asked == [
-        {"row_bytes": BLOCK_BYTES, "host_bytes": 100 * BLOCK_BYTES, "queued_stores_max": 100},
-        {"row_bytes": 2 * BLOCK_BYTES, "host_bytes": 200 * BLOCK_BYTES, "queued_stores_max": 100},
+        {
+            "row_bytes": BLOCK_BYTES,
+            "host_bytes": 100 * BLOCK_BYTES,
+            "device_index": 3,
+            "queued_stores_max": 100,
+        },
+        {
+            "row_bytes": 2 * BLOCK_BYTES,
+            "host_bytes": 200 * BLOCK_BYTES,
+            "device_index": None,
+            "queued_stores_max": 100,
+        },
     ]

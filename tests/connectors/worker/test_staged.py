@@ -52,6 +52,7 @@ def staged(
     namespace: Namespace = NAMESPACE,
     **settings: Any,
 ) -> StagedTransfers:
+    settings.setdefault("keep", False)  # most of these tests are about the way to the store
     row_bytes = staging_row_bytes(view.row_bytes)
     pool = Rows(rows, row_bytes)
     copies = HostTransferEngine(view, pool.memory, row_bytes=row_bytes, fault=fault)
@@ -80,7 +81,7 @@ class KeyedBySlot:
 
 class TestStagedTransfers(TransferEngineContract):
     def make_engine(self, view: CacheView, pool: PoolPart) -> Any:
-        return KeyedBySlot(staged(view, MemoryStore()))
+        return KeyedBySlot(staged(view, MemoryStore(), keep=True))
 
     @staticmethod
     def _only_rows_changed(rig: Any, host_before: Bytes, moves: Any) -> None:
@@ -175,7 +176,7 @@ def test_a_job_of_more_blocks_than_rows_goes_through_in_chunks(rig: Rig) -> None
     before = rig.wipe(blocks)
     assert rig.run(engine, Direction.LOAD, blocks).ok
     assert np.array_equal(rig.device, before)
-    assert sorted(engine._free) == [0, 1, 2]
+    assert sorted(engine._rows.take(3)) == [0, 1, 2]
 
 
 def test_what_is_in_the_store_is_not_put_again(rig: Rig) -> None:
@@ -299,13 +300,13 @@ def test_submit_and_poll_never_wait_for_a_store_that_hangs(rig: Rig) -> None:
     assert set(results[store.job_id].failed_keys) == {b"key-11", b"key-12"}
     assert engine.counters()["load_overdue"] == 1
     # The store still writes into rows: those are not given to anybody else until it lets go of them.
-    assert len(engine._free) < 8
+    assert engine._rows.available < 8
     rig.store.gate.set()
     rig.store.gate = None
     assert rig.run(engine, Direction.LOAD, BLOCKS).ok
     assert np.array_equal(rig.device, before)
     engine.poll()
-    assert sorted(engine._free) == list(range(8))
+    assert sorted(engine._rows.take(8)) == list(range(8))
 
 
 def test_a_store_that_is_gone_fails_jobs_and_ends_nothing(rig: Rig) -> None:
@@ -365,19 +366,29 @@ def test_loads_do_not_wait_behind_stores(rig: Rig) -> None:
     assert engine.wait([stores.job_id], WAIT_S)
 
 
-def test_a_pool_in_use_by_a_hanging_store_is_not_let_go_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connectors.worker.staged._CLOSE_S", 0.1)
+def test_a_pool_in_use_by_a_hanging_store_is_not_let_go_of(rig: Rig) -> None:
     engine = rig.open()
     rig.store.gate = threading.Event()
     engine.submit(rig.job(Direction.LOAD, BLOCKS))
-    engine.close()
+    assert not engine.close(timeout_s=0.1)
     assert not engine._pool.closed
     [result] = engine.poll()
     assert not result.ok
     quick = rig.open()
     rig.store.gate.set()
-    quick.close()
+    assert quick.close()
     assert quick._pool.closed
+
+
+def test_a_store_that_never_closes_does_not_hold_up_the_shutdown(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.worker.staged._STORE_CLOSE_S", 0.05)
+    engine, hold = rig.open(), threading.Event()
+    monkeypatch.setattr(engine._store, "close", hold.wait)
+    assert not engine.close()
+    assert not engine._pool.closed
+    hold.set()
 
 
 def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: Rig) -> None:
@@ -406,10 +417,46 @@ def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: 
     while not engine.counters().get("load_overdue"):
         assert engine.poll() == []
     hold.set()
-    while len(engine._free) < 3:
+    while engine._rows.available < 3:
         assert engine.poll() == []
     assert not engine.wait([job.job_id], 0.0)
     go_on.set()
     assert engine.wait([job.job_id], WAIT_S)
     [result] = engine.poll()
     assert result.failed_keys == (b"key-1",)
+
+
+def test_what_was_fetched_is_loaded_from_host_memory_the_next_time(rig: Rig) -> None:
+    """And so is what was stored: neither the GPU nor the store is asked for it again."""
+    device = rig.device.copy()
+    rig.run(rig.open(), Direction.STORE, BLOCKS)
+    engine = rig.open(keep=True)
+    for _ in range(2):
+        rig.device[:] = 0
+        assert rig.run(engine, Direction.LOAD, BLOCKS).ok
+        rig.store.values.clear()
+    assert engine.counters()["load_kept_in_host_memory"] == len(BLOCKS)
+    loaded = rig.device.copy()
+    rig.device[:] = device
+    assert rig.run(engine, Direction.STORE, BLOCKS, [b"new-%d" % block for block in BLOCKS]).ok
+    rig.store.values.clear()
+    rig.device[:] = 0
+    assert rig.run(engine, Direction.LOAD, BLOCKS, [b"new-%d" % block for block in BLOCKS]).ok
+    assert np.array_equal(rig.device, loaded)
+
+
+def test_what_is_kept_gives_way_and_is_fetched_again(rig: Rig) -> None:
+    engine = rig.open(keep=True, rows=4, threads=1)
+    rig.run(engine, Direction.STORE, BLOCKS)
+    assert rig.run(engine, Direction.LOAD, BLOCKS).ok
+    assert engine.counters().get("load_kept_in_host_memory", 0) < len(BLOCKS)
+    engine.close()
+    assert engine._rows.available == 4
+
+
+def test_another_epoch_finds_nothing_kept(rig: Rig) -> None:
+    engine = rig.open(keep=True)
+    rig.run(engine, Direction.STORE, BLOCKS)
+    result = rig.run(engine, Direction.LOAD, BLOCKS, epoch=1)
+    assert not result.ok
+    assert "load_kept_in_host_memory" not in engine.counters()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +104,40 @@ def test_a_node_that_the_system_refuses_is_reported() -> None:
     pool.close()
 
 
+def test_a_node_that_cannot_be_asked_for_is_had_by_its_processors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a container's default rules leave: mbind is refused, staying on processors is not."""
+    mine = frozenset(list(os.sched_getaffinity(0))[:1])
+    populated: list[set[int]] = []
+    touch = host_memory._populate
+    monkeypatch.setattr(logging.getLogger("connectors"), "propagate", True)
+    monkeypatch.setattr(host_memory, "prefer_node", lambda address, size, node: "mbind: not permitted")
+    monkeypatch.setattr(host_memory, "cpus_of_node", lambda node: mine)
+
+    def seen(address: int, size_bytes: int) -> None:
+        populated.append(os.sched_getaffinity(0))
+        touch(address, size_bytes)
+
+    monkeypatch.setattr(host_memory, "_populate", seen)
+    before = os.sched_getaffinity(0)
+    pool = PinnedHostPool(MIB, 4096, numa_node=1)
+    assert populated == [mine]
+    assert os.sched_getaffinity(0) == before
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "on memory node 1 by the processors that touch it first (mbind: not permitted)" in caplog.text
+    pool.close()
+
+
+def test_the_processors_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 3, 8, 9})
+    node = tmp_path / "devices/system/node/node1"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("2-3,8,12-15\n")
+    assert host_memory.cpus_of_node(1, tmp_path) == {2, 3, 8}
+    assert host_memory.cpus_of_node(0, tmp_path) == frozenset()
+
+
 def device_tree(root: Path, node: str, nodes: int) -> None:
     place = root / "bus/pci/devices/0000:1b:00.0"
     place.mkdir(parents=True)
@@ -134,6 +170,22 @@ def test_available_memory_is_the_least_of_machine_and_groups(tmp_path: Path) -> 
     assert host_memory.available_bytes(proc, groups) == 3_000_000
 
 
+def test_the_limits_of_older_control_groups_count(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemAvailable: 8000 kB\n")
+    (proc / "self/cgroup").write_text("5:cpu,memory:/box\n3:pids:/box\n0::/\n")
+    box = groups / "memory" / "box"
+    box.mkdir(parents=True)
+    (box / "memory.limit_in_bytes").write_text("5000000\n")
+    (box / "memory.usage_in_bytes").write_text("3000000\n")
+    (box / "memory.stat").write_text("inactive_file 3\ntotal_inactive_file 1000000\n")
+    assert host_memory.available_bytes(proc, groups) == 3_000_000
+    (box.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (box.parent / "memory.usage_in_bytes").write_text("3000000\n")
+    assert host_memory.available_bytes(proc, groups) == 3_000_000
+
+
 def test_touching_changes_nothing() -> None:
     memory = mmap.mmap(-1, 8 * mmap.PAGESIZE)
     view = np.frombuffer(memory, np.uint8)
@@ -152,7 +204,7 @@ def test_an_old_kernel_has_its_pages_touched(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_that_cannot_be_populated_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(address: int, size_bytes: int) -> None:
+    def refuse(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
         raise MemoryError("Cannot allocate memory")
 
     monkeypatch.setattr(host_memory, "populate", refuse)

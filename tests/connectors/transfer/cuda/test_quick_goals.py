@@ -11,7 +11,7 @@ from benchmarks import transfer_rates
 from benchmarks.transfer_machine import HostMachine
 from benchmarks.transfer_rates import MIB, QUICK, Scale
 from benchmarks.transfer_report import goals
-from connectors.transfer.base import Direction, StreamMark, TransferJob, TransferResult
+from connectors.transfer.base import CLOSE_S, Direction, StreamMark, TransferJob, TransferResult
 from connectors.transfer.cuda import POLL_INTERVAL_S
 
 LINK_BYTES_PER_S = 55e9
@@ -64,7 +64,8 @@ class PerfectEngine:
         self._link.now_s += max(looks, 0) * POLL_INTERVAL_S
         return True
 
-    def close(self) -> None: ...
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        return True
 
 
 class NoMemory:

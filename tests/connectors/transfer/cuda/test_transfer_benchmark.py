@@ -17,7 +17,7 @@ from benchmarks.transfer_beside import Slowdown
 from benchmarks.transfer_machine import HostMachine
 from benchmarks.transfer_rates import KIB, QUICK, Cell, Scale
 from benchmarks.transfer_report import Findings, goals, report_of
-from connectors.transfer.base import Direction, TransferJob
+from connectors.transfer.base import CLOSE_S, Direction, TransferJob
 from connectors.transfer.host import HostTransferEngine
 from connectors.transfer.host_pool import HostMemoryError
 from tests.support.paths import ROOT
@@ -167,9 +167,9 @@ class StuckEngine(HostTransferEngine):
     def wait(self, job_ids: Any, timeout_s: float) -> bool:
         return super().wait(job_ids, timeout_s) and self._plan.row_bytes != 64 * KIB
 
-    def close(self) -> None:
-        assert self._plan.row_bytes != 64 * KIB, "closing a stuck engine would hang"
-        super().close()
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        assert self._plan.row_bytes != 64 * KIB, "closing a stuck engine would wait for it"
+        return super().close(timeout_s)
 
 
 class StuckMachine(HostMachine):
