@@ -11,7 +11,7 @@ is everything between two ``end_step`` calls; ``finish`` and ``take_events`` end
 engine does both only after one.
 
 With a connector behind the pool, ``start`` may begin a load, which ``loaded`` ends, and ``due`` says what
-would be copied out (``publisher.pool.host_tier`` keeps it).
+would be copied out (``publisher.pool.host_tier`` keeps it), ``pin`` holds it meanwhile.
 
 Always true: between calls every block is free or counted by its users, and what is free stays findable until
 it is handed out again.
@@ -19,6 +19,7 @@ it is handed out again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
@@ -75,6 +76,7 @@ class HybridBlockPool:
         parts = PoolParts(self.layout, self._store, writer, chunk_tokens_max)
         self._tables = [_table(group, parts) for group in groups]
         self._live: dict[int, PoolRequest] = {}
+        self._pinned: Counter[int] = Counter()
         self._quiet = self.layout.has_quiet_decodes
 
     @property
@@ -170,9 +172,9 @@ class HybridBlockPool:
         self._cache(request, request.loading_to)
         request.num_computed, request.loading_to = request.loading_to, 0
 
-    def due(self, request: PoolRequest) -> list[tuple[int, WireHash]]:
-        """What a connector would copy out now: (group, hash) of the blocks in use that became full since the
-        last call, or were hit, and can serve a hit; in prompt order."""
+    def due(self, request: PoolRequest) -> list[DueBlock]:
+        """What a connector would copy out now: the blocks in use that became full since the last call, or
+        were hit, and can serve a hit; in prompt order."""
         start, now, unit = request.offered, request.num_computed, self.layout.hash_block_size
         if now // unit <= start // unit:
             return []
@@ -181,7 +183,19 @@ class HybridBlockPool:
         found: list[DueBlock] = []
         for idx, table in enumerate(self._tables):
             found += table.due(request, tokens(start, idx), tokens(now, idx), boundaries)
-        return [(block.group_idx, block.block_hash) for block in sorted(found, key=_IN_PROMPT_ORDER)]
+        return sorted(found, key=_IN_PROMPT_ORDER)
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Keep blocks from being reused while they are copied, whatever becomes of their requests."""
+        self._store.touch(blocks)
+        self._pinned.update(blocks)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Give back one pin on each, the last block first. Raises ``ValueError`` where there is none."""
+        if any(count > self._pinned[block] for block, count in Counter(blocks).items()):
+            raise ValueError("a block is given back that was not pinned")
+        self._pinned -= Counter(blocks)
+        self._store.free(blocks[::-1])
 
     def blocks_to_finish(self, request: PoolRequest) -> int:
         """Free blocks that the rest of a started prompt will take."""
@@ -267,7 +281,7 @@ class HybridBlockPool:
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` unless every block is accounted for (O(blocks))."""
-        uses = [0] * self._store.num_blocks
+        uses = [self._pinned[block] for block in range(self._store.num_blocks)]
         for request in self._live.values():
             for table in request.tables:
                 for block in table:

@@ -24,7 +24,7 @@ from router.admission.key_file import KeyFile
 from router.api.admin.actions import FleetActions
 from router.api.admin.app import AdminApi
 from router.api.app import CONTROL_PREFIX, TENANT, create_control, create_ops, error_answer, is_control
-from router.api.metrics import Sources
+from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
 from router.config.schema import ANY_MODEL, Config

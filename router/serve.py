@@ -26,6 +26,7 @@ from router.config.load import Loaded
 from router.config.schema import WORKERS_MAX, Config
 from router.http.descriptors import connections_held
 from router.http.server.server import ProxyServer, listen_config
+from router.http.server.settings import ListenSettings
 from router.http.server.side_server import address_url, url_of
 from router.http.server.stats import ListenStats
 from router.http.tls import TlsError, server_context
@@ -268,7 +269,7 @@ def make_server(router: Router) -> RouterServer:
     context, files = None, config.server.tls
     if files.given:
         context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
-    held = connections_held(config.listen.connections_max)
+    held = connections_held(config.listen.connections_max, default=ListenSettings().connections_max)
     server = RouterServer(
         listen_config(
             router,

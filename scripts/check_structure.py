@@ -40,7 +40,7 @@ LONE_TASKS = frozenset(
             "router/tools/record/recorder.py",
         ),
         *("router/tools/replay/shared.py", "router/tools/top/command.py"),
-        *("publisher/simulator/http.py", "publisher/simulator/server.py"),
+        *("publisher/simulator/http/call.py", "publisher/simulator/server.py"),
     }
 )
 """Modules that start tasks outside a task group."""

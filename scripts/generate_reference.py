@@ -27,7 +27,7 @@ from publisher.simulator.settings import PRESETS
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
 from router.api.admin.stats import AdminStats
-from router.api.metrics import RouterCollector, Sources
+from router.api.metrics.page import RouterCollector, Sources
 from router.app import Router
 from router.cli import app
 from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable

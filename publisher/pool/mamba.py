@@ -63,9 +63,8 @@ class MambaTable(GroupTable):
 
     def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
         """States are handed over where they were stored."""
-        table, hash_of = request.tables[self.group_idx], self.store.hash_of
         found = super().due(request, start, end, boundaries)
-        return [one for one in found if hash_of[table[one.end // self.block_size - 1]] == one.block_hash]
+        return [one for one in found if self.store.hash_of[one.block] == one.block_hash]
 
     def end_step(self) -> None:
         self.stored_this_step.clear()
@@ -156,9 +155,10 @@ class AlignedMambaTable(MambaTable):
     def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
         found = super().due(request, start, end, boundaries)
         boundary, table = self._prompt_boundary(request), request.tables[self.group_idx]
-        if start < boundary == end and boundary % self.block_size and table[boundary // self.block_size]:
-            unit = self.layout.hash_block_size
-            found.append(DueBlock(boundary, self.group_idx, request.hashes[boundary // unit - 1]))
+        inside = start < boundary == end and boundary % self.block_size
+        if inside and (block := table[boundary // self.block_size]):
+            named = request.hashes[boundary // self.layout.hash_block_size - 1]
+            found.append(DueBlock(boundary, self.group_idx, named, block))
         return found
 
     def _prompt_boundary(self, request: PoolRequest) -> int:

@@ -35,6 +35,12 @@ class DueBlock(NamedTuple):
     end: int
     group_idx: int
     block_hash: WireHash
+    block: int
+
+    @property
+    def key(self) -> tuple[int, WireHash]:
+        """What it is called outside the GPU."""
+        return self.group_idx, self.block_hash
 
 
 class GroupTable:
@@ -169,7 +175,7 @@ class GroupTable:
         table, hashes = request.tables[self.group_idx], request.hashes
         size, scale, group_idx = self.block_size, self.scale, self.group_idx
         return [
-            DueBlock((position + 1) * size, group_idx, hashes[(position + 1) * scale - 1])
+            DueBlock((position + 1) * size, group_idx, hashes[(position + 1) * scale - 1], table[position])
             for position in (range(first, last) if kept is None else kept)
             if position < len(table) and table[position]
         ]
@@ -219,9 +225,9 @@ class FullTable(GroupTable):
         if self.layout.partial_hits and not self.layout.uses_eagle:
             boundary, table = self._last_boundary(request), request.tables[self.group_idx]
             inside = start < boundary <= end and boundary % self.block_size
-            if inside and table[boundary // self.block_size]:
-                unit = self.layout.hash_block_size
-                found.append(DueBlock(boundary, self.group_idx, request.hashes[boundary // unit - 1]))
+            if inside and (block := table[boundary // self.block_size]):
+                named = request.hashes[boundary // self.layout.hash_block_size - 1]
+                found.append(DueBlock(boundary, self.group_idx, named, block))
         return found
 
     def _last_boundary(self, request: PoolRequest) -> int:

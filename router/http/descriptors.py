@@ -1,7 +1,7 @@
 """File descriptors: every connection takes one, and the process may have only so many.
 
-The soft limit is raised as far as needed; what cannot be held is said at the start. Running out is this
-process's own trouble, never an engine's.
+The soft limit is raised as far as needed; what cannot be held is logged at the start. Running out is a
+failure of this process, never of an engine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ def needed(connections_max: int) -> int:
     return connections_max * _PER_CONNECTION + _OTHERS
 
 
-def connections_held(connections_max: int) -> int:
-    """Raise the soft limit for this many client connections; how many the process can hold then."""
+def connections_held(connections_max: int, *, default: int = 0) -> int:
+    """Raise the soft limit for this many client connections; how many the process can hold then.
+
+    Fewer are a warning, except where ``connections_max`` is the ``default``, which nobody chose, and at least
+    half of it can be held.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed(connections_max)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -35,8 +39,9 @@ def connections_held(connections_max: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
     held = max(1, (soft - _OTHERS) // _PER_CONNECTION)
-    _log.warning(
-        "listen.connections_max cannot be held: too few file descriptors",
+    unasked = connections_max == default and 2 * held >= default
+    (_log.info if unasked else _log.warning)(
+        "too few file descriptors for listen.connections_max",
         connections_max=connections_max,
         held=held,
         limit=soft,

@@ -38,7 +38,8 @@ class Entry(msgspec.Struct, eq=False, gc=True):
     """One prompt. ``starts[i]`` (characters) is where segment i begins, ``counts[i]`` the tokens before it.
 
     ``scope`` is everything besides messages that the text and hashes depend on, compact; ``weights[i]`` the
-    memory of message i, raw and in the conversation.
+    memory of message i, raw and in the conversation. ``images[i]`` are the digests of its images: where
+    there are any, ``ids`` has the template's marks for them and is no prompt.
     """
 
     keys: list[int]
@@ -48,12 +49,18 @@ class Entry(msgspec.Struct, eq=False, gc=True):
     raws: list[bytes] = []
     conversation: list[Message] = []
     weights: list[int] = []
+    images: list[tuple[bytes, ...]] = []
     shapes: frozenset[int] = frozenset()
     text: str = ""
     starts: list[int] = []
     counts: list[int] = []
     chains: dict[HashScheme, HashChain] = msgspec.field(default_factory=dict)
     size_bytes: int = 0
+
+    @property
+    def media(self) -> tuple[bytes, ...]:
+        """The digests of all images in order."""
+        return tuple(digest for images in self.images for digest in images)
 
     def inherit(self, other: Entry, num_tokens: int) -> None:
         """Take over the hashes of the first ``num_tokens`` tokens, which both prompts share."""

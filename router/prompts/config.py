@@ -32,6 +32,9 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Cache of tokens and block hashes of earlier prompts, shared by all models."""
     context_cache_bytes_max: int = 16 << 20
     """Cache of the tool lists of earlier chats, per model."""
+    media_cache_bytes_max: int = 16 << 20
+    """Memory of images whose tokens an engine or a render server has told, shared by all models; some 4 KB
+    each."""
     fast_tokenizer: Literal["auto", "off"] = "auto"
     """``auto``: tokenize with fastokens where it gives the tokens of ``tokenizers`` for all probe texts, and
     compare again on a running sample; ``off``: always ``tokenizers``."""

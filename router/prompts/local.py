@@ -61,6 +61,7 @@ class _Rendered(msgspec.Struct):
 
     conversation: list[Message]
     weights: list[int]
+    images: list[tuple[bytes, ...]]
     shapes: frozenset[int]
     text: str | list[int]
     """Ids where the model's family makes them itself."""
@@ -151,7 +152,10 @@ class LocalModel:
             return None
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
-        """The prompt of a chat; ``long``: made in a thread. Raises ``NotLocalError``, ``ApiError`` 400."""
+        """The prompt of a chat, images as the template has them; ``long``: made in a thread.
+
+        Raises ``NotLocalError``, ``ApiError`` 400.
+        """
         if self._renderer != "hf" and self.family is None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
@@ -190,8 +194,11 @@ class LocalModel:
             raws,
             rendered.conversation,
             rendered.weights,
+            rendered.images,
             rendered.shapes,
         )
+        if entry.media and (special or body.truncate_prompt_tokens is not None or context.continue_final):
+            raise NotLocalError("multimodal")
         if isinstance(rendered.text, list):  # the family's own ids, complete
             entry.ids = ids_of(rendered.text)
             return self._keep(entry, parent, 0)
@@ -270,10 +277,13 @@ class LocalModel:
         """Decode the new messages and render all."""
         conversation = parent.conversation[:shared] if parent is not None else []
         weights = parent.weights[:shared] if parent is not None else []
+        images = parent.images[:shared] if parent is not None else []
         shapes = set(parent.shapes) if parent is not None else {context.shape}
         for index in range(shared, len(raws)):
             raw = decode_message(msgspec.Raw(raws[index]), index)
-            message = self._parsed(raw, template, orders_calls=orders_calls)
+            seen: list[bytes] = []
+            message = self._parsed(raw, template, seen, orders_calls=orders_calls)
+            images.append(tuple(seen))
             conversation.append(message)
             weights.append(kept_bytes(message) + sys.getsizeof(raws[index]))
             shapes.add(message_shape(message))
@@ -284,13 +294,15 @@ class LocalModel:
             text = self._render_all(conversation, frozen, template, context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
-        return _Rendered(conversation, weights, frozen, text)
+        return _Rendered(conversation, weights, images, frozen, text)
 
-    def _parsed(self, message: Message, template: ChatTemplate | Family, *, orders_calls: bool) -> Message:
+    def _parsed(
+        self, message: Message, template: ChatTemplate | Family, images: list[bytes], *, orders_calls: bool
+    ) -> Message:
         if not isinstance(template, ChatTemplate):
             return template.parse(message)
         form = template.content_format if self._format == "auto" else self._format
-        return parse_message(message, form, orders_calls=orders_calls)
+        return parse_message(message, form, orders_calls=orders_calls, images=images)
 
     @staticmethod
     def _render_all(

@@ -23,11 +23,12 @@ import msgspec
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
 from router.openai.apis import PROMPT_APIS
+from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
 from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
-from router.prompts.cache import PrefixCache, cached_ids
+from router.prompts.cache import Entry, PrefixCache, cached_ids
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -35,6 +36,7 @@ from router.prompts.local import LocalModel
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.prompt import Prompt
 from router.prompts.remote.engine_side import EngineSide, EngineTokens, Post, placed_items
+from router.prompts.remote.media import MediaMemory
 from router.prompts.remote.renderers import Renderers
 from router.prompts.request import (
     BatchBody,
@@ -78,6 +80,14 @@ class _Target(msgspec.Struct, frozen=True):
     lora_path: str | None = None
 
 
+class _UnknownImagesError(NotLocalError):
+    """All but the tokens of the images is known: what has marks for them."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__("multimodal")
+        self.entry = entry
+
+
 class PromptReader:
     """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines, with the client's
     own ``Authorization`` or with none.
@@ -111,6 +121,7 @@ class PromptReader:
         )
         self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
         self._conversions = Conversions()
+        self._media = MediaMemory(self.stats, settings.media_cache_bytes_max)
         self._models = dict(models)
         self._local = {
             name: self._load(config) for name, config in models.items() if config.tokenizer_dir is not None
@@ -174,6 +185,7 @@ class PromptReader:
         if len(request.body) > self._settings.prompt_bytes_max:
             return self._read_beginning(request, path, "too_large")
         if (values := num_values(request.body)) > VALUES_MAX:
+            self._check_json(request.body)
             return self._read_beginning(request, path, "too_complex")
         long = len(request.body) > INLINE_BYTES_MAX or values > INLINE_VALUES_MAX
         parsed: Parsed | None = None
@@ -185,7 +197,8 @@ class PromptReader:
                 if miss.reason == "too_complex":
                     return self._read_beginning(request, path, miss.reason)
                 self.stats.not_local[miss.reason] += 1
-                return await self._read_elsewhere(request, path, parsed, miss.reason)
+                marked = miss.entry if isinstance(miss, _UnknownImagesError) else None
+                return await self._read_elsewhere(request, path, parsed, miss.reason, marked)
         except ApiError:
             self.stats.refused += 1
             raise
@@ -200,6 +213,13 @@ class PromptReader:
             except NotLocalError:  # the queue is full: better late than wrong
                 await asyncio.sleep(0)
         return prompt.hashes(scheme)
+
+    def _check_json(self, body: bytes) -> None:
+        try:
+            peek(body)
+        except ApiError:
+            self.stats.refused += 1
+            raise
 
     def _read_beginning(self, request: InboundRequest, path: str, reason: str) -> TextAffinity:
         self.stats.not_local[reason] += 1
@@ -231,12 +251,18 @@ class PromptReader:
         else:
             chat = await self._done(long, lambda: parsed.as_chat(self._conversions, lambda: local.traits))
             entry = await local.chat(chat, extras, scope, long=long)
+        by = local.by(chat=not isinstance(parsed, CompletionBody))
+        if entry.media:
+            found = self._media.expanded(target.name, entry.media, entry.ids)
+            if found is None or count > 1:
+                raise _UnknownImagesError(entry)
+            return self._prompt_of(found, target, extras, parsed, source="local", by=by)
         self.stats.multi_prompt += count > 1
         return Prompt(
             entry,
             self.stats,
             source="local",
-            by=local.by(chat=isinstance(parsed, ChatBody)),
+            by=by,
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
         )
@@ -246,9 +272,9 @@ class PromptReader:
         return await self._workers.run(job) if long else job()
 
     async def _read_elsewhere(
-        self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str
+        self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str, marked: Entry | None
     ) -> Prompt | TextAffinity:
-        prompt = None if reason in _HOPELESS else await self._ask_engine(request, path, parsed)
+        prompt = None if reason in _HOPELESS else await self._ask_engine(request, path, parsed, marked)
         if prompt is not None:
             self.stats.renderer += prompt.source == "renderer"
             self.stats.engine += prompt.source == "engine"
@@ -257,7 +283,9 @@ class PromptReader:
         self.stats.affinity[reason] += 1
         return TextAffinity(keys, reason)
 
-    async def _ask_engine(self, request: InboundRequest, path: str, parsed: Parsed | None) -> Prompt | None:
+    async def _ask_engine(
+        self, request: InboundRequest, path: str, parsed: Parsed | None, marked: Entry | None
+    ) -> Prompt | None:
         try:
             target = self._target(request.model)
             extras = _extras(target, parsed)
@@ -277,6 +305,8 @@ class PromptReader:
             found = await self._engine_side.tokens(by, path, request.body, known, authorization=authorization)
         if found is None:
             return None
+        if marked is not None and found.num_prompts == 1:
+            self._media.learn(target.name, marked.media, marked.ids, found)
         try:
             return self._prompt_of(found, target, extras, parsed, source=source, by=by)
         except NotLocalError:

@@ -80,6 +80,18 @@ class PromptStats(msgspec.Struct):
     """Gauge: size of the cache of tool lists and other template input."""
     context_evictions: int = 0
     """Entries that left that cache for want of room."""
+    media_hits: int = 0
+    """Prompts with images that were all seen before: no call was needed for their tokens."""
+    media_misses: int = 0
+    """Prompts with images for which a render server or an engine had to be asked."""
+    media_bytes: int = 0
+    """Gauge: size of what is remembered of images."""
+    media_evictions: int = 0
+    """Sets of images forgotten for want of room."""
+    media_checks: int = 0
+    """Prompts with known images that were asked for all the same, for comparison."""
+    media_mismatches: int = 0
+    """Prompts with images for which the answer differed; that model's are always asked for from then on."""
     not_kept: int = 0
     """Prompts, texts and tool lists too large for their cache: used once."""
     tokens_reused: int = 0

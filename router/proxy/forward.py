@@ -119,6 +119,7 @@ class Forwarder:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
             out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
+            out.record.why = placement.facts
             if out.entry is not None:
                 out.entry.placed(placement.uncached_tokens)
             if out.record.trace is not None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.api.metrics import Sources
+from router.api.metrics.page import Sources
 from router.fleet.desired import Roster
 from router.workers.calls import SiblingCalls
 from router.workers.control import ControlPort

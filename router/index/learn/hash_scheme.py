@@ -48,7 +48,8 @@ _CHEAP_TOKENS = 512
 
 _PATIENCE = 64
 _WEAK_PATIENCE = 8
-_WEAK_SEARCHES_MAX = 3
+_SEARCHES_MAX = 2
+"""Of each kind: with good evidence at once, with other evidence after 8 pieces and after 64."""
 _OFFERS_MAX = 64
 """Pairings of prompts and told blocks that are tried before no more are."""
 
@@ -94,7 +95,7 @@ class SchemeDetector:
         self._weak: RootEvent | None = None
         self._weak_placed = False
         self._weak_seen = 0
-        self._weak_searches = 0
+        self._good_searches = self._weak_searches = 0
         self._offers = 0
         self._prompts_seen = 0
         self._algorithm_tries = 0
@@ -239,17 +240,19 @@ class SchemeDetector:
 
     def _search_weak(self, unit: int) -> bool:
         """Search with the cheapest evidence that is no proof if it fails; False where it is too early."""
-        if self._weak_searches >= _WEAK_SEARCHES_MAX:
-            return False
         seen = max(self._weak_seen, self._unmatched)
-        evidence = self._weak or self._pending.evidence()
         good = self._weak is not None and (self._weak.legible or self._weak_placed)
-        if seen < _WEAK_PATIENCE and (self._weak_searches or not good):
+        good = good and self._good_searches < _SEARCHES_MAX
+        early = seen < _WEAK_PATIENCE ** (1 + self._weak_searches)
+        if not good and (early or self._weak_searches >= _SEARCHES_MAX):
             return False
+        evidence = self._weak or self._pending.evidence()
         if evidence is None or evidence.cost > (_CHEAP_TOKENS if seen < _PATIENCE else _SEARCH_TOKENS_MAX):
             return False
         self._weak, self._weak_seen = None, 0
-        self._weak_searches += 1
+        self._pending.tried(evidence)
+        self._good_searches += good
+        self._weak_searches += not good
         self._start_search(evidence, unit, Detection.WAITING)
         return True
 

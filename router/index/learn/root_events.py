@@ -67,9 +67,12 @@ class PendingRoots:
     def __init__(self) -> None:
         self._spans: deque[tuple[RootEvent, dict[BlockHash, HashScheme]]] = deque(maxlen=_PENDING_MAX)
         self._parents: deque[BlockHash] = deque(maxlen=_PARENTS_MAX)
+        self._tried: deque[list[int]] = deque(maxlen=_PENDING_MAX)
 
     def add(self, root: RootEvent, candidates: Iterable[HashScheme]) -> None:
-        """Wait for a child of this span."""
+        """Wait for a child of this span. Every group of an engine tells of the same one."""
+        if any(root.tokens == known.tokens and root.extras == known.extras for known, _ in self._spans):
+            return
         ends = {end_hash(root, scheme): scheme for scheme in candidates}
         self._spans.append((root, {end: scheme for end, scheme in ends.items() if end is not None}))
 
@@ -78,12 +81,18 @@ class PendingRoots:
         if event.parent_block_hash is None:
             return None
         parent = to_block_hash(event.parent_block_hash)
-        self._parents.append(parent)
+        if parent not in self._parents:
+            self._parents.append(parent)
         return next((ends[parent] for _, ends in self._spans if parent in ends), None)
 
+    def tried(self, root: RootEvent) -> None:
+        """A search with this evidence found nothing, or is to begin: a span may have no child."""
+        self._tried.append(root.tokens)
+
     def evidence(self) -> RootEvent | None:
-        """The shortest span with all the parents that it may end with; None before there are both."""
-        spans = [root for root, _ in self._spans]
+        """The shortest span not tried before, with all the parents that it may end with; None before there
+        are both."""
+        spans = [root for root, _ in self._spans if root.tokens not in self._tried]
         if not spans or not self._parents:
             return None
         shortest = min(spans, key=lambda root: root.cost)

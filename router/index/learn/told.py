@@ -6,18 +6,21 @@ router itself was asked to place may hold the tokens of an event: then the promp
 with its real extras and the event's hashes.
 
 Always true: a pairing of event and prompt is only *evidence*, to be tried with real hashes; equal tokens
-after another beginning match nothing.
+after another beginning match nothing. Equal tokens under other extra keys (a salt, an image) are not paired,
+where the event shows those of its first block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from publisher.block_hash import HashChain, HashScheme, PromptExtras
+from publisher.block_hash import HashChain, HashScheme, PromptExtras, extra_keys
 from publisher.events import BlockStored, EventDecodeError, to_block_hash
 from router.index.learn.root_events import RootEvent, num_lookahead, shown
 
 _EVENTS_MAX = 256
+_KEYS_MAX = 8
+"""Events of the same tokens under different extra keys."""
 _SPAN_TOKENS_MAX = 1 << 15
 """Prompts are searched for events up to here; every candidate hashes what was found from the start."""
 
@@ -28,7 +31,7 @@ class ToldBlocks:
     """The latest stored blocks by their own tokens."""
 
     def __init__(self) -> None:
-        self._events: dict[tuple[int, tuple[int, ...]], BlockStored] = {}
+        self._events: dict[tuple[int, tuple[int, ...]], dict[str, BlockStored]] = {}
 
     def add(self, event: BlockStored) -> None:
         """Remember one stored event that lists hashes."""
@@ -39,7 +42,10 @@ class ToldBlocks:
         size = event.block_size
         if not event.block_hashes or not size or len(tokens) < size:
             return
-        self._events[size, tuple(tokens[:size])] = event
+        alike = self._events.setdefault((size, tuple(tokens[:size])), {})
+        alike[str(event.extra_keys and event.extra_keys[0])] = event
+        if len(alike) > _KEYS_MAX:
+            del alike[next(iter(alike))]
         if len(self._events) > _EVENTS_MAX:
             del self._events[next(iter(self._events))]
 
@@ -49,10 +55,10 @@ class ToldBlocks:
         sizes = {size for size, _ in self._events}
         ends = [(end, size) for size in sizes for end in range(size, limit + 1, size)]
         for end, size in sorted(ends):
-            event = self._events.get((size, tuple(prompt[end - size : end])))
-            root = None if event is None else _span(event, prompt, end - size, extras)
-            if root is not None:
-                yield root
+            for event in self._events.get((size, tuple(prompt[end - size : end])), {}).values():
+                root = _span(event, prompt, end - size, extras)
+                if root is not None:
+                    yield root
 
 
 def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptExtras) -> RootEvent | None:
@@ -61,12 +67,21 @@ def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptE
         return None
     size, ahead = event.block_size, num_lookahead(event)
     full = event.num_tokens() == size * len(event.block_hashes)
+    if full and event.extra_keys and not _equal(event.extra_keys[0], extras, start, start + size + ahead):
+        return None
     end = start + (size if full else event.num_tokens())
     tokens = list(prompt[: end + ahead])
     if len(tokens) < end + ahead or (not full and tokens[start:end] != event.tokens()):
         return None
     hashes = [to_block_hash(wire) for wire in event.block_hashes[: 1 if full else None]]
     return RootEvent(tokens, size, hashes, extras, ahead, full=False)
+
+
+def _equal(keys: object, extras: PromptExtras, start: int, end: int) -> bool:
+    """Whether a block's extra keys, as an event has them, are those of this part of a prompt."""
+    told = [] if keys is None else keys
+    ours = extra_keys(extras, start, end, tagged=False)
+    return told == [list(key) if isinstance(key, tuple) else key for key in ours]
 
 
 def proven_algorithm(

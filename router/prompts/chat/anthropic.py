@@ -156,7 +156,7 @@ class _Message:
             own["reasoning"] = "".join(self._thoughts)
         if self._calls:
             own["tool_calls"] = self._calls
-        if len(self._parts) == 1:
+        if len(self._parts) == 1 and "text" in self._parts[0]:
             own["content"] = self._parts[0]["text"]
         elif self._parts:
             own["content"] = self._parts
@@ -180,7 +180,7 @@ class _Message:
             self._text(f"Tool result: {str(content) if content else ''}")
         elif kind == "image":
             if block.get("source"):
-                raise NotLocalError("multimodal")
+                self._parts.append(_image(block["source"]))
         elif kind not in ("redacted_thinking", "tool_reference"):
             raise NotLocalError("message_shape")
 
@@ -197,19 +197,29 @@ class _Message:
 
 def _tool_results(block: dict[str, Any]) -> list[dict[str, Any]]:
     content = block.get("content")
-    texts, references = [content] if isinstance(content, str) else [], []
+    texts, images, references = [content] if isinstance(content, str) else [], [], []
     for item in content if isinstance(content, list) else ():
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "text":
             texts.append(text_of(item.get("text", "")))
         elif kind == "image":
-            raise NotLocalError("multimodal")
+            images.append(_image(item.get("source", {})))
         elif kind == "tool_reference":
             name = item.get("tool_name") or item.get("name")
             references += [{"type": "tool_reference", "name": text_of(name)}] if name else []
     same = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
     result = [{**same, "content": "\n".join(texts)}]
+    if images:
+        result.append({"role": "user", "content": images})
     return [*result, {**same, "content": references}] if references else result
+
+
+def _image(source: Any) -> dict[str, Any]:
+    """An image that the request holds; what a web address holds is the engine's to fetch."""
+    if not isinstance(source, dict) or source.get("type", "base64") != "base64":
+        raise NotLocalError("multimodal")
+    kind, data = source.get("media_type", "image/jpeg"), source.get("data", "")
+    return {"type": "image_url", "image_url": {"url": f"data:{text_of(kind)};base64,{text_of(data)}"}}
 
 
 def _tools(tools: Any) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
 from typing import Any, Final
 
 from router.prompts.request import NotLocalError
@@ -34,14 +35,22 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header"
 """A line some clients put first in system texts and that changes with every request: vLLM drops it."""
 
 
-def parse_message(message: Message, content_format: str, *, orders_calls: bool = True) -> Message:
+def parse_message(
+    message: Message,
+    content_format: str,
+    *,
+    orders_calls: bool = True,
+    images: list[bytes] | None = None,
+) -> Message:
     """One validated message as the template sees it; ``content_format`` is "string" or "openai".
 
     ``orders_calls``: fields of tool calls come in the order of the engine's schema, else as they are.
+    ``images`` gets the digest of every image of a user; None: images are refused.
     """
     role = message["role"]
     wrap = content_format == "openai"
-    parts = list(_parts(role, message.get("content")))
+    shown = images if wrap and role == "user" else None
+    parts = list(_parts(role, message.get("content"), shown))
     result: Message = {"role": role}
     if wrap:
         result["content"] = [_wrapped(part) for part in parts]
@@ -62,16 +71,32 @@ def parse_message(message: Message, content_format: str, *, orders_calls: bool =
     return result
 
 
-def _parts(role: str, content: str | list[Any] | None) -> Iterator[Any]:
-    """Content parts: a string, or a dict of a text-like type. Raises ``NotLocalError`` for all else."""
+def _parts(role: str, content: str | list[Any] | None, images: list[bytes] | None) -> Iterator[Any]:
+    """Content parts: a string, text-like dicts, images. Raises ``NotLocalError`` for all else."""
     if content is None:
         return
     for part in [content] if isinstance(content, str) else content:
         kept = _without_billing_header(part) if role == "system" else part
         if kept is None:
             continue
+        if images is not None and (data := _image_data(kept)):
+            images.append(blake2b(data.encode(errors="replace"), digest_size=32).digest())
+            yield _IMAGE
+            continue
         _check_part(kept)
         yield kept
+
+
+_IMAGE: Final[Message] = {"type": "image"}
+
+
+def _image_data(part: Any) -> str | None:
+    """The URL that holds an image itself; None for all other parts. What a web address holds may change."""
+    if not isinstance(part, dict) or set(part) != {"type", "image_url"} or part["type"] != "image_url":
+        return None
+    given = part["image_url"]
+    url = given.get("url") if isinstance(given, dict) and set(given) <= {"url", "detail"} else None
+    return url if isinstance(url, str) and url.startswith("data:") else None
 
 
 def _check_part(part: Any) -> None:
@@ -108,6 +133,8 @@ def _text(part: Any) -> str:
 def _wrapped(part: Any) -> Message:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if part is _IMAGE:
+        return dict(_IMAGE)
     if part["type"] == "tool_reference":
         return {"type": "tool_reference", "name": part["name"]}
     extra = {key: value for key, value in part.items() if key not in _PART_FIELDS}

@@ -41,6 +41,13 @@ def advise(
     retention: Annotated[
         str, Parameter(help="The engines' current prefix_cache_retention_interval: tokens or dense.")
     ] = "0",
+    host_memory: Annotated[
+        str | None, Parameter(help="Host memory that each engine has behind its GPU now, as for simulate.")
+    ] = None,
+    store: Annotated[str | None, Parameter(help="Store that the engines share now, as for simulate.")] = None,
+    kv_kib_per_token: Annotated[
+        float, Parameter(help="KiB of KV cache that one token takes in full attention.")
+    ] = 100.0,
     load: Annotated[
         float | None,
         Parameter(
@@ -67,7 +74,7 @@ def advise(
     processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
-    """Advise from your traffic: retention, memory, engines, policy parameters, and if prefix routing pays."""
+    """Advise from your traffic: retention, memory, connectors, engines, and if prefix routing pays."""
     from router.simulate.advise.command import AdviseOptions, run_advise  # noqa: PLC0415  # loaded when run
 
     options = AdviseOptions(
@@ -78,6 +85,9 @@ def advise(
         pool=pool,
         block_tokens=block_tokens,
         retention=retention,
+        host_memory=host_memory,
+        store=store,
+        kv_kib_per_token=kv_kib_per_token,
         load=load,
         speed=speed,
         ttft_target=ttft_target,

@@ -17,12 +17,13 @@ from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
 from router.simulate.advise.trials import Advice, TrialResult, doubt, judge, reusable_share, told_of, trials
-from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, refused
+from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, read_tiers, refused
 from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.outcome import NothingServedError
 from router.simulate.report import retention_text
 from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes
 from router.simulate.study import Workloads, pool_blocks, round_robin, run_all, speed_for
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import is_capture, read_capture
@@ -46,6 +47,9 @@ class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
     pool: str | None = None
     block_tokens: int = 64
     retention: str = "0"
+    host_memory: str | None = None
+    store: str | None = None
+    kv_kib_per_token: float = KV_KIB_PER_TOKEN
     load: float | None = None
     speed: float | None = None
     ttft_target: float | None = None
@@ -188,8 +192,14 @@ def _setup(
     retentions = read_retentions(options.retention, groups)
     if len(retentions) > 1:
         raise ConfigError(f"--retention {options.retention!r}: what the engines have now, so one value")
+    tiers = read_tiers(options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines)
     setup = FleetSetup(
-        groups=groups, num_blocks=blocks, engines=engines, retention=retentions[0], timing=timing
+        groups=groups,
+        num_blocks=blocks,
+        engines=engines,
+        retention=retentions[0],
+        timing=timing,
+        tiers=tiers or TierSetup(block_bytes=block_bytes(groups, options.kv_kib_per_token)),
     )
     return setup, notes
 
@@ -273,7 +283,7 @@ def _check(options: AdviseOptions) -> None:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"--{name} {value}: expected {least} to {most}")
-    for name in ("load", "speed", "ttft_target"):
+    for name in ("load", "speed", "ttft_target", "kv_kib_per_token"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")

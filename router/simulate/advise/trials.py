@@ -1,10 +1,10 @@
 """What to set, from runs of one's own traffic: trials that change one thing each, and what follows from them.
 
-The base trial is the fleet as it is. Every other one changes the policy, the retention, the memory, the
-number of engines or a knob of the serving policy, and meets the same requests at the same times, seed by
-seed. ``judge`` turns the outcomes into advice: a change is advised where it shortens the mean time to first
-token by at least ``GAIN_MIN`` (or the topic's own) on average, and shortens it for every seed. Pure: the same
-outcomes give the same words.
+The base trial is the fleet as it is. Every other one changes the policy, the retention, the memory on the
+GPUs or behind them, the number of engines or a knob of the serving policy, and meets the same requests at the
+same times, seed by seed. ``judge`` turns the outcomes into advice: a change is advised where it shortens the
+mean time to first token by at least ``GAIN_MIN`` (or the topic's own) on average, and shortens it for every
+seed. Pure: the same outcomes give the same words.
 """
 
 from __future__ import annotations
@@ -22,12 +22,23 @@ from router.simulate.outcome import WARM_SHARE, Outcome
 from router.simulate.plan import check_layout
 from router.simulate.run.arms import ARMS, Arm
 from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.tier_setup import (
+    KV_KIB_PER_TOKEN,
+    TierSetup,
+    TierSpec,
+    block_bytes,
+    read_host,
+    read_store,
+)
 from router.simulate.study import POOL_BLOCKS_MIN, Job
 from router.simulate.workload.requests import Request
 
-Topic = Literal["now", "routing", "retention", "memory", "engines", "knobs"]
+Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "knobs"]
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
 MEMORY = (0.5, 2.0)
+HOST = "400%"
+STORES = ("400%:gbit_s=25", "400%:gbit_s=100")
+"""Memory outside the GPUs to try, as ``--host-memory`` and ``--store`` take it."""
 ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
 BLIND = ("least-load", "power-of-two")
 KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
@@ -107,6 +118,7 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
         changed("memory", f"{factor:.0%}", num_blocks=max(POOL_BLOCKS_MIN, int(factor * setup.num_blocks)))
         for factor in MEMORY
     ]
+    found += [changed("tiers", name, tiers=tiers) for name, tiers in _more_tiers(setup).items()]
     factors = ENGINE_FACTORS if ttft_target_s is None else (*ENGINE_FACTORS, 3.0, 4.0)
     counts = sorted({max(1, round(factor * setup.engines)) for factor in factors} - {setup.engines})
     found += [changed("engines", str(count), engines=count) for count in counts]
@@ -115,6 +127,25 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
         if knobs != setup.policy:
             found.append(changed("knobs", knobs_name(knobs), policy=knobs))
     return found
+
+
+def _more_tiers(setup: FleetSetup) -> dict[str, TierSetup]:
+    """Each kind of memory behind the GPUs that the fleet does not have, by name."""
+    size = block_bytes(setup.groups, KV_KIB_PER_TOKEN)
+    now = setup.tiers or TierSetup(block_bytes=size)
+    found = {}
+    if now.host is None:
+        host = read_host(HOST, setup.num_blocks, now.block_bytes)
+        found[f"host memory {HOST}"] = msgspec.structs.replace(now, host=host)
+    if now.store is None:
+        for text in STORES:
+            store = read_store(text, setup.num_blocks * setup.engines, now.block_bytes)
+            found[_store_name(store)] = msgspec.structs.replace(now, store=store)
+    return found
+
+
+def _store_name(store: TierSpec) -> str:
+    return f"store, {store.bytes_per_s * 8 / 1e9:g} Gbit/s"
 
 
 def knobs_name(knobs: PolicySettings) -> str:
@@ -200,6 +231,7 @@ def judge(
     found = [_routing(base, by_topic["routing"], reusable)]
     found.append(_retention(setup, base, by_topic.get("retention", [])))
     found.append(_memory(setup, base, by_topic["memory"]))
+    found += _tiers(setup, base, by_topic.get("tiers", []))
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
     found.append(_knobs(setup, base, by_topic["knobs"]))
     if doubt(told, num_requests):
@@ -279,6 +311,36 @@ def _memory(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult])
         return Advice(topic="memory", setting=setting, value="50%", text=text)
     text = f"The KV memory is about right: {listed}."
     return Advice(topic="memory", setting=setting, value=None, text=text)
+
+
+def _tiers(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> list[Advice]:
+    """What memory behind the GPUs would bring; nothing where the fleet has both kinds."""
+    if not others:
+        return []
+    sizes = {name: _tier_size(tiers, setup.tiers) for name, tiers in _more_tiers(setup).items()}
+    listed = "; ".join(
+        f"{one.value} ({sizes[one.value]}): {one.mean_s:.3f} s ({one.change:+.0%}), hit {one.hit_share:.0%}"
+        for one in others
+    )
+    setting = "KV connector"
+    shortest_s = min(one.mean_s for one in others)
+    best = next(one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD))
+    if -best.change >= MEMORY_GAIN_MIN and best.every_seed:
+        text = (
+            f"Memory behind the GPUs pays, first {best.value} of {sizes[best.value]}: mean {base.mean_s:.3f} "
+            f"-> {best.mean_s:.3f} s ({best.change:+.0%}), hit {base.hit_share:.0%} -> {best.hit_share:.0%}. "
+            f"Tried: {listed}."
+        )
+        return [Advice(topic="tiers", setting=setting, value=best.value, text=text)]
+    text = f"Memory behind the GPUs would bring little: mean {base.mean_s:.3f} s now; {listed}."
+    return [Advice(topic="tiers", setting=setting, value=None, text=text)]
+
+
+def _tier_size(tiers: TierSetup, now: TierSetup | None) -> str:
+    """Of the kind that ``now`` has not."""
+    added = tiers.host if now is None or now.host is None else None
+    spec, of = (added, "per engine") if added is not None else (tiers.store, "in all")
+    return "" if spec is None else f"{spec.blocks * tiers.block_bytes / (1 << 30):.0f} GiB {of}"
 
 
 def _engines(

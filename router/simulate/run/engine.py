@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.pool.host_tier import HeldKey
 from router.simulate.run.tier_setup import Medium
 from router.simulate.run.tiers import EngineTiers
 from router.simulate.timing import Timing
@@ -30,6 +31,7 @@ class RequestRun:
     __slots__ = (
         "arrived_s",
         "coming",
+        "due",
         "ended_s",
         "first_token_s",
         "generated",
@@ -58,6 +60,7 @@ class RequestRun:
         self.hit = 0
         self.loaded = 0
         self.medium: Medium | None = None
+        self.due: list[HeldKey] = []  # what the chunk under way copies out
         self.coming = 0
         self.generated = 0
         self.preempted = 0
@@ -95,6 +98,7 @@ class SimEngine:
         self._events: list[tuple[float, int, RequestRun]] = []
         self._loading: list[tuple[float, int, RequestRun]] = []
         self._loaded: deque[RequestRun] = deque()
+        self._copying: deque[list[int]] = deque()  # blocks that are being copied, step by step
         self._owed_s = 0.0  # that loads have taken from computing, and the next chunk pays
         self._order = 0
         self._block = pool.scheme.hash_block_size
@@ -138,7 +142,7 @@ class SimEngine:
         """Compute what follows a load; False where there is no room now: it keeps its blocks and waits."""
         request = visit.pool_request
         tokens = self.pool.next_chunk(request, self.timing.chunk_tokens)
-        if tokens > 0 and self.pool.compute(request, tokens):
+        if tokens > 0 and self._compute(visit, tokens):
             self._prefilling = self._loaded.popleft()
             self._spend(tokens, now)
             return True
@@ -192,18 +196,38 @@ class SimEngine:
     def _end_load(self, visit: RequestRun, now: float) -> None:
         self.pool.loaded(visit.pool_request)
         self.pool.end_step()
-        self._copy_out(visit, now)
         self._loaded.append(visit)
         self._begin(now)
 
-    def _copy_out(self, visit: RequestRun, now: float) -> None:
-        """What the request has filled goes to the memory outside, now that it is computed."""
+    def _compute(self, visit: RequestRun, tokens: int) -> bool:
+        """A step's tokens of one request; what it fills begins to be copied out. False without room."""
+        request = visit.pool_request
+        while not self.pool.compute(request, tokens):
+            if not self._copying:
+                return False
+            self.pool.unpin(self._copying.popleft())  # an engine waits for copies before it preempts
+        self.pool.end_step()
         if self._tiers is not None:
-            self._tiers.copy_out(visit.pool_request, now)
+            due = self.pool.due(request)
+            visit.due = [block.key for block in due]
+            blocks = [block.block for block in due]
+            self.pool.pin(blocks)
+            self._copying.append(blocks)
+        return True
+
+    def _end_copies(self) -> None:
+        """A step has ended, and with it the copies of the steps before; on an idle engine its own too."""
+        kept = 1 if self._prefilling or self._others_hold_blocks else 0
+        while len(self._copying) > kept:
+            self.pool.unpin(self._copying.popleft())
+
+    def _store(self, visit: RequestRun, now: float) -> None:
+        if self._tiers is not None:
+            self._tiers.store(visit.due, now)
 
     def _next_chunk(self, visit: RequestRun, now: float) -> None:
         tokens = self.pool.next_chunk(visit.pool_request, self.timing.chunk_tokens)
-        if tokens <= 0 or not self.pool.compute(visit.pool_request, tokens):
+        if tokens <= 0 or not self._compute(visit, tokens):
             self._preempt(visit)
             if not self._others_hold_blocks:  # nobody will make room
                 self._waiting.popleft()
@@ -213,7 +237,6 @@ class SimEngine:
 
     def _spend(self, tokens: int, now: float) -> None:
         """A chunk of so many tokens begins."""
-        self.pool.end_step()
         seconds = self.timing.chunk_seconds(tokens, len(self._generating)) + self._owed_s
         self._owed_s = 0.0
         self._chunk_ends_s = now + seconds
@@ -234,8 +257,9 @@ class SimEngine:
 
     def _end_chunk(self, visit: RequestRun, now: float) -> None:
         request = visit.pool_request
-        self._copy_out(visit, now)
+        self._store(visit, now)
         if request.num_computed < request.num_tokens:
+            self._end_copies()
             self._next_chunk(visit, now)
         else:
             self._prefilling = None
@@ -247,6 +271,7 @@ class SimEngine:
                 self._end(visit, now)
             else:
                 self._schedule(visit, now)
+            self._end_copies()
         self._begin(now)
 
     def _schedule(self, visit: RequestRun, now: float) -> None:
@@ -259,22 +284,24 @@ class SimEngine:
 
     def _generate(self, visit: RequestRun, now: float) -> None:
         """``visit.coming`` tokens have been generated since the last time."""
-        request = visit.pool_request
-        self.pool.extend(request, [0] * visit.coming)
-        while not self.pool.compute(request, visit.coming):
+        if visit.coming > 1:
+            self._end_copies()
+        self.pool.extend(visit.pool_request, [0] * visit.coming)
+        while not self._compute(visit, visit.coming):
             last = self._prefilling or next(reversed(self._generating))
             self._preempt(last)
             if last is visit:
                 self._begin(now)
                 return
-        self.pool.end_step()
-        self._copy_out(visit, now)
+        self._store(visit, now)
         visit.generated += visit.coming
         if visit.generated < visit.output_tokens:
             self._schedule(visit, now)
+            self._end_copies()
             return
         del self._generating[visit]
         self._end(visit, now)
+        self._end_copies()
         self._begin(now)
 
     def _end(self, visit: RequestRun, now: float) -> None:

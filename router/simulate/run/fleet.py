@@ -118,7 +118,7 @@ class FleetSim:
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
         self._tiers = tiers_of(setup.tiers, pools)
-        if setup.tiers is not None:
+        if setup.tiers is not None and setup.tiers.any:
             self._knobs = msgspec.structs.replace(
                 self._knobs,
                 load_s_per_token=setup.tiers.load_s_per_token("CPU", setup.groups),

@@ -88,10 +88,9 @@ class SharedStore:
 class EngineTiers:
     """One engine's way to its host memory and to the store."""
 
-    def __init__(self, setup: TierSetup, pool: HybridBlockPool, store: SharedStore | None) -> None:
+    def __init__(self, setup: TierSetup, layout: PoolLayout, store: SharedStore | None) -> None:
         self._setup = setup
-        self._pool = pool
-        self._host = None if setup.host is None else HostTier(pool.layout, setup.host.blocks)
+        self._host = None if setup.host is None else HostTier(layout, setup.host.blocks)
         self._store = store
         self._host_link = Link(math.inf if setup.host is None else setup.host.bytes_per_s)
         rate = math.inf if store is None else store.spec.bytes_per_s
@@ -133,14 +132,11 @@ class EngineTiers:
             ends_s = max(self._reads.send(size, now), self._store.reads.send(size, now))
         return ends_s + spec.latency_s, spec.busy_share * size / spec.bytes_per_s
 
-    def copy_out(self, request: PoolRequest, now: float) -> None:
-        """Keep what became full in the step that ends now."""
-        chain = self._pool.due(request)
-        if not chain:
-            return
+    def store(self, chain: Sequence[HeldKey], now: float) -> None:
+        """Keep what became full in a step that ends now."""
         if self._host is not None:
             self._host.store(chain)
-        if self._store is not None:
+        if self._store is not None and chain:
             size = self._setup.block_bytes
             self.left_out_blocks += self._store.write(self._writes, chain, size, now)
 
@@ -150,4 +146,4 @@ def tiers_of(setup: TierSetup | None, pools: Sequence[HybridBlockPool]) -> list[
     if setup is None or not setup.any:
         return [None] * len(pools)
     store = None if setup.store is None else SharedStore(setup.store, pools[0].layout)
-    return [EngineTiers(setup, pool, store) for pool in pools]
+    return [EngineTiers(setup, pool.layout, store) for pool in pools]

@@ -43,7 +43,7 @@ class Engine:
         elif not (chunk := self.pool.next_chunk(request)) or not self.pool.compute(request, chunk):
             return False
         self.pool.end_step()
-        self.tier.store(self.pool.due(request))
+        self.tier.store([block.key for block in self.pool.due(request)])
         return True
 
     def serve(self, prompt: list[int]) -> tuple[int, int]:

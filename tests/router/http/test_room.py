@@ -9,6 +9,7 @@ import resource
 from typing import Any
 
 import pytest
+import structlog
 
 from router.http import descriptors
 from router.http.server.capacity import Capacity, client_of
@@ -182,7 +183,22 @@ def test_soft_limit_is_raised_and_what_cannot_be_held_is_said(
     assert descriptors.connections_held(10_000) == 1920
     assert limits == (4096, 4096)
     out = capsys.readouterr().out
-    assert "connections_max" in out
+    assert "listen.connections_max" in out
     assert "4096" in out
     limits = (1024, resource.RLIM_INFINITY)
     assert descriptors.connections_held(10_000) == 10_000
+
+
+@pytest.mark.parametrize(
+    ("hard", "asked", "level"),
+    [(20_000, 10_000, "info"), (20_000, 10_001, "warning"), (4096, 10_000, "warning"), (30_000, 10_000, "")],
+)
+def test_a_default_that_can_mostly_be_held_is_no_warning(
+    hard: int, asked: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    with structlog.testing.capture_logs() as logs:
+        held = descriptors.connections_held(asked, default=10_000)
+    assert [line["log_level"] for line in logs] == [level] * bool(level)
+    assert held == min(asked, (hard - 256) // 2)

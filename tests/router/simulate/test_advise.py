@@ -23,6 +23,7 @@ from router.simulate.advise.trials import (
     trials,
 )
 from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.tier_setup import TierSetup, TierSpec
 from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA
 from tests.support.waiting import run
@@ -98,6 +99,27 @@ def test_memory_is_asked_for_where_it_pays_and_given_back_where_it_does_nothing(
     assert of(judged(memory_200=0.7, memory_50=2.0), "memory").value == "200%"
     assert of(judged(memory_200=0.99, memory_50=1.01), "memory").value == "50%"
     assert of(judged(memory_200=0.97, memory_50=1.2), "memory").value is None
+
+
+def test_memory_behind_the_gpus_is_advised_where_it_pays_with_its_size() -> None:
+    means = {"tiers_host memory 400": 0.8, "tiers_store, 25 Gbit/s": 0.95, "tiers_store, 100 Gbit/s": 0.79}
+    one = of(judge(SETUP, told_with(**means), reusable=0.5, num_requests=500), "tiers")
+    assert one.value == "host memory 400%", "of what does about as well, the first"
+    assert "host memory 400% of 24 GiB per engine: mean 1.000 -> 0.800 s (-20%)" in one.text
+    assert "store, 25 Gbit/s (98 GiB in all): 0.950 s (-5%)" in one.text
+    little = of(judge(SETUP, told_with(), reusable=0.5, num_requests=500), "tiers")
+    assert little.value is None
+    assert "would bring little" in little.text
+
+
+def test_what_a_fleet_has_behind_its_gpus_is_not_tried_again() -> None:
+    spec = TierSpec(blocks=100, bytes_per_s=1e9)
+    has_host = msgspec.structs.replace(SETUP, tiers=TierSetup(block_bytes=1 << 20, host=spec))
+    named = [trial.value for trial in trials(has_host) if trial.topic == "tiers"]
+    assert named == ["store, 25 Gbit/s", "store, 100 Gbit/s"]
+    has_both = msgspec.structs.replace(SETUP, tiers=TierSetup(block_bytes=1 << 20, host=spec, store=spec))
+    advice = judge(has_both, told_with(has_both), reusable=0.5, num_requests=500)
+    assert "tiers" not in [one.topic for one in advice]
 
 
 def test_the_fewest_engines_that_keep_the_target() -> None:

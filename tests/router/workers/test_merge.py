@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.api.metrics import render
+from router.api.metrics.page import render
 from router.workers.merge import CountLedger, WorkerPage, merged, page_of
 
 

@@ -110,10 +110,10 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
     """Half a file may make sense, with half of the engines."""
     seen = Seeing(FileSource(FileSettings(path="engines.toml")))
     for reading in (TWO, TWO, ONE, TWO, ONE, ONE + "\n", TWO):
-        seen.source._heard(reading.encode(), seen.tell)
+        seen.source._apply(reading.encode(), seen.tell)
     assert [len(told) for told in seen.told] == [2]
-    seen.source._heard(ONE.encode(), seen.tell)
-    seen.source._heard(ONE.encode(), seen.tell)
+    seen.source._apply(ONE.encode(), seen.tell)
+    seen.source._apply(ONE.encode(), seen.tell)
     assert [len(told) for told in seen.told] == [2, 1]
 
 

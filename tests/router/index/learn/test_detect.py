@@ -563,6 +563,47 @@ def test_a_numeric_seed_of_root_spans_without_hashes() -> None:
     assert feed(fleet, *events).scheme == scheme
 
 
+def test_a_search_with_a_span_that_has_no_child_is_not_the_last_one() -> None:
+    """Two groups tell the same; the shortest prompt is over with its first chunk."""
+    scheme, fleet = HashScheme(algo="xxhash", seed="42"), fleet_of()
+    windows = [Writer(scheme, kind=WINDOW, window=64, group=group) for group in range(2)]
+    events = [window.stored(tokens(64, seed=999), keep=[]) for window in windows]
+    for n in range(40):
+        prompt = tokens(160, seed=n)
+        events += [window.stored(prompt, stop=6, keep=[]) for window in windows]
+        events += [window.stored(prompt, start=6, keep=[9]) for window in windows]
+    engine = feed(fleet, *events[:16])
+    assert engine.detection is Detection.WAITING
+    assert feed(fleet, *events[16:]).scheme == scheme
+
+
+def test_equal_tokens_under_other_keys_are_no_evidence() -> None:
+    """Many tenants send the same beginning: only blocks of the prompt's own salt are worth a search."""
+    scheme, fleet = HashScheme(seed="42"), fleet_of(attention_chunk_size=64)
+    image = MultimodalItem("image-1", 3, 40)
+    tenants = [PromptExtras(cache_salt=f"tenant-{n}", multimodal=(image,)) for n in range(4)]
+    for salted in tenants[:3]:
+        feed(fleet, Writer(scheme).stored(tokens(100), salted))
+    fleet.predict(Prompt(tokens(100), tenants[3]), ["a"])
+    assert fleet.engine("a").detection is Detection.WAITING
+    fleet.predict(Prompt(tokens(100), tenants[0]), ["a"])
+    assert fleet.engine("a").detection is Detection.SEARCHING
+    fleet.engine("a").finish_detection()
+    assert fleet.engine("a").scheme == scheme
+
+
+def test_placed_prompts_are_searched_with_whatever_else_was() -> None:
+    scheme, fleet = HashScheme(seed="42"), fleet_of(lora_paths={"sql": "/elsewhere"})
+    engine = feed(fleet, *[Writer(scheme).stored(tokens(100, seed=n), LORA) for n in range(30)])
+    assert engine.detection is Detection.WAITING
+    moved = PromptExtras(cache_salt="tenant")
+    window = Writer(scheme, kind=WINDOW, window=64)
+    feed(fleet, window.stored(tokens(160), moved, keep=[6, 7, 8, 9]))
+    fleet.predict(Prompt(tokens(160), moved), ["a"])
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
 def answered(fleet: FleetResidency, seed: int) -> tuple[str, int]:
     found = fleet.predict(Prompt(tokens(100, seed=seed)), ["a"])["a"]
     return found.mode, found.hit_tokens

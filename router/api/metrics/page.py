@@ -1,0 +1,209 @@
+"""The Prometheus page: every counter of every part, read when scraped.
+
+Parts keep plain numbers in small structs and know nothing of Prometheus; ``RouterCollector`` turns them into
+metric families. Labels are engine ids, models and fixed words only, so the number of series is bounded by the
+fleet.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from router import __version__
+from router.admission.gate import KeyGate
+from router.api.admin.stats import AdminStats
+from router.api.metrics.families import of_each, of_stats, table
+from router.api.metrics.tables import INDEX, RECEIPTS, RESIDENCY, engine_columns
+from router.fleet.discovery import FleetSources
+from router.fleet.status import Fleet
+from router.http.server.stats import ListenStats
+from router.index.models import Scopes
+from router.observe.histogram import Histogram
+from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from router.observe.requests import RequestTracker
+from router.observe.traces import TraceStats
+from router.placement.engine import Accounts, Engine
+from router.placement.load import OthersLoad
+from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
+from router.proxy.stats import ProxyStats
+from router.replication.service import SharedIndex
+
+
+class Sources(msgspec.Struct):
+    """Where the numbers are; all of them live objects."""
+
+    fleet: Fleet[Engine]
+    scopes: Scopes
+    accounts: Accounts
+    proxy: ProxyStats
+    prompts: PromptStats
+    listen: Callable[[], ListenStats | None]
+    shared: SharedIndex | None = None
+    origins: FleetSources | None = None
+    """Where engines come from."""
+    admin: AdminStats | None = None
+    requests: RequestTracker | None = None
+    gate: KeyGate | None = None
+    """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
+    traces: TraceStats | None = None
+    others: Callable[[], Mapping[str, OthersLoad]] = dict
+    """What sibling workers have in flight, by engine."""
+    more: Callable[[], Iterable[Metric]] = tuple
+    """Further families: those of a worker among several."""
+
+
+class RouterCollector:
+    """A ``prometheus_client`` collector over ``Sources``."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in a fixed order."""
+        s = self._sources
+        yield from _build()
+        if s.requests is not None:
+            yield from _requests(s.requests)
+        engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
+        yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
+        yield from of_each(
+            "engine", "feed", {e: one.feed for e, one in engines.items() if one.feed is not None}
+        )
+        yield from table("model", INDEX, {name: model.stats() for name, model in s.scopes.models().items()})
+        writers = {e: one.residency.writer for e, one in engines.items() if one.residency is not None}
+        yield from table("engine", RESIDENCY, writers)
+        receipts = {e: one.receipts for e, one in engines.items() if one.receipts.outcomes}
+        yield from table("engine", RECEIPTS, receipts)
+        yield _prediction_errors(receipts)
+        yield from of_stats("load", s.accounts.load_stats)
+        yield from of_stats("proxy", s.proxy)
+        listen = s.listen()
+        if listen is not None:
+            yield from of_stats("listen", listen)
+        yield from of_stats("prompts", s.prompts)
+        yield from of_stats("inflight", s.accounts.inflight.stats)
+        yield from of_stats("affinity", s.accounts.affinity.stats)
+        yield from of_stats("shadow", s.accounts.shadow_stats)
+        if s.accounts.access is not None:
+            yield from of_stats("access_log", s.accounts.access.stats)
+        yield from self._options()
+        yield from s.more()
+
+    def _options(self) -> Iterator[Metric]:
+        """Of what is not switched on everywhere."""
+        s = self._sources
+        if s.shared is not None:
+            yield from of_stats("lease", s.shared.lease_manager.stats)
+            yield from of_stats("look", s.shared.lookup.stats)
+            yield from of_stats("flight", s.shared.inflight.gossip_stats)
+            yield from of_each("model", "mirror", s.shared.mirror_stats())
+        if s.origins is not None:
+            yield from of_each("source", "source", s.origins.stats)
+        if s.admin is not None:
+            yield from of_stats("admin", s.admin)
+        if s.traces is not None:
+            yield from of_stats("traces", s.traces)
+        if s.gate is not None:
+            yield from of_stats("keys", s.gate.stats)
+            yield from of_each("tenant", "tenant", s.gate.tenants())
+
+
+def render_metrics(sources: Sources) -> bytes:
+    """The page in Prometheus text format."""
+    return render(families(sources))
+
+
+def families(sources: Sources) -> Iterator[Metric]:
+    """Everything on the page: the process, and what the router counts."""
+    yield from ProcessCollector(registry=None).collect()
+    yield from RouterCollector(sources).collect()
+
+
+def render(found: Iterable[Metric]) -> bytes:
+    """Families as a page."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(found)))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> list[Metric]:
+        return self._found
+
+
+def _build() -> Iterator[Metric]:
+    build = GaugeMetricFamily(
+        "kvatlas_build_info",
+        "1; the version of kvatlas and of Python as labels",
+        labels=["version", "python"],
+    )
+    build.add_metric([__version__, platform.python_version()], 1.0)
+    yield build
+
+
+_TIMES = {
+    "first_token": "kvatlas_time_to_first_token_seconds",
+    "between": "kvatlas_inter_token_seconds",
+    "whole": "kvatlas_request_duration_seconds",
+    "overhead": "kvatlas_router_overhead_seconds",
+}
+_TIME_TEXTS = {
+    "first_token": "From the head of a streamed completion request until the engine's first token, retries "
+    "included",
+    "between": "Time between two pieces of a streamed completion as they come from the engine; a piece is "
+    "one token, or several that came together",
+    "whole": "From the head of a completion request until the end of its answer, of those answered with 2xx",
+    "overhead": "The router's own time before a completion request goes to its first engine: parsing, "
+    "tokenizing, looking up, choosing",
+}
+
+
+def _requests(requests: RequestTracker) -> Iterator[Metric]:
+    ended = CounterMetricFamily(
+        "kvatlas_requests",
+        "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
+        "status as the client got it; client_gone: the client left before the end, broken_stream: the engine "
+        "broke off in the middle of its answer",
+        labels=["model", "engine", "status"],
+    )
+    for key, count in requests.counts.items():
+        ended.add_metric(list(key), count)
+    yield ended
+    for name, metric in _TIMES.items():
+        family = HistogramMetricFamily(metric, _TIME_TEXTS[name], labels=["model"])
+        for model, times in requests.models.items():
+            histogram: Histogram = getattr(times, name)
+            family.add_metric([model], histogram.buckets(), histogram.total)
+        yield family
+
+
+def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
+    errors = HistogramMetricFamily(
+        "kvatlas_prediction_error_tokens",
+        "Predicted minus reported hit tokens, per request",
+        labels=["engine"],
+    )
+    for engine_id, sums in receipts.items():
+        errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+    return errors
+
+
+def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
+    buckets, running = [], 0
+    for bound, count in zip((*ERROR_BUCKETS, "+Inf"), sums.errors, strict=True):
+        running += count
+        buckets.append((str(bound), float(running)))
+    return buckets

@@ -1,0 +1,163 @@
+"""The metrics of engines and models, as tables: one column per metric, one row per engine or model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from router.api.metrics.families import Column, counter, gauge
+from router.feeds.base import FeedState
+from router.index.base import IndexStats
+from router.index.engine import EngineResidency
+from router.observe.receipts import EngineReceipts
+from router.placement.engine import Engine
+from router.placement.load import NO_OTHERS, OthersLoad
+
+
+def engine_columns(now: float, others: Mapping[str, OthersLoad]) -> tuple[Column[Engine], ...]:
+    """What is known of every engine. ``others``: what sibling workers have in flight there."""
+    return (
+        gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
+        gauge(
+            "engine_held",
+            "1 if it gets no new requests (drained, not ready, leaving)",
+            lambda e: bool(e.held),
+        ),
+        gauge(
+            "engine_breaker_open",
+            "1 if the engine gets no requests because its latest ones failed (circuit breaker)",
+            lambda e: not e.breaker.allows(now),
+        ),
+        gauge(
+            "engine_kv_usage_ratio",
+            "Share of its KV blocks that the engine says running requests use (0 to 1)",
+            lambda e: e.kv_usage,
+        ),
+        gauge(
+            "feed_state",
+            "1 for the state that the feed of the engine's KV events is in",
+            _feed_states,
+            "state",
+        ),
+        gauge(
+            "queue_ahead_seconds",
+            "Prefill work queued at the engine, by the router's account",
+            lambda e: e.load.at(now, others.get(e.engine_id, NO_OTHERS)).queue_s,
+        ),
+        gauge(
+            "prefill_seconds_per_token",
+            "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
+            lambda e: e.rates.prefill_s_per_token(now),
+        ),
+    )
+
+
+def _feed_states(engine: Engine) -> dict[str, float] | None:
+    feed = engine.feed
+    return None if feed is None else {str(state): feed.state == state for state in FeedState}
+
+
+INDEX: tuple[Column[IndexStats], ...] = (
+    gauge(
+        "index_blocks",
+        "Distinct KV blocks (by hash) that the engines of a model hold",
+        lambda i: i.blocks,
+    ),
+    gauge(
+        "index_residencies",
+        "Entries of the index: one per block, engine, medium and group of layers",
+        lambda i: i.residencies,
+    ),
+    gauge(
+        "index_extra_copies",
+        "Further copies of blocks that an engine holds more than once",
+        lambda i: i.extra_copies,
+    ),
+    gauge(
+        "index_patterns",
+        "Distinct sets of places that blocks are held in, which rows of the index share",
+        lambda i: i.patterns,
+    ),
+    counter(
+        "index_unknown_removals",
+        "Removal events of blocks that were not known to be held",
+        lambda i: i.unknown_removals,
+    ),
+)
+"""The index of a model."""
+
+RESIDENCY: tuple[Column[EngineResidency], ...] = (
+    counter(
+        "index_rejected_events",
+        "Events that the index skipped because they were inconsistent, by reason",
+        lambda r: r.rejected,
+        "reason",
+    ),
+    gauge(
+        "index_mode",
+        "1 for the way in which block hashes of prompts are found: native, learned, or not yet",
+        lambda r: {r.mode: 1.0},
+        "mode",
+    ),
+    gauge(
+        "index_removals",
+        "1 for what a removal event of the engine takes: one copy, the last copy, or the number it tells",
+        lambda r: {str(r.removals.semantics): 1.0},
+        "semantics",
+    ),
+    counter(
+        "index_removal_evidence",
+        "Evidence for it since the engine's start: removed_again (blocks), told_counts (events), "
+        "phantoms (audits that found more copies than blocks)",
+        lambda r: {n: getattr(r.removals, n) for n in ("removed_again", "told_counts", "phantoms")},
+        "evidence",
+    ),
+    gauge(
+        "index_re_reports_suspected",
+        "1 if stored events seem to repeat earlier ones",
+        lambda r: r.removals.re_reports_suspected,
+    ),
+)
+"""What the index learned of an engine from its events."""
+
+RECEIPTS: tuple[Column[EngineReceipts], ...] = (
+    counter(
+        "receipts",
+        "Predictions compared with what the engine reported, by outcome",
+        lambda r: r.outcomes,
+        "outcome",
+    ),
+    counter(
+        "predictions_compared",
+        "Compared receipts by the farthest medium that the prediction rests on, and outcome",
+        lambda r: r.by_medium,
+        "medium",
+        "outcome",
+    ),
+    counter(
+        "predicted_hit_tokens",
+        "Predicted hit tokens of requests whose hit the engine reported",
+        lambda r: r.predicted_tokens,
+    ),
+    counter(
+        "predicted_hit_medium_tokens",
+        "Predicted hit tokens of requests whose hit the engine reported, by the medium they lie in",
+        lambda r: r.predicted_by_medium,
+        "medium",
+    ),
+    counter(
+        "reported_hit_tokens",
+        "Hit tokens (cached_tokens) that the engine reported, of requests with a prediction",
+        lambda r: r.actual_tokens,
+    ),
+    counter(
+        "prompt_mismatches",
+        "Prompts whose token count the engine reports differently: tokenizer or template differ",
+        lambda r: r.prompt_mismatches,
+    ),
+    gauge(
+        "prediction_drifting",
+        "1 if more than a quarter of the latest predictions for the engine were wrong",
+        lambda r: r.drifting,
+    ),
+)
+"""Predictions for an engine beside what it reported."""

@@ -1,0 +1,192 @@
+"""Images: asked for once, then known by their content; always the engine's own tokens."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from publisher.block_hash import HashScheme
+from router.openai.apis import CHAT, MESSAGES
+from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
+from router.prompts.remote import media as media_module
+from tests.support.prompts.readers import byte_level_tokenizer, chat, model_dir, read, reader, say
+
+MARK = "<|header|>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}" + MARK + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+TOKENIZER = Tokenizer.from_str(byte_level_tokenizer())
+URL = "data:image/png;base64,"
+
+
+class Engine:
+    """Renders chats with images as an engine does, with a number of tokens that its content decides, and the
+    number of images too."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.tokens_more = 0
+
+    async def post(self, url: str, body: bytes, _headers: Any, _timeout_s: float) -> tuple[int, bytes]:
+        self.calls += 1
+        assert url.endswith("/render")
+        return 200, json.dumps(self.render(json.loads(body), is_messages="messages/" in url)).encode()
+
+    def render(self, request: dict[str, Any], *, is_messages: bool) -> dict[str, Any]:
+        text, urls = "", []
+        for message in request["messages"]:
+            said = ""
+            for part in [message["content"]] if isinstance(message["content"], str) else message["content"]:
+                if isinstance(part, str) or part["type"] == "text":
+                    said += part if isinstance(part, str) else part["text"]
+                else:
+                    said += MARK
+                    urls.append(URL + part["source"]["data"] if is_messages else part["image_url"]["url"])
+            text += f"<|im_start|>{message['role']}\n{said}<|im_end|>\n"
+        ids: list[int] = []
+        places: list[dict[str, int]] = []
+        mark = TOKENIZER.token_to_id(MARK)
+        for token in TOKENIZER.encode(text + "<|im_start|>assistant\n", add_special_tokens=False).ids:
+            if token == mark:
+                length = 3 + len(urls[len(places)]) % 7 + len(urls) + self.tokens_more
+                places.append({"offset": len(ids), "length": length})
+                ids += [mark] * length
+            else:
+                ids.append(token)
+        hashes = [sha256(url.encode()).hexdigest() for url in urls]
+        return {
+            "token_ids": ids,
+            "features": {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}},
+        }
+
+
+def image(data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": URL + data}}
+
+
+def shows(text: str, *data: str) -> dict[str, Any]:
+    return say("user", [{"type": "text", "text": text}, *map(image, data)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("m"), None)
+
+
+def make(folder: Path, engine: Engine, **settings: Any) -> PromptReader:
+    models = {"m": ModelPrompts(tokenizer_dir=str(folder), chat_template=TEMPLATE)}
+    return reader(models, PromptSettings(renderers=("http://r",), **settings), post=engine.post)
+
+
+def exact(side: PromptReader, engine: Engine, body: dict[str, Any], path: str = CHAT) -> Prompt:
+    found = read(side, body, path)
+    assert isinstance(found, Prompt)
+    expected = engine.render(body, is_messages=path == MESSAGES)
+    assert list(found.token_ids) == expected["token_ids"]
+    items = [(item.identifier, item.offset, item.length) for item in found.extras.multimodal]
+    hashes, places = (
+        expected["features"]["mm_hashes"]["image"],
+        expected["features"]["mm_placeholders"]["image"],
+    )
+    assert items == [(h, p["offset"], p["length"]) for h, p in zip(hashes, places, strict=True)]
+    return found
+
+
+def test_a_next_turn_with_the_same_images_needs_no_call(folder: Path) -> None:
+    engine = Engine()
+    side = make(folder, engine)
+    turns = [shows("What is this? " * 20, "AAAA"), say("assistant", "A cat."), shows("And this?", "BBBBBB")]
+    assert exact(side, engine, chat(*turns[:1])).source == "renderer"
+    assert exact(side, engine, chat(*turns)).source == "renderer"  # another image
+    assert engine.calls == 2
+    longer = [*turns, say("assistant", "A dog."), say("user", "Sure?")]
+    prompt = exact(side, engine, chat(*longer))
+    assert (engine.calls, prompt.source) == (2, "local")
+    scheme = HashScheme()
+    fresh = make(folder, engine)
+    assert prompt.hashes(scheme) == exact(fresh, engine, chat(*longer)).hashes(scheme)
+    assert (side.stats.media_hits, side.stats.media_misses) == (1, 2)
+    assert side.stats.media_bytes > 0
+    side.close()
+    fresh.close()
+
+
+def test_equal_images_elsewhere_are_known_and_more_of_them_are_asked_for(folder: Path) -> None:
+    engine = Engine()
+    side = make(folder, engine)
+    exact(side, engine, chat(shows("One", "AAAA")))
+    assert exact(side, engine, chat(say("system", "Other"), shows("text", "AAAA"))).source == "local"
+    exact(side, engine, chat(shows("Two", "AAAA", "AAAA")))  # an image has more tokens there
+    assert engine.calls == 2
+    side.close()
+
+
+def test_messages_with_images_are_read_the_same_way(folder: Path) -> None:
+    engine = Engine()
+    side = make(folder, engine)
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    first = say("user", [{"type": "text", "text": "What?"}, {"type": "image", "source": source}])
+    body = {"model": "m", "max_tokens": 5, "messages": [first]}
+    exact(side, engine, body, MESSAGES)
+    body["messages"] = [first, say("assistant", "A cat."), say("user", "Sure?")]
+    assert exact(side, engine, body, MESSAGES).source == "local"
+    assert exact(side, engine, chat(shows("As a chat", "AAAA"))).source == "local"
+    assert engine.calls == 1
+    side.close()
+
+
+def test_a_mark_in_the_text_and_web_addresses_are_asked_for(folder: Path) -> None:
+    engine = Engine()
+    side = make(folder, engine)
+    exact(side, engine, chat(shows("One", "AAAA")))
+    calls = engine.calls
+    faked = chat(say("user", [{"type": "text", "text": f"No image: {MARK}"}]), shows("One", "AAAA"))
+    with pytest.raises(IndexError):  # this engine takes the mark for an image, and there is none
+        read(side, faked)
+    assert engine.calls == calls + 1
+    web = say("user", [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}])
+    assert exact(side, engine, chat(web)).source == "renderer"
+    assert exact(side, engine, chat(web)).source == "renderer"
+    side.close()
+
+
+def test_known_images_are_compared_now_and_then_and_a_difference_ends_their_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_module, "CHECK_EVERY", 2)
+    engine = Engine()
+    side = make(folder, engine)
+    body = chat(shows("One", "AAAA"))
+    assert [exact(side, engine, body).source for _ in range(3)] == ["renderer", "local", "renderer"]
+    assert (side.stats.media_checks, side.stats.media_mismatches) == (1, 0)
+    engine.tokens_more = 1  # as if the engines had been started with other options
+    read(side, body)
+    assert [exact(side, engine, body).source for _ in range(3)] == ["renderer"] * 3
+    assert side.stats.media_mismatches == 1
+    side.close()
+
+
+def test_what_is_remembered_of_images_is_bounded(folder: Path) -> None:
+    engine = Engine()
+    side = make(folder, engine, media_cache_bytes_max=10_000)
+    for number in range(40):
+        exact(side, engine, chat(shows("x", f"A{number}")))
+    assert side.stats.media_bytes <= 10_000
+    assert side.stats.media_evictions > 20
+    side.close()
+
+
+def test_without_anybody_to_ask_images_go_by_text(folder: Path) -> None:
+    models = {"m": ModelPrompts(tokenizer_dir=str(folder), chat_template=TEMPLATE)}
+    side = reader(models)
+    found = read(side, chat(shows("One", "AAAA")))
+    assert isinstance(found, TextAffinity)
+    assert found.reason == "multimodal"
+    side.close()

@@ -1,0 +1,123 @@
+"""A simulated engine with host memory against two real ones with ``HybridOffloadConnector``.
+
+The traffic of the end-to-end test goes through the router to two engines whose GPU pools are small and whose
+host memory is not large either, so that blocks leave both. Simulated engines get the same requests, placed as
+they were placed, and the barriers between them. Stated: what they take from their GPU and what they load from
+host memory is what vLLM's own counters say of every request, to the token. Scaled as in
+``test_simulation_reality``: one real token is sixteen simulated ones. The connector evicts by ``lru``, as the
+simulated tier does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from publisher.block_hash import HashScheme
+from publisher.block_pool import HybridBlockPool
+from router.observe.prefix_ids import UNIT_TOKENS
+from router.simulate.advise.command import see
+from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.tier_setup import TierSetup, TierSpec
+from router.simulate.run.tiers import tiers_of
+from router.simulate.timing import Timing
+from router.simulate.workload.requests import block_hashes
+from tests.vllm.chat_load import ChatLoad
+from tests.vllm.observed_fleet import running
+from tests.vllm.test_offload_router import ENGINE_ARGS, NUM_GPU_BLOCKS, by_source, engine
+from tests.vllm.test_simulation_reality import SCALE, Sent, empty, scaled_groups, send, workload
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+
+REQUESTS = 90
+HOST_BYTES = 2 << 20
+BLOCK_BYTES = 4096
+CHUNK_TOKENS = 256
+
+
+def simulated(sent: list[Sent], groups: Any, engines: list[str]) -> list[Counter[str]]:
+    """Tokens that every request takes, by medium, one request after the other; real tokens."""
+    pools = {
+        url: HybridBlockPool(
+            groups,
+            num_blocks=NUM_GPU_BLOCKS,
+            scheme=HashScheme(algo="xxhash_cbor", hash_block_size=UNIT_TOKENS),
+            retention_interval=0,
+            chunk_tokens_max=SCALE * CHUNK_TOKENS,
+            events=False,
+        )
+        for url in engines
+    }
+    host = TierSpec(blocks=HOST_BYTES // BLOCK_BYTES, bytes_per_s=1e9)
+    behind = tiers_of(TierSetup(block_bytes=BLOCK_BYTES, host=host), list(pools.values()))
+    fleet = {
+        url: SimEngine(
+            pool,
+            Timing(chunk_tokens=SCALE * CHUNK_TOKENS),
+            first_token=lambda visit, now: None,
+            ended=lambda visit, now: None,
+            refused=lambda visit, now: None,
+            tiers=outside,
+        )
+        for (url, pool), outside in zip(pools.items(), behind, strict=True)
+    }
+    taken = []
+    for index, (one, request) in enumerate(zip(sent, workload(sent), strict=True)):
+        at = fleet[one.engine]
+        hashes = block_hashes(request, UNIT_TOKENS)
+        pooled = at.pool.request([0] * request.input_tokens, hashes=hashes)
+        visit = RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s)
+        at.arrive(visit, request.at_s)
+        while at.next_s < float("inf"):
+            at.advance()
+        tokens = {"GPU": visit.hit - visit.loaded, "CPU": visit.loaded}
+        taken.append(Counter({medium: count // SCALE for medium, count in tokens.items() if count}))
+    return taken
+
+
+def test_hits_by_medium_are_the_engines_to_the_token(
+    vllm_python: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    extra = {"pinned_source_blocks_max": 0.5, "host_bytes": HOST_BYTES, "policy": "lru"}
+    assert str(CHUNK_TOKENS) in ENGINE_ARGS
+    engines = [
+        engine(
+            vllm_python, tiny_model, tmp_path / f"engine{at}.log", "HybridOffloadConnector", "offload", extra
+        )
+        for at in (0, 1)
+    ]
+    sent: list[Sent] = []
+    told: list[Counter[str]] = []
+    with (
+        running(engines, tiny_model, log=tmp_path / "router.log", medium="CPU") as fleet,
+        openai.OpenAI(base_url=f"{fleet.router.base_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for url, tap in fleet.taps.items():
+            empty(url)
+            tap.barriers.clear()
+        for request in ChatLoad(seed=7).requests(REQUESTS):
+            before = {url: by_source(url) for url in fleet.taps}
+            one = send(client, request, 0)
+            request.answered(one.text)
+            sent.append(one)
+            told.append(+(by_source(one.engine) - before[one.engine]))
+            fleet.settle(one.engine)
+            for barrier in fleet.taps[one.engine].barriers:
+                sent.append(Sent(0, one.at_s, "", one.engine, prompt=barrier, answer=[0]))
+                told.append(Counter())
+            fleet.taps[one.engine].barriers.clear()
+        groups = scaled_groups(see(fleet.router.ops_url))
+        urls = list(fleet.taps)
+    found = simulated(sent, groups, urls)
+    wrong = [
+        f"request {at}: simulated {dict(mine)}, vLLM {dict(theirs)} of {len(sent[at].prompt)}"
+        for at, (mine, theirs) in enumerate(zip(found, told, strict=True))
+        if mine != theirs
+    ]
+    assert not wrong, f"{len(wrong)} of {len(told)}:\n" + "\n".join(wrong[:20])
+    total = sum(told, Counter[str]())
+    assert min(total["GPU"], total["CPU"]) > 2_000, f"too few hits to say anything: {total}"
