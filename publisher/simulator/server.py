@@ -22,7 +22,7 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
 from publisher.simulator.api.answers import Json
-from publisher.simulator.http import EngineApp
+from publisher.simulator.http.app import EngineApp
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import (

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from publisher.block_hash import HashScheme
+from router.api.problems import EngineProblem
 from router.feeds.base import FeedStats
 from router.fleet.identity import EngineId
 from router.fleet.sources.base import SourceStats
@@ -66,11 +67,13 @@ class EngineView(msgspec.Struct, frozen=True):
     up: bool
     problem: str
     held: str
+    asleep: bool
     models: list[str]
     available: bool
     publishes_events: bool | None
     kv_usage: float | None
     kv_cached: float | None
+    blocks_held: dict[str, int]
     feed: FeedStats | None
     feed_state: str
     followed_by: str | None
@@ -83,6 +86,33 @@ class EngineView(msgspec.Struct, frozen=True):
     load: EngineLoad
     receipts: dict[str, int]
     drifting: bool
+
+
+class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has not ended. ``stage``: reading, placed (its engine has said nothing yet), or
+    streaming. ``why`` has the names of trace attributes, without their prefix."""
+
+    request_id: str
+    path: str
+    model: str
+    tenant: str
+    engine: str
+    stage: str
+    age_s: float
+    attempts: int
+    why: dict[str, Any]
+
+
+class PrefixView(msgspec.Struct, frozen=True):
+    """A prefix that prompts begin with: ``rate`` prompts of the last ten minutes; ``holders``: engine ->
+    groups of layers that hold its last block on the GPU. ``parent`` is a shorter prefix's id."""
+
+    id: str
+    parent: str
+    model: str
+    tokens: int
+    rate: float
+    holders: dict[str, list[int]]
 
 
 class ReceiptView(Receipt, frozen=True, kw_only=True):
@@ -114,7 +144,10 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-_KINDS = (Health, Version, Ready, ModelList, ModelCard, EngineView, SourceStats, ReceiptView, ErrorAnswer)
+_KINDS = (
+    *(Health, Version, Ready, ModelList, ModelCard, EngineView, SourceStats, ReceiptView, ErrorAnswer),
+    *(LiveRequest, PrefixView, EngineProblem),
+)
 
 
 def described(schema: dict[str, Any], text: str = "Success") -> dict[int | str, dict[str, Any]]:

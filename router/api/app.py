@@ -23,7 +23,9 @@ from router.api.answers import (
     EngineBrief,
     EngineView,
     Health,
+    LiveRequest,
     ModelList,
+    PrefixView,
     Ready,
     ReceiptView,
     Version,
@@ -31,6 +33,8 @@ from router.api.answers import (
     refer,
 )
 from router.api.metrics.page import Sources
+from router.api.page import page
+from router.api.problems import EngineProblem, engine_problems
 from router.api.readiness import Readiness
 from router.api.views import OpsView, OwnView
 from router.fleet.sources.base import SourceStats
@@ -222,6 +226,31 @@ def _add_insight(
     async def engines() -> Response:
         """Every engine as the router sees it."""
         return json_answer(await view.engines())
+
+    @_get(app, CONTROL_PREFIX)
+    async def operators_page() -> Response:
+        """The page for people."""
+        return page()
+
+    @_get(
+        app,
+        "/kvatlas/problems",
+        {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
+    )
+    async def problems() -> Response:
+        """By engine: what is wrong, and what to do. Engines with nothing wrong have an empty list."""
+        views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
+        return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
+
+    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
+    async def requests() -> Response:
+        """Requests that have not ended, oldest first: where they are, and why there."""
+        return json_answer(await view.requests())
+
+    @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
+    async def prefixes() -> Response:
+        """What most prompts begin with, shorter ones first, and which engines hold it."""
+        return json_answer(await view.prefixes())
 
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:

@@ -16,10 +16,13 @@ from fastapi import Request, Response
 
 from router.api.admin.authenticator import Authenticator
 from router.api.admin.tokens import TokenFile
-from router.api.app import error_answer
+from router.api.app import CONTROL_PREFIX, error_answer
 from router.http.server.server import listen_config
 from router.http.server.side_server import SIDE_LISTEN, SideServer
 from router.openai.errors import ApiError, on_ops_port
+
+_OPEN = frozenset({"/health", "/ready", "/version", CONTROL_PREFIX})
+"""Needs no token; the page has nothing to show without one."""
 
 
 class OpsPort:
@@ -74,7 +77,7 @@ class OpsPort:
         await answer(scope, receive, send)
 
     async def _refused(self, request: Request) -> Response | None:
-        if self._door is None or request.url.path in {"/health", "/ready", "/version"}:
+        if self._door is None or request.url.path in _OPEN:
             return None
         try:
             await self._door.admit(request)

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import msgspec
 
-from router.api.answers import EngineView, ReceiptView, view_receipt
+from router.api.answers import EngineView, LiveRequest, PrefixView, ReceiptView, view_receipt
+from router.api.insight import blocks_held, hot_prefixes, live_requests
 from router.api.metrics.page import Sources, render_metrics
 from router.placement.engine import Engine
 from router.placement.load import NO_OTHERS, OthersLoad
@@ -24,6 +25,12 @@ class OpsView(Protocol):
 
     async def receipts(self) -> Sequence[ReceiptView | msgspec.Raw]:
         """The latest receipts, oldest first."""
+
+    async def requests(self) -> Sequence[LiveRequest]:
+        """Requests that have not ended, oldest first."""
+
+    async def prefixes(self) -> Sequence[PrefixView]:
+        """What most prompts begin with, shorter ones first."""
 
 
 class OwnView:
@@ -45,6 +52,15 @@ class OwnView:
         """See ``OpsView``."""
         return [view_receipt(receipt) for receipt in self._sources.accounts.receipts.latest]
 
+    async def requests(self) -> list[LiveRequest]:
+        """See ``OpsView``."""
+        book = self._sources.requests
+        return [] if book is None else live_requests(book)
+
+    async def prefixes(self) -> list[PrefixView]:
+        """See ``OpsView``."""
+        return hot_prefixes(self._sources)
+
 
 def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad]) -> EngineView:
     now = s.accounts.now()
@@ -54,11 +70,13 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad]) -> Eng
         up=status.up,
         problem=status.problem,
         held=status.held,
+        asleep=status.asleep,
         models=[card.id for card in status.models],
         available=status.breaker.allows(now),
         publishes_events=status.publishes_events,
         kv_usage=status.kv_usage,
         kv_cached=None if engine is None else engine.cached_share(status.pool_blocks),
+        blocks_held=blocks_held(s, status),
         feed=status.feed,
         feed_state=status.feed_state,
         followed_by=None if s.shared is None else s.shared.follower(status.engine_id),

@@ -231,6 +231,9 @@ async def _show(
     engines = len(routers[0].fleet)
     demo = _Demo(routers, engines)
     urls = [server.base_url for server in servers]
+    ops_url = routers[0].ops.base_url or urls[0]
+    if not as_json:
+        console.print(f"In a browser: {ops_url}/kvatlas/")
     users = _USERS_PER_ENGINE * engines
     load = ChatLoad(urls, ENGINE.model, users=users, seed=7, on_done=demo.done, api=api)
     if as_json or not console.is_terminal:
@@ -243,7 +246,7 @@ async def _show(
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
     else:
-        _say(console, demo, urls[0], routers[0].ops.base_url or urls[0], keep=keep)
+        _say(console, demo, urls[0], ops_url, keep=keep)
     return summary
 
 

@@ -78,12 +78,16 @@ class RequestTracker:
         self.counts: dict[tuple[str, str, str], int] = {}
         """(model, engine, status) -> requests that ended so."""
         self.models: dict[str, ModelTimes] = {}
+        self.live: set[RequestRecord] = set()
+        """Requests that have not ended."""
         self._here = here
         self._seldom = LogThrottle(_TELL_EVERY_S)
 
     def begin(self, method: str, path: str) -> RequestRecord:
         """A request's head was read."""
-        return RequestRecord(self, method, path)
+        record = RequestRecord(self, method, path)
+        self.live.add(record)
+        return record
 
     def trace(self, record: RequestRecord, fields: Fields) -> None:
         """Trace this request, with these header fields, if it is one of those to be traced."""
@@ -108,6 +112,7 @@ class RequestTracker:
 
     def end(self, record: RequestRecord) -> None:
         """Enter what became of a request."""
+        self.live.discard(record)
         engine = record.engine if record.engine and self._here(record.engine) else ""
         key = record.label, engine, record.outcome
         self.counts[key] = self.counts.get(key, 0) + 1
@@ -162,6 +167,7 @@ class RequestRecord:
         "trace",
         "tracker",
         "usage",
+        "why",
     )
 
     def __init__(self, tracker: RequestTracker, method: str, path: str) -> None:
@@ -188,6 +194,8 @@ class RequestRecord:
         self.usage: Usage | None = None
         self.times: ModelTimes | None = None
         self.trace: RequestTrace | None = None
+        self.why: Callable[[], dict[str, Any]] = dict
+        """What spoke for the engine that has it, as attributes of a trace."""
 
     def read(self, size: int) -> None:
         """The request is whole."""

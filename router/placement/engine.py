@@ -28,6 +28,7 @@ from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
 from router.observe.access_log import AccessLog, AccessLogSettings
+from router.observe.hot_prefixes import HotPrefixes
 from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
 from router.placement.candidate import Candidate, Confidence, Hit
@@ -101,10 +102,14 @@ class Accounts:
         self.load_stats = LoadStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
+        self.hot = HotPrefixes()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
         self.access = AccessLog(access) if access.path else None
+
+        self.integrity_problems = 0
+        """Contradictions found so far, where they are looked for (``server.check_every``)."""
 
     def leave(self, engine_id: EngineId) -> None:
         """The engine left the fleet."""

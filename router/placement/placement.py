@@ -111,6 +111,9 @@ class Placement(Attempt):
                 self.asked_s,
                 _kept(engine, decision.candidate.hit, read.num_tokens, retention(engine.base_model or "")),
             )
+            accounts.hot.add(
+                request.model or "", read.hashes(engine.scheme), engine.scheme.hash_block_size, self.asked_s
+            )
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
 

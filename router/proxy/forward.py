@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from router.admission.tenants import Entry
+from router.admission.tenants import TenantRequest
 from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
@@ -57,7 +57,7 @@ class Outbound(msgspec.Struct, gc=False):
     target: bytes
     """Path and query exactly as the client spelled them."""
     record: RequestRecord
-    entry: Entry | None = None
+    entry: TenantRequest | None = None
     """Of the tenant it came from, where clients have keys."""
 
 
@@ -119,6 +119,7 @@ class Forwarder:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
             out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
+            out.record.why = placement.facts
             if out.entry is not None:
                 out.entry.placed(placement.uncached_tokens)
             if out.record.trace is not None:

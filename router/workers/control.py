@@ -54,10 +54,6 @@ class ControlPort:
         asked = request.method, request.url.path
         if asked == ("GET", "/worker/metrics"):
             return Response(self._view.own_page())
-        if asked == ("GET", "/worker/engines"):
-            return Response(await self._view.own_engines())
-        if asked == ("GET", "/worker/receipts"):
-            return Response(await self._view.own_receipts())
         if asked == ("GET", ROSTER_PATH):
             return Response(self._roster.state())
         if asked == ("PUT", ROSTER_PATH):
@@ -66,4 +62,5 @@ class ControlPort:
             except msgspec.MsgspecError:
                 return Response(status_code=400)
             return Response(status_code=204)
-        return Response(status_code=404)
+        part = await self._view.own_part(request.url.path.removeprefix(PREFIX))
+        return Response(status_code=404) if part is None or request.method != "GET" else Response(part)

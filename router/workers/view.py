@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.api.answers import ReceiptView
+from router.api.answers import LiveRequest, PrefixView, ReceiptView
 from router.api.metrics.families import of_stats
 from router.api.metrics.page import Sources, families, render
 from router.api.views import OwnView
@@ -39,13 +39,16 @@ class WholeView:
         """This worker's part of ``metrics``, for a sibling."""
         return msgspec.msgpack.encode(page_of(self._seat.slot, self._seat.life, families(self._sources)))
 
-    async def own_engines(self) -> bytes:
-        """This worker's part of ``engines``."""
-        return msgspec.json.encode(await self._own.engines())
-
-    async def own_receipts(self) -> bytes:
-        """This worker's part of ``receipts``."""
-        return msgspec.json.encode(await self._own.receipts())
+    async def own_part(self, name: str) -> bytes | None:
+        """This worker's part of what the method of this name shows; None: there is none."""
+        parts: dict[str, Callable[[], Awaitable[Any]]] = {
+            "engines": self._own.engines,
+            "receipts": self._own.receipts,
+            "requests": self._own.requests,
+            "prefixes": self._own.prefixes,
+        }
+        part = parts.get(name)
+        return None if part is None else msgspec.json.encode(await part())
 
     async def metrics(self) -> bytes:
         """See ``OpsView``."""
@@ -76,6 +79,26 @@ class WholeView:
         for answer in (await self._calls.ask_all("/worker/receipts")).values():
             found += msgspec.json.decode(answer, type=list[msgspec.Raw])
         return found
+
+    async def requests(self) -> list[LiveRequest]:
+        """See ``OpsView``."""
+        found = await self._own.requests()
+        for answer in (await self._calls.ask_all("/worker/requests")).values():
+            found += msgspec.json.decode(answer, type=list[LiveRequest])
+        return sorted(found, key=lambda request: -request.age_s)
+
+    async def prefixes(self) -> list[PrefixView]:
+        """See ``OpsView``: what workers saw of a prefix is added up."""
+        known = {prefix.id: prefix for prefix in await self._own.prefixes()}
+        for answer in (await self._calls.ask_all("/worker/prefixes")).values():
+            for other in msgspec.json.decode(answer, type=list[PrefixView]):
+                mine = known.get(other.id)
+                if mine is not None:
+                    rate, holders = mine.rate + other.rate, mine.holders | other.holders
+                    known[other.id] = msgspec.structs.replace(mine, rate=rate, holders=holders)
+                else:
+                    known[other.id] = other
+        return sorted(known.values(), key=lambda prefix: prefix.tokens)
 
 
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:

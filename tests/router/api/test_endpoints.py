@@ -383,7 +383,6 @@ def test_engines_and_receipts_show_what_happened() -> None:
     [
         ("GET", "/kvatlas/nothing", 404, "path_not_found"),
         ("GET", "/kvatlas/engines/", 404, "path_not_found"),
-        ("GET", "/kvatlas/", 404, "path_not_found"),
         ("GET", "/kvatlas", 404, "path_not_found"),
         ("GET", "/nothing", 404, "path_not_found"),
         ("GET", "/kvatlas/explain", 405, "method_not_allowed"),

@@ -1,72 +1,119 @@
-"""The policy on a tiny fleet of true block pools: what it must gain, and what it must not do to queues."""
+"""The policy on simulated fleets of block pools: what it must gain, and what it must not do to queues."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
-from router.placement.candidate import PolicySettings
+from publisher.groups import GroupSpec
+from router.placement.candidate import Ask, Candidate, Choice, PolicySettings
 from router.placement.cost import within_bound
-from tests.router.placement.fleet import RATE, Fleet, Outcome, Request, agents, tenants
+from router.placement.policies import ArmState, Policy, policy
+from router.simulate.run import fleet
+from router.simulate.run.arms import ARMS
+from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.timing import Timing
+from router.simulate.workload.generate import agents, tenants
+from router.simulate.workload.requests import Request, continued
 
 KNOBS = PolicySettings()
-ARMS = ("kvatlas", "exact", "least-load")
-Runs = dict[str, list[Outcome]]
+SETUP = FleetSetup(
+    groups=(GroupSpec(0, "full_attention", 64), GroupSpec(1, "sliding_window", 64, sliding_window=128)),
+    num_blocks=3200,
+    engines=4,
+    timing=Timing(decode_s=0.002),
+    learn_rates=True,
+    policy=KNOBS,
+)
+COUNT, SECONDS = 300, 60.0
 
 
-def run(arm: str, trace: list[Request]) -> Outcome:
-    return Fleet(arm, engines=4, num_blocks=1600, knobs=KNOBS).run(trace)
+class Outcome(msgspec.Struct):
+    """A run, and every choice that the policy made in it."""
+
+    run: FleetRun
+    choices: list[Choice]
+
+
+def simulated(arm: str, requests: Sequence[Request]) -> Outcome:
+    choices: list[Choice] = []
+
+    def recording(name: str) -> Policy:
+        decide = policy(name)
+
+        def recorded(
+            candidates: Sequence[Candidate], prompt: Ask, knobs: PolicySettings, state: ArmState
+        ) -> Choice:
+            choices.append(decide(candidates, prompt, knobs, state))
+            return choices[-1]
+
+        return recorded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "policy", recording)
+        sim = FleetSim(SETUP, ARMS[arm], mean_prompt_tokens=1000.0)
+    return Outcome(sim.run(requests), choices)
 
 
 def hits(outcomes: list[Outcome]) -> int:
-    return sum(outcome.hit_tokens for outcome in outcomes)
+    return sum(row.hit for outcome in outcomes for row in outcome.run.rows)
 
 
 @pytest.fixture(scope="module")
-def traces() -> list[list[Request]]:
-    return [agents(seed) for seed in (1, 2, 3)]
+def workloads() -> list[list[Request]]:
+    return [continued(agents(COUNT, SECONDS, seed)) for seed in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module")
-def runs(traces: list[list[Request]]) -> Runs:
-    return {arm: [run(arm, trace) for trace in traces] for arm in ARMS}
+def runs(workloads: list[list[Request]]) -> dict[str, list[Outcome]]:
+    return {arm: [simulated(arm, one) for one in workloads] for arm in ("kvatlas", "exact", "least-load")}
 
 
-def test_every_request_is_served_once(runs: Runs, traces: list[list[Request]]) -> None:
+def test_every_request_is_served_once(runs: dict[str, list[Outcome]], workloads: list[list[Request]]) -> None:
     for outcomes in runs.values():
-        for outcome, trace in zip(outcomes, traces, strict=True):
-            assert outcome.requests == len(outcome.waits_s) == len(trace)
-            assert outcome.prompt_tokens == sum(len(request.prompt) for request in trace)
+        for outcome, requests in zip(outcomes, workloads, strict=True):
+            assert len(outcome.run.rows) == len(outcome.choices) == len(requests)
+            assert all(row.ttft_s > 0 for row in outcome.run.rows)
 
 
-def test_the_default_hits_at_least_as_much_as_exact_and_more_than_load_alone(runs: Runs) -> None:
+def test_the_default_hits_at_least_as_much_as_exact_and_more_than_load_alone(
+    runs: dict[str, list[Outcome]],
+) -> None:
     """Over three seeds: one alone is decided by a few large prompts."""
     assert hits(runs["kvatlas"]) >= hits(runs["exact"])
     assert hits(runs["kvatlas"]) > 1.15 * hits(runs["least-load"])
 
 
 def test_unpinned_junctions_are_what_the_credit_is_for() -> None:
-    """Shared system prompts and nothing else to hit: exact sprays them, and no engine pins the junction."""
-    shared = [tenants(seed) for seed in (1, 2)]
-    by_arm = {arm: hits([run(arm, trace) for trace in shared]) for arm in ("kvatlas", "exact")}
+    """Shared system prompts and little else to hit: exact sprays them, and no engine pins the junction."""
+    shared = [continued(tenants(COUNT, SECONDS, seed, tenants_num=40)) for seed in (1, 2)]
+    by_arm = {arm: hits([simulated(arm, one) for one in shared]) for arm in ("kvatlas", "exact")}
     assert by_arm["kvatlas"] > 1.05 * by_arm["exact"]
 
 
-def test_no_request_waits_for_a_cache_longer_than_it_saves(runs: Runs) -> None:
+def test_no_request_waits_for_a_cache_longer_than_it_saves(runs: dict[str, list[Outcome]]) -> None:
     for outcome in runs["kvatlas"]:
         for choice in outcome.choices:
             least = min(choice.costs, key=lambda c: (c.queue_s, c.total_s))
             assert within_bound(choice.cost, least, KNOBS)
-        assert {choice.engine_id for choice in outcome.choices} == {f"engine-{i}" for i in range(4)}
+        assert {choice.index for choice in outcome.choices} == set(range(SETUP.engines))
 
 
-def test_queues_stay_together_within_the_bound(runs: Runs, traces: list[list[Request]]) -> None:
+def test_queues_stay_together_within_the_bound(
+    runs: dict[str, list[Outcome]], workloads: list[list[Request]]
+) -> None:
     """One prompt's saving plus one prompt's prefill; 10 % for the error of learned rates."""
-    for outcome, trace in zip(runs["kvatlas"], traces, strict=True):
-        longest = max(len(request.prompt) for request in trace) * RATE
+    rate = SETUP.timing.prefill_s_per_token
+    for outcome, requests in zip(runs["kvatlas"], workloads, strict=True):
+        longest = max(request.input_tokens for request in requests) * rate
         bound = max(KNOBS.queue_gap_s, KNOBS.saving_factor * longest) + longest
-        assert all(max(queues) - min(queues) <= 1.1 * bound for queues in outcome.queues)
+        for choice in outcome.choices:
+            queues = [cost.queue_s for cost in choice.costs]
+            queues[choice.index] += choice.uncached_tokens * rate
+            assert max(queues) - min(queues) <= 1.1 * bound
 
 
-def test_a_run_repeats_itself(runs: Runs, traces: list[list[Request]]) -> None:
-    again = run("kvatlas", traces[0])
-    assert [c.engine_id for c in again.choices] == [c.engine_id for c in runs["kvatlas"][0].choices]
+def test_a_run_repeats_itself(runs: dict[str, list[Outcome]], workloads: list[list[Request]]) -> None:
+    assert simulated("kvatlas", workloads[0]).run.rows == runs["kvatlas"][0].run.rows

@@ -7,18 +7,13 @@ from typing import Any
 
 import msgspec
 
+from router.api.problems import engine_problems
 from router.index.learn.hash_scheme import Detection
 from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
+from router.tools.doctor.findings import CheckResult, Severity, error, info, ok, warning
 from router.tools.doctor.gather.gauges import series
 from router.tools.doctor.registry import fleet_check
 
-_FEED_REMEDIES = {
-    "cold": "check events= of this engine and the firewall between router and engine",
-    "replaying": "wait; if it lasts, look at the engine's replay socket",
-    "degraded": "docs/operations.md, feed states, explains the reason",
-    "stale": "check the engine and the network",
-}
 _SOURCE_REMEDIES = {
     "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
     "dns": "check fleet.dns.names and that the router's host can resolve them",
@@ -104,51 +99,29 @@ def engines(seen: Evidence) -> Iterator[CheckResult]:
 
 def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
     subject = engine.engine_id
+    found = list(_problems(theirs, "engines", subject))
+    yield from found
     if not theirs.get("up"):
-        yield error(
-            f"the router says it is down: {theirs.get('problem')}",
-            "it is, or the router cannot reach it from where it runs",
-            "try the doctor on the router's machine",
-            subject=subject,
-        )
         return
-    if theirs.get("held"):
-        yield info(f"gets no new requests: {theirs['held']}", subject=subject)
     state = str(theirs.get("feed_state"))
-    feed = theirs.get("feed")
-    reason = feed.get("reason", "") if isinstance(feed, dict) else ""
-    if state in _FEED_REMEDIES:
-        yield warning(
-            f"the router's feed is {state}{f' ({reason})' if reason else ''}",
-            "what the engine holds is not fully known to the router",
-            _FEED_REMEDIES[state],
-            subject=subject,
-        )
-    elif state == "none" and engine.engine.events is not None:
+    if state == "none" and engine.engine.events is not None:
         yield warning(
             "the router has no feed of this engine, although it publishes events",
             "the router was given no event address and could not ask for one",
             "give the router events= and replay= for this engine",
             subject=subject,
         )
-    else:
+    elif all(problem.severity is Severity.INFO for problem in found):
         yield ok(f"router: up, feed {state}, hashes {theirs.get('mode')}", subject=subject)
-    if theirs.get("available") is False:
-        yield warning(
-            "the router's breaker is open for this engine",
-            "its latest requests failed",
-            "look at the engine's log; the breaker closes with the first success",
-            subject=subject,
-        )
-    alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
-    if alarms:
-        yield warning(
-            f"{alarms} phantom alarm(s): the index held more copies than the engine has blocks",
-            "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
-            "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
-            subject=subject,
-        )
     yield from _same_view(engine, theirs)
+
+
+def _problems(theirs: dict[str, Any], about: str, subject: str) -> Iterator[CheckResult]:
+    """What the router's own page shows too."""
+    for problem in engine_problems(theirs):
+        if problem.about == about:
+            severity = Severity(problem.severity)
+            yield CheckResult(severity, problem.seen, problem.cause, problem.remedy, subject=subject)
 
 
 def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
@@ -196,14 +169,8 @@ def predictions(seen: Evidence) -> Iterator[CheckResult]:
     for engine_id, theirs in router.engines.items():
         outcomes = {k: v for k, v in _outcomes(theirs).items() if v}
         compared = sum(outcomes.get(name, 0) for name in ("exact", "over", "under"))
-        if theirs.get("drifting"):
-            yield warning(
-                f"predictions drift: {outcomes}",
-                "more than a quarter of the latest predictions were wrong",
-                "check cache.facts and tokens.parity of this engine",
-                subject=engine_id,
-            )
-        elif compared:
+        yield from _problems(theirs, "predictions", engine_id)
+        if compared and not theirs.get("drifting"):
             share = outcomes.get("exact", 0) / compared
             yield ok(f"{share:.0%} of {compared} predictions were exact", subject=engine_id)
         if outcomes.get("unreported", 0) and not compared:

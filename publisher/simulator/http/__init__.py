@@ -1,0 +1,1 @@
+"""The simulated engine's HTTP server: paths, bodies and errors as vLLM has them."""

@@ -1,0 +1,84 @@
+"""What is wrong with an engine, by the router's own view of it, and what to do: for the page and the doctor.
+
+Works on the JSON of ``GET /kvatlas/engines``, so that a doctor of another version can read it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+_FEED_REMEDIES = {
+    "cold": "check events= of this engine and the firewall between router and engine",
+    "replaying": "wait; if it lasts, look at the engine's replay socket",
+    "degraded": "docs/operations.md, feed states, explains the reason",
+    "stale": "check the engine and the network",
+}
+
+
+class EngineProblem(msgspec.Struct, frozen=True):
+    """``severity`` info: it is meant to be so. ``cause`` and ``remedy`` may be empty then. ``about`` is part
+    of the id of the doctor's check."""
+
+    severity: Literal["error", "warning", "info"]
+    seen: str
+    cause: str = ""
+    remedy: str = ""
+    about: Literal["engines", "predictions"] = "engines"
+
+
+def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
+    """Of one engine that ought to work."""
+    if not view.get("up"):
+        yield EngineProblem(
+            "error",
+            f"the router says it is down: {view.get('problem')}",
+            "it is, or the router cannot reach it from where it runs",
+            "try the doctor on the router's machine",
+        )
+        return
+    if view.get("held"):
+        yield EngineProblem("info", f"gets no new requests: {view['held']}")
+    if view.get("asleep"):
+        yield EngineProblem(
+            "info", "sleeps: it gets no requests until it wakes (POST /wake_up at the engine)"
+        )
+    yield from _feed(view)
+    if view.get("available") is False:
+        yield EngineProblem(
+            "warning",
+            "the router's breaker is open for this engine",
+            "its latest requests failed",
+            "look at the engine's log; the breaker closes with the first success",
+        )
+    if view.get("drifting"):
+        yield EngineProblem(
+            "warning",
+            "predictions drift: more than a quarter of the latest ones were wrong",
+            "tokenizer or chat template differ from the engine's, or events are lost",
+            "kvatlas doctor --probe compares them (cache.facts, tokens.parity)",
+            "predictions",
+        )
+
+
+def _feed(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
+    feed = view.get("feed")
+    state = str(view.get("feed_state"))
+    reason = feed.get("reason", "") if isinstance(feed, dict) else ""
+    if state in _FEED_REMEDIES:
+        yield EngineProblem(
+            "warning",
+            f"the router's feed is {state}{f' ({reason})' if reason else ''}",
+            "what the engine holds is not fully known to the router",
+            _FEED_REMEDIES[state],
+        )
+    alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
+    if alarms:
+        yield EngineProblem(
+            "warning",
+            f"{alarms} phantom alarm(s): the index held more copies than the engine has blocks",
+            "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
+            "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
+        )
