@@ -1,6 +1,7 @@
 """Proxy CPU per request and per streamed chunk, beside other routers in the same run.
 
-    python benchmarks/proxy.py BENCH_PY [--peers sgl_cache,vr_cache] [--only ns1k,ns32k] [--secs 4] [-o FILE]
+    python benchmarks/proxy.py BENCH_PY [--peers sgl_cache,vr_cache] [--only ns1k,ns32k] [--secs 4]
+        [--workers 1,2,4] [-o FILE]
 
 ``BENCH_PY`` is a load runner that starts fake engines on ports 9001-9004, drives each router in turn and
 measures the CPU time of its process tree (the arguments ``--own NAME=COMMAND``, ``--only``, ``--secs`` and
@@ -24,7 +25,7 @@ ENGINE_PORTS = (9001, 9002, 9003, 9004)
 EVENT_PORTS = (19001, 19011, 19021, 19031)
 
 
-def router_command() -> str:
+def router_command(workers: int) -> str:
     """How the runner starts kvatlas; ``{port}`` is the runner's to fill in."""
     host = "127.0.0.1"
     engines = " ".join(
@@ -32,7 +33,7 @@ def router_command() -> str:
         for port, events in zip(ENGINE_PORTS, EVENT_PORTS, strict=True)
     )
     python, tokenizer = shlex.quote(sys.executable), shlex.quote(str(TOKENIZER))
-    rest = "--port {port} --ops-port off --log-level warning"
+    rest = f"--port {{port}} --ops-port off --log-level warning --workers {workers}"
     return f"{python} -m router serve {engines} --tokenizer {tokenizer} {rest}"
 
 
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--peers", default="")
     parser.add_argument("--only", default="ns1k,ns32k,paced,p256,lat")
     parser.add_argument("--secs", default="4")
+    parser.add_argument("--workers", default="1", help="numbers of workers, each a router of the run")
     parser.add_argument("-o", default=os.devnull)
     args = parser.parse_args()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -57,8 +59,10 @@ def main() -> int:
         print("the event publisher did not start", file=sys.stderr)
         return 1
     try:
-        options = ["--own", f"kvatlas={router_command()}", "--only", args.only, "--secs", args.secs]
-        routers = ["direct", *filter(None, args.peers.split(",")), "kvatlas"]
+        own = {f"kvatlas{n if n > 1 else ''}": router_command(n) for n in map(int, args.workers.split(","))}
+        options = ["--only", args.only, "--secs", args.secs]
+        options += [word for name, command in own.items() for word in ("--own", f"{name}={command}")]
+        routers = [*filter(None, args.peers.split(",")), *own]
         command = [sys.executable, str(args.bench), *options, "-o", args.o, *routers]
         return subprocess.call(command, env=environment, cwd=ROOT)
     finally:

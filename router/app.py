@@ -179,6 +179,7 @@ class Router:
             settings=self.config.policy,
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
+            check_every=self.config.server.check_every,
             shared=self.gossip if self.shared is None else self.shared.lookup,
         )
         requests = RequestTracker(
@@ -453,6 +454,7 @@ class Router:
                 lambda engine: self._audit.forget(engine.engine_id),
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
+                self._forget_adapters,
             ),
             events_due=self.feeds.computed,
         )
@@ -521,6 +523,15 @@ class Router:
         if name not in self._lora_paths:
             self._lora_paths[name] = dict(self.config.model(name).lora_paths)
         return self._lora_paths[name]
+
+    def _forget_adapters(self, engine: Engine) -> None:
+        """The engine left: adapters that no other one has are forgotten, but for those configured."""
+        if engine.base_model is None:
+            return
+        known, configured = self._lora(engine.base_model), self.config.model(engine.base_model).lora_paths
+        served = {card.id for other in self.fleet if other is not engine for card in other.models}
+        for name in [name for name in known if name not in configured and name not in served]:
+            del known[name]
 
     def _facts(self, model: str) -> ModelFacts:
         return msgspec.structs.replace(self.config.model(model).facts(), lora_paths=self._lora(model))

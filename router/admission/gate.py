@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from router.admission.key_file import KeyFile
-from router.admission.tenants import Entry, Spent, Tenant, TenantStats
+from router.admission.tenants import Spent, Tenant, TenantRequest, TenantStats
 from router.openai.errors import invalid_key
 
 _Fields = list[tuple[bytes, bytes]]
@@ -43,9 +43,9 @@ class KeyGate:
         self._tenants: dict[str, Tenant] = {}
         self.stats = KeyStats()
 
-    def enter(self, fields: _Fields) -> Entry:
+    def enter(self, fields: _Fields) -> TenantRequest:
         """A request with these header fields. Raises ``ApiError`` (401, 429)."""
-        return Entry(self.tenant_of(fields), self._clock)
+        return TenantRequest(self.tenant_of(fields), self._clock)
 
     def tenant_of(self, fields: _Fields) -> Tenant:
         """Whose key they carry. Raises ``ApiError`` (401)."""

@@ -138,7 +138,7 @@ class Tenant:
         return rate_limited(self.name, setting, limit, wait_s, self.headers(now))
 
 
-class Entry:
+class TenantRequest:
     """One request of a tenant, from when it was let in until it leaves."""
 
     __slots__ = ("_charged", "_clock", "_open", "tenant")

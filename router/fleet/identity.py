@@ -33,7 +33,3 @@ class EngineAddress(msgspec.Struct, frozen=True):
     def engine_id(self) -> EngineId:
         """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
         return EngineId(self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}")
-
-
-Engine = EngineAddress
-"""The name until the composed engine (``router.placement.engine``) took it; for code that still says it."""

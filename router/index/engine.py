@@ -96,6 +96,12 @@ class EngineResidency:
         self.scheme = self._found_scheme()
         self.changed()
 
+    def check_integrity(self) -> list[str]:
+        """Works out anew what is kept; an empty list, or one sentence per contradiction."""
+        if self.scheme != self._found_scheme():
+            return [f"{self.engine_id}: scheme {self.scheme} is kept, {self._found_scheme()} was found"]
+        return []
+
     def _found_scheme(self) -> HashScheme | None:
         if self._detector.scheme is not None:
             return self._detector.scheme

@@ -173,6 +173,11 @@ class FleetResidency:
     def stats(self) -> IndexStats:
         return self.index.stats()
 
+    def check_integrity(self) -> list[str]:
+        """Recounts the index and what is kept of each engine; one sentence per contradiction found."""
+        kept = [problem for one in self._engines.values() for problem in one.writer.check_integrity()]
+        return self.index.check_integrity() + kept
+
     def searching(self) -> list[EngineResidency]:
         """Engines whose seed search wants more slices."""
         return [e.writer for e in self._engines.values() if e.writer.detection is Detection.SEARCHING]

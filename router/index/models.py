@@ -83,6 +83,10 @@ class Scopes:
         for scope in self._by_model.values():
             scope.age(now_s)
 
+    def check_integrity(self) -> list[str]:
+        """Recounts every index; an empty list, or one sentence per contradiction."""
+        return [problem for scope in self._by_model.values() for problem in scope.check_integrity()]
+
     def remove(self, engine_id: str) -> None:
         """The engine left, or serves another model now."""
         model = self._model_of.pop(engine_id, None)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import msgspec
+import structlog
 import xxhash
 
 from publisher.block_hash import HashScheme
@@ -33,10 +34,12 @@ from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
 
+_log = structlog.get_logger()
+
 
 class Planner:
-    """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all
-    blocks."""
+    """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all blocks.
+    ``check_every``: decisions between two checks of integrity; 0: none."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Planner:
         settings: PolicySettings,
         retention: Callable[[str], int | None],
         expose_decision: bool,
+        check_every: int = 0,
         shared: SharedView | None = None,
     ) -> None:
         self._fleet = fleet
@@ -57,6 +61,8 @@ class Planner:
         self._settings = settings
         self._retention = retention
         self._expose = expose_decision
+        self._check_every = check_every
+        self._decisions = 0
         self._shared = shared
         self._policy = policy(settings.policy)
         self._arm_state = ArmState()
@@ -64,6 +70,8 @@ class Planner:
     async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Placement:
         """Choose an engine and open its entries. Raises ``ApiError`` where nobody can be asked."""
         decision = await self._decide(request, exclude)
+        if self._check_every:
+            self._check()
         return Placement(
             request,
             decision,
@@ -71,6 +79,18 @@ class Planner:
             retention=self._retention,
             client_headers=self._client_headers(decision) if self._expose else (),
         )
+
+    def _check(self) -> None:
+        """Every so many decisions: do the accounts and the index agree with themselves?"""
+        self._decisions += 1
+        if self._decisions % self._check_every:
+            return
+        problems = self._accounts.inflight.check_integrity() + self._scopes.check_integrity()
+        for engine in self._fleet:
+            problems += [f"{engine.engine_id}: {problem}" for problem in engine.load.check_integrity()]
+        self._accounts.integrity_problems += len(problems)
+        for problem in problems:
+            _log.error("the router's accounts contradict themselves", problem=problem)
 
     async def explain(self, request: InboundRequest) -> Decision:
         """The decision ``place`` would make now, with per-class detail; it leaves no trace."""

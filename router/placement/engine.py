@@ -108,6 +108,9 @@ class Accounts:
         self.receipts = ReceiptLog()
         self.access = AccessLog(access) if access.path else None
 
+        self.integrity_problems = 0
+        """Contradictions found so far, where they are looked for (``server.check_every``)."""
+
     def leave(self, engine_id: EngineId) -> None:
         """The engine left the fleet."""
         self.inflight.forget(engine_id)

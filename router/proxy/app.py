@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import cast
 
 from router.admission.gate import KeyGate
-from router.admission.tenants import Entry
+from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
@@ -95,7 +95,7 @@ class ProxyApp:
         watch = DisconnectWatch()
         request_id: bytes | None = None
         record = self.requests.begin(scope["method"], scope["path"])
-        entry: Entry | None = None
+        entry: TenantRequest | None = None
         try:
             client = scope.get("client")
             sent, scope = scope["headers"], self._cleaned(scope)
@@ -154,7 +154,7 @@ class ProxyApp:
         head: RequestHead,
         body: bytes,
         record: RequestRecord,
-        entry: Entry | None,
+        entry: TenantRequest | None,
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]

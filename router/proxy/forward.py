@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from router.admission.tenants import Entry
+from router.admission.tenants import TenantRequest
 from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
@@ -57,7 +57,7 @@ class Outbound(msgspec.Struct, gc=False):
     target: bytes
     """Path and query exactly as the client spelled them."""
     record: RequestRecord
-    entry: Entry | None = None
+    entry: TenantRequest | None = None
     """Of the tenant it came from, where clients have keys."""
 
 

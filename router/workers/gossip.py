@@ -143,6 +143,7 @@ class SiblingGossip:
             is_local=lambda engine_id: True,
             clock=clock,
             served=served,
+            publishes_prefills=False,
         )
         self.responses = SharedResponses(self._tell_response)
         self.affinity = SharedAffinity(self._tell_text)

@@ -79,4 +79,6 @@ def connector_metrics() -> dict[str, tuple[str, ...]]:
             values[node.target.id] = ast.literal_eval(node.value)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             values[ast.unparse(node.targets[0])] = node.value.value
-    return {f"{values['PREFIX']}{name}_total": labels for name, (labels, _) in values["COUNTERS"].items()}
+    prefix = values["PREFIX"]
+    counters = {f"{prefix}{name}_total": labels for name, (labels, _) in values["COUNTERS"].items()}
+    return counters | {f"{prefix}{name}": labels for name, (labels, _) in values["GAUGES"].items()}

@@ -90,12 +90,12 @@ class Replica:
         assert self.process is not None
         assert self.process.stderr is not None
         try:
-            status = self.process.wait(20)
+            status = self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             status = self.process.wait()
         if self._reader is not None:
-            self._reader.join(10)
+            self._reader.join(60)
         self.process.stderr.close()
         return status
 

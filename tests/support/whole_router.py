@@ -109,7 +109,7 @@ def configure(*engines: SimulatedEngine | EngineAddress, **changes: Any) -> Conf
     """A configuration for tests: free port, local tokenizer, decisions shown, frequent polls."""
     listed = tuple(e if isinstance(e, EngineAddress) else EngineAddress(e.base_url) for e in engines)
     defaults: dict[str, Any] = {
-        "server": ServerConfig(port=0, expose_decision=True),
+        "server": ServerConfig(port=0, expose_decision=True, check_every=1),
         "engines": listed,
         "models": {ANY_MODEL: LOCAL},
         "fleet": OFTEN,
@@ -150,6 +150,7 @@ async def routing(config: Config, *, wait: bool = True) -> AsyncIterator[Rig]:
         finally:
             server.drain()
             await serving
+    assert router.accounts.integrity_problems == 0
 
 
 def number(port_of: str) -> int:

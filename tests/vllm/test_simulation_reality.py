@@ -1,10 +1,5 @@
-"""A simulated fleet against a real one: two vLLM engines, the traffic of the end-to-end test, two policies.
-
-The simulator tells tokens apart in units of 512; these prompts are shorter, so everything is scaled:
-one real token is sixteen simulated ones, in prompts, blocks, windows, chunks and rates alike, and one id is
-one block of 32 real tokens. Only the last token of an answer is one, as it is sampled and never computed: of
-sixteen all but one would be, into a block that no engine takes where the token before them fills the last.
-Hits scale with it exactly.
+"""A simulated fleet against a real one: two vLLM engines, the traffic of the end-to-end test, two policies;
+everything is scaled (``scaled_replay``).
 
 Stated: placed as the router placed them, the simulated engines' hits are those that vLLM reported, to the
 token, for every request; placed by the policies themselves at the fitted rates, the simulated fleet puts the
@@ -19,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +22,26 @@ import msgspec
 import openai
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.groups import GroupSpec
-from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.advise.command import ObservedFleet, see
 from router.simulate.fit import fit_capture
 from router.simulate.run.arms import ARMS
-from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.fleet import FleetSetup, FleetSim
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import Captured
-from router.simulate.workload.requests import Asked, Request, block_hashes
+from router.simulate.workload.requests import Asked
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.router_process import RouterProcess
+from tests.vllm.scaled_replay import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    NUM_GPU_BLOCKS,
+    SCALE,
+    Sent,
+    replayed_hits,
+    scaled_groups,
+    workload,
+)
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -51,12 +51,6 @@ ROUNDS = ((11, "kvatlas"), (11, "round-robin"), (12, "round-robin"), (12, "kvatl
 REQUESTS = 90
 WARM_UP = 24
 """Requests of no round: an engine's first steps take far longer than all others."""
-NUM_GPU_BLOCKS = 220
-CHUNK_TOKENS = 16
-"""So few that the time to a first token is told by the tokens computed, and not by the one step that even a
-prompt of one token needs."""
-BLOCK_TOKENS = 32
-SCALE = UNIT_TOKENS // BLOCK_TOKENS
 ENGINE_ARGS = (
     *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
     *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
@@ -65,28 +59,11 @@ POLICIES = ("kvatlas", "round-robin")
 
 
 @dataclass
-class Sent:
-    """One request through the router and what came of it, by the client's clock."""
-
-    round_: int
-    at_s: float
-    salt: str
-    engine: str = ""
-    ttft_s: float = 0.0
-    duration_s: float = 0.0
-    cached_tokens: int = -1
-    prompt: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-    text: str = ""
-
-
-@dataclass
 class Real:
     """All that was sent, in order, and the fleet it was sent to."""
 
     sent: list[Sent]
     seen: ObservedFleet
-    engines: list[str]
 
 
 def send(client: openai.OpenAI, request: ChatRequest, round_: int) -> Sent:
@@ -152,7 +129,7 @@ def real(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
                         empty(url)
                 sent += _drive(router, round_, seed=seed, count=REQUESTS)
                 seen = see(router.ops_url)
-        yield Real(sent, seen, urls)
+        yield Real(sent, seen)
 
 
 def _drive(router: RouterProcess, round_: int, *, seed: int, count: int) -> list[Sent]:
@@ -171,37 +148,6 @@ def empty(url: str) -> None:
     asked = urllib.request.Request(f"{url}/reset_prefix_cache?reset_external=true", method="POST")
     with urllib.request.urlopen(asked, timeout=30) as answer:
         assert json.load(answer) == {"success": True}
-
-
-def workload(sent: list[Sent]) -> list[Request]:
-    """Scaled requests; equal blocks behind equal salts have equal ids."""
-    ids: dict[object, int] = {}
-    requests = []
-    for one in sent:
-        tokens = one.prompt + one.answer
-        blocks = [tuple(tokens[at : at + BLOCK_TOKENS]) for at in range(0, len(tokens), BLOCK_TOKENS)]
-        named: list[object] = [(one.salt, blocks[0]), *blocks[1:]]
-        requests.append(
-            Request(
-                at_s=one.at_s - sent[0].at_s,
-                input_tokens=SCALE * len(one.prompt),
-                output_tokens=SCALE * (len(one.answer) - 1) + 1,
-                ids=tuple(ids.setdefault(block, len(ids)) for block in named),
-            )
-        )
-    return requests
-
-
-def scaled_groups(seen: ObservedFleet) -> tuple[GroupSpec, ...]:
-    assert seen.groups is not None
-    return tuple(
-        msgspec.structs.replace(
-            group,
-            block_size=SCALE * group.block_size,
-            sliding_window=None if group.sliding_window is None else SCALE * (group.sliding_window - 1) + 1,
-        )
-        for group in seen.groups
-    )
 
 
 def fitted(sent: list[Sent]) -> tuple[Timing, float]:
@@ -233,41 +179,6 @@ def fitted(sent: list[Sent]) -> tuple[Timing, float]:
     return scaled, timing.request_s
 
 
-def replayed_hits(real: Real) -> list[int]:
-    """Of every request on a simulated engine, placed as it was placed; real tokens."""
-    groups = scaled_groups(real.seen)
-    visits: list[RequestRun] = []
-    engines: dict[str, SimEngine] = {}
-    for url in real.engines:
-        pool = HybridBlockPool(
-            groups,
-            num_blocks=NUM_GPU_BLOCKS,
-            scheme=HashScheme(algo="xxhash_cbor", hash_block_size=UNIT_TOKENS),
-            retention_interval=0,
-            chunk_tokens_max=SCALE * CHUNK_TOKENS,
-            events=False,
-        )
-        engines[url] = SimEngine(
-            pool, Timing(chunk_tokens=SCALE * CHUNK_TOKENS), first_token=_heed, ended=_heed, refused=_heed
-        )
-    for index, (one, request) in enumerate(zip(real.sent, workload(real.sent), strict=True)):
-        if index and one.round_ != real.sent[index - 1].round_:
-            for emptied in engines.values():
-                assert emptied.pool.reset()
-        engine = engines[one.engine]
-        hashes = block_hashes(request, UNIT_TOKENS)
-        pooled = engine.pool.request([0] * request.input_tokens, hashes=hashes)
-        visits.append(RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s))
-        engine.arrive(visits[-1], request.at_s)
-        while engine.next_s < float("inf"):  # one at a time, as they were sent
-            engine.advance()
-    return [visit.hit // SCALE for visit in visits]
-
-
-def _heed(visit: RequestRun, now: float) -> None:
-    """Nobody listens here."""
-
-
 def test_the_adviser_sees_the_fleet(real: Real) -> None:
     assert (real.seen.engines, real.seen.blocks) == (2, NUM_GPU_BLOCKS)
     assert real.seen.groups is not None
@@ -276,7 +187,8 @@ def test_the_adviser_sees_the_fleet(real: Real) -> None:
 
 def test_every_hit_is_predicted_to_the_token(real: Real) -> None:
     told = [one.cached_tokens for one in real.sent]
-    found = replayed_hits(real)
+    assert real.seen.groups is not None
+    found = replayed_hits(real.sent, real.seen.groups)
     wrong = [
         f"request {index}: simulated {mine}, vLLM {theirs} of {len(real.sent[index].prompt)}"
         for index, (mine, theirs) in enumerate(zip(found, told, strict=True))
@@ -288,13 +200,14 @@ def test_every_hit_is_predicted_to_the_token(real: Real) -> None:
 
 def test_the_policies_come_out_in_the_order_of_the_clients_clocks(real: Real) -> None:
     timing, besides_s = fitted(real.sent)
+    assert real.seen.groups is not None
     measured: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     simulated: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     hits = dict.fromkeys(POLICIES, (0, 0))
     for round_, (_, policy) in enumerate(ROUNDS):
         sent = [one for one in real.sent if one.round_ == round_]
         setup = FleetSetup(
-            groups=scaled_groups(real.seen), num_blocks=NUM_GPU_BLOCKS, engines=2, timing=timing
+            groups=scaled_groups(real.seen.groups), num_blocks=NUM_GPU_BLOCKS, engines=2, timing=timing
         )
         rows = FleetSim(setup, ARMS[policy], mean_prompt_tokens=1.0).run(workload(sent)).rows
         measured[policy] += [one.ttft_s for one in sent]

@@ -82,7 +82,8 @@ class GossipedInflight(InflightPrefixes):
 
     ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether
     this replica follows an engine itself; ``served`` is called with each prompt that another replica has an
-    answer to.
+    answer to. ``publishes_prefills`` False: all follow every engine themselves, and hear of a prompt's blocks
+    from there; until its end it is only counted as coming too.
     """
 
     def __init__(
@@ -94,10 +95,12 @@ class GossipedInflight(InflightPrefixes):
         is_local: Callable[[str], bool],
         clock: Callable[[], float],
         served: Callable[[InflightPrompt], None] = lambda prompt: None,
+        publishes_prefills: bool = True,
     ) -> None:
         super().__init__()
         self.gossip_stats = GossipStats()
         self._served = served
+        self._publishes_prefills = publishes_prefills
         self._me = me
         self._started = started
         self._publish = publish
@@ -124,7 +127,8 @@ class GossipedInflight(InflightPrefixes):
     def prefilled(self, prompt: InflightPrompt) -> None:
         if not prompt.keeps:
             return
-        self._publish_event(prompt, InflightEvent.PREFILLED)
+        if self._publishes_prefills:
+            self._publish_event(prompt, InflightEvent.PREFILLED)
         if self._is_local(prompt.engine_id):
             super().prefilled(prompt)
         else:
@@ -171,7 +175,7 @@ class GossipedInflight(InflightPrefixes):
         self.gossip_stats.heard += 1
         name = (entry.replica, entry.started, entry.number)
         if entry.event is InflightEvent.SENT:
-            hashes = [BlockHash(value) for value in np.frombuffer(entry.hashes, "<u8").tolist()]
+            hashes: list[BlockHash] = np.frombuffer(entry.hashes, "<u8").tolist()
             self._remote[name] = _RemotePrompt(super().add(entry.engine_id, hashes, now, entry.keeps), now)
             return
         remote = self._remote.get(name)

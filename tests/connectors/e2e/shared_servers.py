@@ -23,8 +23,14 @@ def engine(model: Path, folder: Path, name: str, store: dict[str, Any], **enviro
         "kv_connector_module_path": "connectors.shared_store",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        # Deadlines fit a busy machine: these tests are about what is loaded, not when.
-        "kv_connector_extra_config": {"host_bytes": "64MiB", "lookup_deadline_s": 20, "store": store},
+        # Deadlines fit a busy machine: these tests are about what is loaded, not when. Nothing is kept on the
+        # way: what a test does to the store must show.
+        "kv_connector_extra_config": {
+            "host_bytes": "64MiB",
+            "keep_in_host": False,
+            "lookup_deadline_s": 20,
+            "store": store,
+        },
     }
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return VllmEngine(

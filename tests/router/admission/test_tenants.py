@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.admission.bucket import TokenBucket
 from router.admission.key_file import TenantRules
-from router.admission.tenants import Entry, Tenant
+from router.admission.tenants import Tenant, TenantRequest
 from router.openai.errors import ApiError
 from router.openai.request import Usage
 
@@ -28,14 +28,14 @@ def account(**rules: int) -> tuple[Tenant, Clock]:
 
 def refusal(tenant: Tenant, clock: Clock) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        Entry(tenant, clock)
+        TenantRequest(tenant, clock)
     return caught.value
 
 
 def test_requests_a_minute_then_429_with_the_time_until_the_next() -> None:
     tenant, clock = account(requests_per_minute=2)
     for _ in range(2):
-        Entry(tenant, clock).leave(None)
+        TenantRequest(tenant, clock).leave(None)
     error = refusal(tenant, clock)
     assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
     fields = dict(error.headers)
@@ -44,24 +44,24 @@ def test_requests_a_minute_then_429_with_the_time_until_the_next() -> None:
     assert fields[b"x-ratelimit-remaining-requests"] == b"0"
     assert fields[b"x-ratelimit-reset-requests"] == b"1m0s"
     clock.now += 30
-    Entry(tenant, clock)
+    TenantRequest(tenant, clock)
     assert tenant.stats.refused == {"requests_per_minute": 1}
 
 
 def test_concurrent_requests() -> None:
     tenant, clock = account(concurrent_requests=1)
-    first = Entry(tenant, clock)
+    first = TenantRequest(tenant, clock)
     assert "concurrent_requests = 1" in refusal(tenant, clock).message
     first.leave(None)
     first.leave(None)
-    Entry(tenant, clock)
+    TenantRequest(tenant, clock)
     assert tenant.stats.active == 1
 
 
 def test_only_uncached_tokens_are_charged() -> None:
     """Predicted when placed, corrected by what the engine reports: who has cached prefixes pays little."""
     tenant, clock = account(uncached_tokens_per_minute=600)
-    entry = Entry(tenant, clock)
+    entry = TenantRequest(tenant, clock)
     entry.placed(500)
     assert dict(entry.answer_headers())[b"x-ratelimit-remaining-tokens"] == b"100"
     entry.leave(Usage(prompt_tokens=10_000, completion_tokens=7, cached_tokens=9_900))
@@ -72,18 +72,18 @@ def test_only_uncached_tokens_are_charged() -> None:
 
 def test_one_long_prompt_is_let_in_and_paid_for() -> None:
     tenant, clock = account(uncached_tokens_per_minute=600)
-    entry = Entry(tenant, clock)
+    entry = TenantRequest(tenant, clock)
     entry.placed(1200)
     entry.leave(None)
     error = refusal(tenant, clock)
     assert (error.kind, dict(error.headers)[b"retry-after"]) == ("tokens", b"61")
     clock.now += 61
-    Entry(tenant, clock)
+    TenantRequest(tenant, clock)
 
 
 def test_of_several_attempts_the_last_counts() -> None:
     tenant, clock = account()
-    entry = Entry(tenant, clock)
+    entry = TenantRequest(tenant, clock)
     entry.placed(500)
     entry.placed(800)
     assert tenant.stats.uncached_tokens == 800
@@ -103,11 +103,11 @@ def test_models() -> None:
 def test_a_lower_limit_counts_what_was_used_already() -> None:
     tenant, clock = account(requests_per_minute=10)
     for _ in range(5):
-        Entry(tenant, clock)
+        TenantRequest(tenant, clock)
     tenant.follow(TenantRules(requests_per_minute=5), clock.now)
     assert refusal(tenant, clock).status == 429
     tenant.follow(TenantRules(), clock.now)
-    Entry(tenant, clock)
+    TenantRequest(tenant, clock)
 
 
 amounts = st.lists(st.tuples(st.floats(0, 120), st.floats(0.5, 500)), max_size=30)

@@ -14,6 +14,7 @@ import pytest
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
+from router.config.schema import ServerConfig
 from router.fleet.identity import EngineAddress
 from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
@@ -216,7 +217,7 @@ def test_stopping_leaves_no_task_and_no_connection() -> None:
                 router: Router = rig.router
             await until(lambda: not (_named(asyncio.all_tasks()) - _named(with_engines)), "tasks ended")
             assert router._in_clients_names is None
-            assert router.followers.stats == {}
+            assert router.feeds.stats == {}
         await until(lambda: asyncio.all_tasks() <= before, "everything ended")
         gc.collect()  # unclosed sockets and sessions would warn here, and warnings are errors
 
@@ -268,5 +269,20 @@ def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.Monkey
             for n in range(4):
                 assert (await rig.chat(f"{n} {TEXT}")).parse().choices
             rig.check_books()
+
+    run(main())
+
+
+def test_accounts_that_contradict_themselves_are_found_every_few_decisions() -> None:
+    async def main() -> None:
+        checking = ServerConfig(port=0, check_every=2)
+        async with running({}) as (engine,), routing(configure(engine, server=checking)) as rig:
+            accounts = rig.router.accounts
+            accounts.inflight.stats.blocks += 7
+            await rig.chat(TEXT)
+            assert accounts.integrity_problems == 0
+            await rig.chat(TEXT)
+            assert accounts.integrity_problems == 1
+            accounts.integrity_problems = 0
 
     run(main())

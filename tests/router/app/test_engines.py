@@ -222,7 +222,7 @@ def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
                         predicted, reported, engine = await hits(rig, TEXT * 20)
                         assert predicted == reported > 100
                         assert rig.router.fleet.get(engine).shadow is not None
-                        assert rig.router.followers.stats == {}
+                        assert rig.router.feeds.stats == {}
                         assert rig.router.scopes.scope(MODEL).stats().residencies == 0
 
     run(main())
@@ -349,7 +349,7 @@ async def behind_front(*settings: dict[str, Any]) -> AsyncIterator[tuple[list[Si
 async def applied(rig: Rig, engine_id: str, publisher: ZmqPublisher | None) -> None:
     """The router has applied all that this publisher has published, under this engine id."""
     assert publisher is not None
-    feed = rig.router.followers.stats[engine_id]
+    feed = rig.router.feeds.stats[engine_id]
     await until(lambda: feed.last_seq == publisher.next_seq - 1 or not publisher.next_seq, "applied")
 
 
@@ -397,7 +397,7 @@ def test_ranks_that_come_and_go_are_followed() -> None:
             await make_ranks(front)
             await until(lambda: len(fleet) == 2, "two ranks")
             await rig.ready()
-            assert set(rig.router.followers.stats) == {status.engine_id for status in fleet}
+            assert set(rig.router.feeds.stats) == {status.engine_id for status in fleet}
             assert rig.router.scopes.engine(front.base_url) is None
             assert fleet.get(front.base_url) is None
             await hits(rig, TEXT * 10)
@@ -458,7 +458,7 @@ def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no() -> N
                 assert rig.router.fleet.get(front.base_url).shadow is not None
                 await until(lambda: front.asked("/kv_event_sources") > 2, "asked again")
                 del front.overrides["/kv_event_sources"]
-                await until(lambda: front.base_url in rig.router.followers.stats, "followed")
+                await until(lambda: front.base_url in rig.router.feeds.stats, "followed")
                 await rig.ready()
                 assert rig.router.fleet.get(front.base_url).shadow is None
             front.seen.clear()
@@ -548,6 +548,22 @@ def test_adapters_are_predicted_with_the_path_they_were_loaded_from(configured: 
                     assert {card.id for card in models.data} == {MODEL, "sql"}
             finally:
                 adapter.publisher.close()
+
+    run(main())
+
+
+def test_an_adapters_path_is_forgotten_with_the_last_engine_that_has_it() -> None:
+    async def main() -> None:
+        with_adapter = [{"id": MODEL, "root": MODEL}, {"id": "sql", "root": "/a/sql", "parent": MODEL}]
+        async with running({}) as (engine,), fronting(engine) as one, fronting(engine) as other:
+            for front in (one, other):
+                front.overrides["/v1/models"] = lambda: (200, {"object": "list", "data": with_adapter})
+            config = configure(EngineAddress(one.base_url), EngineAddress(other.base_url))
+            async with routing(config) as rig:
+                known = rig.router.scopes.scope(MODEL).facts.lora_paths
+                for left, paths in ((one, {"sql": "/a/sql"}), (other, {})):
+                    rig.router.fleet.replace(left.base_url, ())
+                    assert known == paths
 
     run(main())
 

@@ -7,7 +7,7 @@ import pytest
 from publisher.events import BlockHash
 from router.feeds.base import FeedSettings, FeedState
 from router.fleet.gauges import read_pool_blocks
-from router.fleet.identity import Engine
+from router.fleet.identity import EngineAddress
 from router.index.base import Plane
 from router.proxy.paths import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings
@@ -71,7 +71,7 @@ def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after_it() 
             await rig.chat(TEXT * 20)
             await rig.caught_up(engine)
             router, engine_id = rig.router, engine.base_url
-            status, stats = router.fleet.get(engine_id), router.followers.stats[engine_id]
+            status, stats = router.fleet.get(engine_id), router.feeds.stats[engine_id]
             residency = router.scopes.engine(engine_id)
             assert status is not None
             assert residency is not None
@@ -103,7 +103,9 @@ def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(
     async def scenario() -> None:
         async with running({}) as (engine,):
             assert engine.publisher is not None
-            events = Engine(engine.base_url, events=engine.publisher.endpoint)  # no replay to mend it with
+            events = EngineAddress(
+                engine.base_url, events=engine.publisher.endpoint
+            )  # no replay to mend it with
             feeds = FeedSettings(stale_after_s=0.3)
             async with routing(configure(events, feeds=feeds), wait=False) as rig:
                 (known,) = rig.router.fleet

@@ -131,7 +131,7 @@ def test_serve_says_where_and_ends_cleanly(number: int) -> None:
             assert json.load(answer) == {"status": "ok"}
         process.send_signal(number)
         rest = log.read()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert "Traceback" not in rest
 
 
@@ -149,7 +149,7 @@ def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> Non
             pass
         router.stderr.close()
         router.send_signal(signal.SIGTERM)
-        assert router.wait(30) in {0, 120}  # 120: Python's own word for a standard stream it could not flush
+        assert router.wait(60) in {0, 120}  # 120: Python's own word for a standard stream it could not flush
 
 
 @pytest.mark.process

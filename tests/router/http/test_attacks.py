@@ -23,7 +23,7 @@ from tests.support.proxy_rig import (
     routing,
     says,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import WAIT_S, run, until
 
 GOOD = says(200, b"{}")
 CHUNKED = (
@@ -182,7 +182,7 @@ def test_endless_trailer_of_an_engine_is_bounded(piece: bytes) -> None:
         async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
             got = await ask(rig, request(STREAM))
             assert b"engine_stream_broken" in got.body
-            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
             assert sent < 50_000_000
 
     run(main())

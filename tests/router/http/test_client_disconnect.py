@@ -30,7 +30,7 @@ from tests.support.proxy_rig import (
     routing,
     writes,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import WAIT_S, run, until
 
 STAGES: dict[str, tuple[Script, bytes]] = {
     "before the head": (writes(then="hang"), CHAT),
@@ -57,7 +57,7 @@ def test_upstream_is_closed(stage: str, how: str) -> None:
                 writer.close()
             else:
                 reset(writer)
-            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
             placement = rig.planner.placements[0]
             await until(lambda: placement.over, "the placement ends")
             assert placement.told[-1] == "finished"
@@ -124,7 +124,7 @@ def test_client_that_leaves_while_the_planner_thinks() -> None:
             writer.write(request())
             await until(lambda: bool(rig.planner.requests), "the planner is asked")
             writer.close()
-            await asyncio.wait_for(cancelled.wait(), 5)
+            await asyncio.wait_for(cancelled.wait(), WAIT_S)
             await until(lambda: rig.stats.clients_gone == 1, "counted")
 
     run(main())
@@ -161,7 +161,7 @@ def test_under_a_foreign_asgi_server() -> None:
             writer.write(request(STREAM))
             await until(lambda: bool(engine.calls), "the engine is asked")
             writer.close()
-            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
             await until(lambda: app.stats.clients_gone == 1, "counted")
             assert planner.placements[0].told == ["finished"]
             await server.shutdown()
@@ -208,6 +208,6 @@ def test_app_that_fails_after_the_client_left_harms_nobody() -> None:
             writer.write(request(target="/v1/slow"))
             await until(lambda: rig.listen_stats.requests == 1, "begun")
             writer.close()
-            await asyncio.wait_for(left.wait(), 5)
+            await asyncio.wait_for(left.wait(), WAIT_S)
 
     run(main())

@@ -24,7 +24,7 @@ from tests.support.proxy_rig import (
     request,
     says,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import WAIT_S, run, until
 
 
 class Process:
@@ -138,7 +138,7 @@ def test_drain_does_not_last_for_ever(how: str) -> None:
                 rest = await reader.read()
                 assert not rest.endswith(END)  # cut, not ended
             assert await process.process.wait() == 0
-            await asyncio.wait_for(engine.calls[0].closed.wait(), 5)
+            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
             writer.close()
 
     run(main())

@@ -9,7 +9,7 @@ import pytest
 
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import SSE_HEAD, STREAM, Call, Engine, ask, request, routing, says, writes
-from tests.support.waiting import run, until
+from tests.support.waiting import WAIT_S, run, until
 
 GOOD = says(200, b"{}")
 
@@ -27,7 +27,7 @@ def test_engine_that_hangs_is_replaced_then_given_up(settings: ProxySettings, bo
             async with routing(hung.url, good.url, settings=settings) as rig:
                 assert (await ask(rig, request(body))).status == 200
                 assert rig.planner.placements[0].told == ["timeout"]
-                await asyncio.wait_for(hung.calls[0].closed.wait(), 5)
+                await asyncio.wait_for(hung.calls[0].closed.wait(), WAIT_S)
             async with routing(hung.url, settings=settings) as rig:
                 got = await ask(rig, request(body))
                 assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")

@@ -64,7 +64,7 @@ class EnginePod:
         assert self.process is not None
         self.process.terminate()
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()

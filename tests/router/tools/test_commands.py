@@ -115,7 +115,7 @@ def test_publish_serves_what_is_told_and_ends_at_ctrl_c(tmp_path: Path) -> None:
         process.terminate()
         assert process.stdout is not None
         assert json.loads(process.stdout.read())["sources"][0]["frames"] == 2
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_text_prompt_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

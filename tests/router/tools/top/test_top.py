@@ -251,7 +251,7 @@ class Terminal:
                     self.seen += os.read(self._main, 65536)
                 except OSError:  # the other side has closed
                     break
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def close(self) -> None:
         if self.process.poll() is None:

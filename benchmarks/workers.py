@@ -1,0 +1,199 @@
+"""Workers: what telling each other costs per request, and what it gives to placement.
+
+    python benchmarks/workers.py cost [--requests 2000] [--blocks 16,512]
+    python benchmarks/workers.py quality [--workers 1,4] [--seconds 20] [--rounds 1]
+
+``cost``: CPU of telling and hearing per request, both together, of two workers with real sockets.
+``quality``: the demo's load over as many routers, in one process but with sockets between them, connections
+spread at random: cached share and how evenly engines compute. One JSON line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from publisher.events import BlockHash
+from router.app import Router
+from router.config.schema import Config
+from router.demo import run as demo
+from router.demo.load import ChatLoad
+from router.placement.inflight import InflightPrefixes
+from router.placement.load import OthersLoad
+from router.replication.settings import IndexSettings
+from router.serve import configure_logging, make_server
+from router.workers.gossip import SiblingGossip
+from router.workers.seat import WorkerSeat
+
+E = "http://engine:8000"
+
+
+@contextmanager
+def seats(count: int, folder: Path) -> Iterator[list[WorkerSeat]]:
+    """Places of workers with sockets between them; their control ports lie in ``folder``."""
+    pairs = {}
+    for pair in itertools.combinations(range(count), 2):
+        pairs[pair] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in pairs[pair]:
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    controls = []
+    for slot in range(count):
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        (folder / str(slot)).unlink(missing_ok=True)
+        control.bind(str(folder / str(slot)))
+        control.listen()
+        controls.append(control)
+    try:
+        yield [
+            WorkerSeat(
+                slot,
+                count,
+                life=0,
+                public=[],
+                ops=None,
+                admin=None,
+                control=controls[slot],
+                mesh={a + b - slot: ends[slot != a] for (a, b), ends in pairs.items() if slot in (a, b)},
+                folder=folder,
+                ledger=os.memfd_create("ledger"),
+                ops_at="",
+                started=lambda: None,
+                parent=-1,
+            )
+            for slot in range(count)
+        ]
+    finally:
+        for one in [*controls, *itertools.chain(*pairs.values())]:
+            one.close()
+
+
+async def cost(requests: int, blocks: int) -> dict[str, Any]:
+    """CPU per request, in microseconds, of a request that is sent, prefilled and ended."""
+    prompts = [[BlockHash((n << 20) + block) for block in range(blocks)] for n in range(requests)]
+
+    async def turns(books: InflightPrefixes) -> float:
+        """Four requests every 3 ms, as they come at over 1000 a second."""
+        began = time.process_time()
+        for start in range(0, requests, 4):
+            for hashes in prompts[start : start + 4]:
+                now = time.monotonic()
+                prompt = books.add(E, hashes, now, (blocks,))
+                books.prefilled(prompt)
+                books.end(prompt, now)
+            await asyncio.sleep(0.003)
+        await asyncio.sleep(0.05)
+        return time.process_time() - began
+
+    alone_s = await turns(InflightPrefixes())
+    with seats(2, Path("/tmp")) as places:  # no control port is opened
+        load = {E: OthersLoad(4, 2, 1000)}
+        gossips = [SiblingGossip(place, lambda now: load, clock=time.monotonic) for place in places]
+        teller, hearer = gossips
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(gossip.run()) for gossip in gossips]
+            await asyncio.sleep(0.01)
+            both_s = await turns(teller.inflight)
+            for task in running:
+                task.cancel()
+        heard = hearer.inflight.gossip_stats.heard
+        missed = teller.stats.missed
+        buckets = hearer.delays.buckets()
+    return {
+        "blocks": blocks,
+        "requests": requests,
+        "heard": heard,
+        "missed": missed,
+        "alone_us": round(1e6 * alone_s / requests, 1),
+        "tell_and_hear_us": round(1e6 * (both_s - alone_s) / requests, 1),
+        "delay_buckets": {bound: round(count / max(1, buckets[-1][1]), 3) for bound, count in buckets},
+    }
+
+
+async def quality(workers: int, seconds: float, urls: list[str], folder: Path) -> dict[str, Any]:
+    """The demo's load over ``workers`` routers."""
+    config: Config = demo._config(urls, 0, IndexSettings(), "")  # noqa: SLF001  # the demo's own
+    with seats(workers, folder) as places:
+        routers = [Router(config, seat=place) if workers > 1 else Router(config) for place in places]
+        servers = [make_server(router) for router in routers]
+        serving = [asyncio.create_task(server.serve()) for server in servers]
+        for router, server in zip(routers, servers, strict=True):
+            await demo._ready(router, server)  # noqa: SLF001
+        watched = demo._Demo(routers, len(urls))  # noqa: SLF001
+        users = demo._USERS_PER_ENGINE * len(urls)  # noqa: SLF001
+        addresses = [server.base_url for server in servers]
+        load = ChatLoad(addresses, demo.ENGINE.model, users=users, seed=7, on_done=watched.done, api="chat")
+        cpu = time.process_time()
+        await load.run(seconds)
+        cpu_s = time.process_time() - cpu
+        computed: dict[str, int] = {}
+        for router in routers:
+            for engine_id, tokens in _computed(router).items():
+                computed[engine_id] = computed.get(engine_id, 0) + tokens
+        delays = [gossip.delays for router in routers if (gossip := router.gossip) is not None]
+        for server in servers:
+            server.drain()
+        await asyncio.wait(serving)
+    result = watched.ours.as_json()
+    tokens = list(computed.values())
+    return {
+        "workers": workers,
+        **result,
+        "imbalance": round(max(tokens) / statistics.mean(tokens), 3) if tokens and sum(tokens) else None,
+        "cpu_ms_per_request": round(1000 * cpu_s / max(1, result.get("requests", 1)), 2),
+        "gossip_delay_mean_ms": [round(1000 * one.total / max(1, one.buckets()[-1][1]), 2) for one in delays],
+    }
+
+
+def _computed(router: Router) -> dict[str, int]:
+    """Prompt tokens that engines had to compute, by the receipts kept."""
+    found: dict[str, int] = {}
+    for receipt in router.accounts.receipts.latest:
+        tokens = (receipt.reported_prompt_tokens or 0) - (receipt.actual_tokens or 0)
+        found[receipt.engine_id] = found.get(receipt.engine_id, 0) + max(0, tokens)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("cost", "quality"))
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--blocks", default="16,512")
+    parser.add_argument("--workers", default="1,4")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=4)
+    args = parser.parse_args()
+    if args.what == "cost":
+        for blocks in map(int, args.blocks.split(",")):
+            print(json.dumps(uvloop.run(cost(args.requests, blocks))), flush=True)
+        return
+    import tempfile  # noqa: PLC0415
+
+    configure_logging("error", "console")
+    for _ in range(args.rounds):
+        for workers in map(int, args.workers.split(",")):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                demo.engine_process(args.engines, demo.ENGINE) as urls,
+            ):
+                found = uvloop.run(quality(workers, args.seconds, urls, Path(folder)))
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
