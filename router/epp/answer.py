@@ -1,7 +1,7 @@
 """An engine's answer as the gateway shows it while passing it on.
 
-Always true: bytes are held until the proxy has taken them, and as long as they are, the gateway may not send
-more than a stream's window beyond them.
+Always true: bytes are held until the proxy has taken them; how many there are is known, so that the gateway
+can be made to wait.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream r
 
 
 class GatewayAnswer:
-    """Implements ``router.proxy.attempt.Answer``. ``taken``: so many bytes are held no more; ``changed``:
+    """Implements ``router.proxy.attempt.Answer``. ``taken``: nothing is held any more; ``changed``:
     waits for the next thing that happens, and raises ``UpstreamError`` where nothing will."""
 
-    __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "status")
+    __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
 
     def __init__(
         self,
         status: int,
         headers: list[Header],
         *,
-        taken: Callable[[int], None],
+        taken: Callable[[], None],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
         self.status = status
         self.headers = headers
         self.complete = False
         """The gateway has shown all of it."""
+        self.held_bytes = 0
         self._pieces: list[bytes] = []
         self._taken = taken
         self._changed = changed
@@ -41,6 +42,7 @@ class GatewayAnswer:
         """The next bytes of the body."""
         if piece:
             self._pieces.append(piece)
+            self.held_bytes += len(piece)
 
     @property
     def finished(self) -> bool:
@@ -54,7 +56,8 @@ class GatewayAnswer:
             return b"" if self.complete else None
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
-        self._taken(len(data))
+        self.held_bytes = 0
+        self._taken()
         return data
 
     async def read(self) -> bytes:

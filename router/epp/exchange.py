@@ -47,7 +47,7 @@ from router.proxy.attempt import Answer, Attempt, Outbound
 _log = structlog.get_logger()
 _PIECE_BYTES = 62_000
 """Of a body given back: below the window that gateways begin with."""
-_QUEUED_BYTES_MAX = 256 * 1024
+_QUEUED_BYTES_MAX = _HELD_BYTES_MAX = 256 * 1024
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _DROPPED = b"x-llm-d-request-dropped-reason"
 _REASONS = {429: b"rejected-saturated", 503: b"rejected-no-endpoints"}
@@ -75,6 +75,7 @@ class GatewayExchange:
             "_modes",
             "_moved",
             "_over",
+            "_owed",
             "_own",
             "_promised",
             "_reader",
@@ -100,6 +101,7 @@ class GatewayExchange:
         self._came = b""  # what the router was given last: all of a buffered body
         self._trailers = False  # of the request; later of the answer
         self._held_bytes = 0
+        self._owed = 0  # bytes of an answer that the gateway may send once those before are taken
         self._asked = False
         self._answer: GatewayAnswer | None = None
         self._moved = ""  # the endpoint that served instead of the one that was chosen
@@ -123,7 +125,7 @@ class GatewayExchange:
             self._stream.taken(len(data))
             return
         try:
-            if self._answer is None and not self._take(len(data)):
+            if not self._take(len(data)):
                 return
             for message in self._reader.feed(data):
                 self._on_message(m.read_request(message))
@@ -174,13 +176,23 @@ class GatewayExchange:
             self._answer_error(request_timeout("The request did not arrive in time."))
 
     def _take(self, size: int) -> bool:
-        """Hold bytes of the request, if there is room."""
+        """Let the gateway send more: of the request, if there is room; of an answer, unless the proxy has not
+        taken what came."""
+        if self._answer is not None:
+            self._owed += size
+            if self._answer.held_bytes < _HELD_BYTES_MAX:
+                self._pay()
+            return True
         self._stream.taken(size)
         if not self._context.capacity.take(size):
             self._answer_error(too_many_bodies())
             return False
         self._held_bytes += size
         return True
+
+    def _pay(self) -> None:
+        owed, self._owed = self._owed, 0
+        self._stream.taken(owed)
 
     # What the gateway says.
 
@@ -240,7 +252,7 @@ class GatewayExchange:
         if not self._asked or self._answer is not None:
             raise GrpcError(grpc.INVALID_ARGUMENT, "response_headers out of turn")
         status, headers = status_of(said.headers)
-        answer = GatewayAnswer(status, headers, taken=self._stream.taken, changed=self._changed)
+        answer = GatewayAnswer(status, headers, taken=self._pay, changed=self._changed)
         answer.complete = said.end_of_stream or self._modes.response_body == m.NONE
         self._answer = answer
         self._trailers = False
@@ -410,14 +422,17 @@ class GatewayExchange:
         own = dict(attempt.engine_headers)
         wanted = [field for field in out.head.fields if field[0] not in own]
         sets, removes = changes(self._head or [], [*wanted, *own.items()])
-        headers = m.header_mutation([*sets, (DESTINATION.encode(), destination.encode())], removes)
+        sets.append((DESTINATION.encode(), destination.encode()))
         metadata = m.dynamic_metadata(m.LB, DESTINATION, destination)
         buffered = self._has_body and self._modes.request_body == m.BUFFERED
+        body = None if out.request.body is self._came else out.request.body
+        if buffered and body is not None and out.head.content_length is not None:
+            sets.append((b"content-length", b"%d" % len(body)))  # Envoy compares
+        headers = m.header_mutation(sets, removes)
         picks = self._context.stats.picks
         name = "buffered" if buffered else "duplex"
         picks[name] = picks.get(name, 0) + 1
         if buffered:
-            body = None if out.request.body is self._came else out.request.body
             common = m.common_response(headers=headers, body=body, clear_route_cache=True)
             self._say(m.answer("request_body", common=common, metadata=metadata))
         else:

@@ -79,7 +79,8 @@ class H2Connection(asyncio.Protocol):
         self._stats.connections += 1
         self._stats.connections_open += 1
         self._sweeper.add(self)
-        self.deadline = self._clock() + self._settings.handshake_timeout_s
+        self._control_from = self._clock()
+        self.deadline = self._control_from + self._settings.handshake_timeout_s
         ours = {
             h2.SETTINGS_MAX_CONCURRENT_STREAMS: self._settings.streams_max,
             h2.SETTINGS_INITIAL_WINDOW_SIZE: self._settings.stream_window_bytes,

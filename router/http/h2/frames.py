@@ -79,6 +79,7 @@ class FrameReader:
             at = end
             yield frame
         if at < size:
+            self._check(data, at)
             rest += data[at:]
 
     def _check(self, data: bytes | bytearray, at: int) -> int:

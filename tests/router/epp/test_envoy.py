@@ -21,7 +21,7 @@ from router.epp.settings import EppSettings, EppStats
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.settings import ListenSettings
-from tests.support.envoy import Envoy, envoy
+from tests.support.envoy import Envoy, envoy, program
 from tests.support.ports import free_port
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
@@ -31,6 +31,11 @@ CHAT = "/v1/chat/completions"
 FORMS = ["original_dst", "override_host", "buffered", "buffered_original_dst"]
 SELDOM = FleetSettings(poll_interval_s=60.0, poll_down_interval_s=0.05, gauge_interval_s=60.0)
 """Who asks engines so seldom does not notice for a while that one is dead."""
+
+
+@pytest.fixture(autouse=True)
+def _needs_envoy() -> None:
+    program()
 
 
 def epp(**changes: Any) -> EppSettings:
