@@ -77,8 +77,9 @@ def test_named_templates_and_tools(tmp_path: Path) -> None:
     assert text_of(local_reader(folder), none) == "tools"
     assert text_of(local_reader(folder, exclude_tools_when_tool_choice_none=True), none) == "plain"
     (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("from a file")
-    assert text_of(local_reader(folder), with_tools) == "from a file"
+    for text in ("from a file", "from that file, changed"):  # nothing read before stands in for it
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+        assert text_of(local_reader(folder), with_tools) == text
 
 
 def test_a_processors_template_serves_chats_without_tools(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_processors_template_serves_chats_without_tools(tmp_path: Path) -> Non
     assert text_of(local_reader(folder), tools) == "tokenizer's"
 
 
-@pytest.mark.parametrize("name", ["KimiK3ForConditionalGeneration", "DeepseekV4ForCausalLM"])
+@pytest.mark.parametrize("name", ["KimiK3ForConditionalGeneration", "DeepseekV41ForCausalLM"])
 def test_models_with_a_renderer_of_their_own_are_left_to_the_engine(tmp_path: Path, name: str) -> None:
     folder = model_dir(tmp_path, "chatml")
     (folder / "config.json").write_text(json.dumps({"architectures": [name]}))
