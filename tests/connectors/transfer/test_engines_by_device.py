@@ -91,11 +91,13 @@ def test_on_a_gpu_as_many_stores_may_wait(monkeypatch: pytest.MonkeyPatch) -> No
             "host_bytes": 100 * BLOCK_BYTES,
             "device_index": 3,
             "queued_stores_max": 100,
+            "shared": None,
         },
         {
             "row_bytes": 2 * BLOCK_BYTES,
             "host_bytes": 200 * BLOCK_BYTES,
             "device_index": None,
             "queued_stores_max": 100,
+            "shared": None,
         },
     ]
