@@ -25,6 +25,7 @@ SPECIAL_TOKENS: Final = (
     "cls_token",
     "mask_token",
 )
+_MORE_TEMPLATES: Final = "additional_chat_templates"
 _OWN_RENDERERS: Final = {
     "MoonshotKimiaForCausalLM": "kimi_audio",
     "KimiK3ForConditionalGeneration": "kimi_k3",
@@ -68,8 +69,9 @@ def load_model_dir(path: str | Path) -> ModelDir:
     """Read one directory; takes up to seconds for large vocabularies, and nothing while it stays the same: so
     worker processes share what their parent has read. Raises ``ModelDirError``."""
     folder = Path(path)
-    files = sorted(file for file in folder.glob("*") if file.is_file())
-    stamps = [(file.name, stat.st_mtime_ns, stat.st_size) for file in files for stat in [file.stat()]]
+    found = [*folder.glob("*"), *folder.glob(f"{_MORE_TEMPLATES}/*")]
+    files = sorted(file for file in found if file.is_file())
+    stamps = [(str(file), stat.st_mtime_ns, stat.st_size) for file in files for stat in [file.stat()]]
     return _read(folder, tuple(stamps))
 
 
@@ -180,7 +182,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     main = folder / "chat_template.jinja"
     if main.is_file():
         found["default"] = main.read_text(encoding="utf-8")
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for file in sorted((folder / _MORE_TEMPLATES).glob("*.jinja")):
         found[file.stem] = file.read_text(encoding="utf-8")
     if found:
         return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +104,31 @@ def test_a_name_that_no_model_has_is_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"":0},', b"1,", b"[[[]]],"])
-def test_the_loop_turns_while_a_large_odd_body_is_looked_at(unit: bytes) -> None:
+def test_the_loop_can_turn_at_every_window_of_a_large_odd_body(
+    unit: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look waits at each window for a turn of the loop, which would never come were it made there."""
     body = b'{"x":[' + unit * ((6 << 20) // len(unit)) + b'0],"model":"m"}'
+    windows = outline._windows
+    sizes = []
 
-    async def main() -> int:
-        looking = asyncio.create_task(peek_any_size(body))
-        turns = 0
-        while not looking.done():
-            turns += 1
-            await asyncio.sleep(0.0005)
-        assert (await looking).model == "m"
-        return turns
+    async def main() -> Peek:
+        loop = asyncio.get_running_loop()
 
-    assert asyncio.run(main()) > 3
+        def waiting(body: bytes) -> Iterator[tuple[int, bytes]]:
+            for start, window in windows(body):
+                turned = threading.Event()
+                loop.call_soon_threadsafe(turned.set)
+                assert turned.wait(60)
+                sizes.append(len(window))
+                yield start, window
+
+        monkeypatch.setattr(outline, "_windows", waiting)
+        return await peek_any_size(body)
+
+    assert asyncio.run(main()).model == "m"
+    assert sum(sizes) == len(body)
+    assert max(sizes) <= outline._WINDOW_BYTES
 
 
 def test_a_model_of_a_strange_type_is_not_decoded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -18,7 +19,8 @@ CHAT = chat(say("user", "Hello"))
 def text_of(reader: PromptReader, body: object = CHAT) -> str:
     local = reader.local_model("m")
     assert local is not None
-    text: str = local.tokenizer._tokenizer.decode(
+    tokenizer: Any = local.tokenizer
+    text: str = tokenizer._tokenizer.decode(
         list(read_exact(reader, body).token_ids), skip_special_tokens=False
     )
     reader.close()
@@ -77,8 +79,9 @@ def test_named_templates_and_tools(tmp_path: Path) -> None:
     assert text_of(local_reader(folder), none) == "tools"
     assert text_of(local_reader(folder, exclude_tools_when_tool_choice_none=True), none) == "plain"
     (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("from a file")
-    assert text_of(local_reader(folder), with_tools) == "from a file"
+    for text in ("from a file", "from that file, changed"):  # nothing read before stands in for it
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+        assert text_of(local_reader(folder), with_tools) == text
 
 
 def test_a_processors_template_serves_chats_without_tools(tmp_path: Path) -> None:
@@ -91,7 +94,7 @@ def test_a_processors_template_serves_chats_without_tools(tmp_path: Path) -> Non
     assert text_of(local_reader(folder), tools) == "tokenizer's"
 
 
-@pytest.mark.parametrize("name", ["KimiK3ForConditionalGeneration", "DeepseekV4ForCausalLM"])
+@pytest.mark.parametrize("name", ["KimiK3ForConditionalGeneration", "DeepseekV41ForCausalLM"])
 def test_models_with_a_renderer_of_their_own_are_left_to_the_engine(tmp_path: Path, name: str) -> None:
     folder = model_dir(tmp_path, "chatml")
     (folder / "config.json").write_text(json.dumps({"architectures": [name]}))
