@@ -82,7 +82,8 @@ class SharedIndex:
         self.lease_manager = LeaseManager(
             self.replica,
             lambda model: self.scope(model).leases,
-            self,
+            on_acquired=self._lease_acquired,
+            on_ended=self._lease_ended,
             lease_s=settings.lease_s,
             renew_s=settings.renew_s,
             clock=clock,
@@ -177,18 +178,18 @@ class SharedIndex:
             return self._lookup_client.last_error
         return self.lookup.problem
 
-    # -- ``LeaseListener`` ------------------------------------------------------------------------------
+    # -- leases -----------------------------------------------------------------------------------------
 
-    async def lease_acquired(self, candidate: LeaseCandidate, token: int, *, again: bool) -> None:
-        """See ``LeaseListener``."""
+    async def _lease_acquired(self, candidate: LeaseCandidate, token: int, again: bool) -> None:
+        """See ``LeaseManager``."""
         engine_id = candidate.engine.engine_id
         await self.scope(candidate.model).mirror.take_over(engine_id, token)
         self._published.pop(engine_id, None)
         if not again and self._feeds is not None and self._tasks is not None:
             self._feeds.follow(candidate.engine, candidate.model, self._tasks)
 
-    def lease_ended(self, model: str, engine_id: str) -> None:
-        """See ``LeaseListener``."""
+    def _lease_ended(self, model: str, engine_id: str) -> None:
+        """See ``LeaseManager``."""
         self._published.pop(engine_id, None)
         self.scope(model).mirror.drop(engine_id)
         if self._feeds is not None:

@@ -10,8 +10,8 @@ again under a new token if nobody else has it, and the engine's residency is mir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -69,34 +69,30 @@ class ModelLeases(NamedTuple):
     membership: Membership
 
 
-class LeaseListener(Protocol):
-    """Starts and stops what depends on a lease."""
-
-    async def lease_acquired(self, candidate: LeaseCandidate, token: int, *, again: bool) -> None:
-        """Take over as writer at the server, then follow the feed (``again``: it runs already)."""
-
-    def lease_ended(self, model: str, engine_id: str) -> None:
-        """The lease is lost, or about to be released: write nothing more and forget the engine."""
-
-
 class LeaseManager:
     def __init__(
         self,
         me: str,
         leases_of: Callable[[str], ModelLeases],
-        listener: LeaseListener,
         *,
+        on_acquired: Callable[[LeaseCandidate, int, bool], Awaitable[None]],
+        on_ended: Callable[[str, str], None],
         lease_s: float,
         renew_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """``leases_of`` gives a model's leases, always the same object."""
+        """``leases_of`` gives a model's leases, always the same object.
+
+        ``on_acquired(candidate, token, again)`` takes over as writer at the server, then follows the feed,
+        which runs already if ``again``. ``on_ended(model, engine_id)``: the lease is lost or about to be
+        released; write nothing more and forget the engine.
+        """
         self.stats = LeaseStats()
         self.held: dict[str, Held] = {}
         self.others_alive = False
         self._me = me
         self._leases_of = leases_of
-        self._listener = listener
+        self._on_acquired, self._on_ended = on_acquired, on_ended
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._clock = clock
@@ -124,7 +120,7 @@ class LeaseManager:
         self._free_since.pop(engine_id, None)
         held = self.held.pop(engine_id, None)
         if held is not None:
-            self._listener.lease_ended(held.model, engine_id)
+            self._on_ended(held.model, engine_id)
 
     def follows(self, engine_id: str) -> bool:
         """Whether the feed runs here; it may run elsewhere too if the lease has expired unnoticed."""
@@ -141,7 +137,7 @@ class LeaseManager:
         if held is not None:
             self.stats.lost += 1
             _log.warning("lease lost", engine=engine_id, token=held.token)
-            self._listener.lease_ended(held.model, engine_id)
+            self._on_ended(held.model, engine_id)
             self._wake.set()
 
     async def run(self) -> None:
@@ -174,7 +170,7 @@ class LeaseManager:
         self._leaving = True
         for engine_id, held in list(self.held.items()):
             del self.held[engine_id]
-            self._listener.lease_ended(held.model, engine_id)
+            self._on_ended(held.model, engine_id)
             await self._leases_of(held.model).leases.release(engine_id, held.token)
         for model in {candidate.model for candidate in self._candidates.values()}:
             await self._leases_of(model).membership.leave()
@@ -263,7 +259,7 @@ class LeaseManager:
         self.held[engine_id] = Held(held.model, token, asked_s + self._lease_s)
         self.stats.won_back += 1
         _log.info("lease regained", engine=engine_id, token=token)
-        await self._listener.lease_acquired(candidate, token, again=True)
+        await self._on_acquired(candidate, token, True)
         return True
 
     async def _acquire(self, model_leases: ModelLeases, engine_id: str) -> None:
@@ -278,10 +274,10 @@ class LeaseManager:
             return
         self.held[engine_id] = Held(candidate.model, token, asked_s + self._lease_s)
         try:
-            await self._listener.lease_acquired(candidate, token, again=False)
+            await self._on_acquired(candidate, token, False)
         except BaseException:
             if self.held.pop(engine_id, None) is not None:
-                self._listener.lease_ended(candidate.model, engine_id)
+                self._on_ended(candidate.model, engine_id)
             raise
         self.stats.taken += 1
         self._free_since.pop(engine_id, None)
@@ -289,7 +285,7 @@ class LeaseManager:
 
     async def _release(self, model_leases: ModelLeases, engine_id: str) -> None:
         held = self.held.pop(engine_id)
-        self._listener.lease_ended(held.model, engine_id)
+        self._on_ended(held.model, engine_id)
         self.stats.given += 1
         _log.info("lease released", engine=engine_id, token=held.token)
         await model_leases.leases.release(engine_id, held.token)

@@ -73,9 +73,14 @@ def test_a_next_turn_converts_and_tokenizes_what_is_new(folder: Path) -> None:
 
 def test_what_is_remembered_of_conversions_is_bounded() -> None:
     memory = Conversions(bytes_max=20_000)
-    made = []
+    made: list[object] = []
+
+    def make(value: object) -> object:
+        made.append(value)
+        return value
+
     for number in range(1000):
-        memory.get(lambda value, n=number: made.append(n) or value, b'"%d"' % number)
+        memory.get(make, b'"%d"' % number)
     assert len(made) == 1000
     assert memory._bytes <= 20_000
     assert memory.get(str, b'"' + b"x" * 100_000 + b'"').startswith("x")
