@@ -133,6 +133,15 @@ class LocalModel:
             return self.tokenizer.name
         return f"{self.family.name}, {self.tokenizer.name}"
 
+    @property
+    def unreadable(self) -> str | None:
+        """Why chats of this model are left to others, and what to do about it; None: they are not."""
+        if isinstance(self.family, MissingFamily):
+            return self.family.name
+        if self._renderer != "hf" and self.family is None:
+            return f"{self._renderer}: vLLM's own code renders these chats; give a render server (--renderer)"
+        return None
+
     @cached_property
     def traits(self) -> TemplateTraits:
         """What engines find out about the template when they start, or were told; where code renders, about
@@ -157,7 +166,7 @@ class LocalModel:
 
         Raises ``NotLocalError``, ``ApiError`` 400.
         """
-        if self._renderer != "hf" and self.family is None:
+        if self.unreadable is not None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
