@@ -78,7 +78,7 @@ class Bench:
         )
         model = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
         self.router = Router(Config(engines=listed, models={ANY_MODEL: model}))
-        self.router.proxy.client.exchange = self._exchange  # type: ignore[method-assign]
+        self.router.proxy.client.exchange = self._exchange  # type: ignore[method-assign, assignment]
 
     async def warm(self) -> None:
         """Engines come up and tell what they hold; the conversation is read once."""

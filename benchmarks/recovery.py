@@ -130,11 +130,11 @@ def main() -> None:
         print("redis: no redis-server or valkey-server on PATH")
         return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        took = runner.run(measure(binary, blocks, SERVER_PORT))
+        started = runner.run(measure(binary, blocks, SERVER_PORT))
     print(
-        f"redis: {blocks} blocks, first exact prediction {took.first_exact * 1e3:.0f} ms after the start of "
-        f"a replica beside another, {took.again:.2f} s after the server came back empty "
-        f"({took.looks} looks without a hit meanwhile)"
+        f"redis: {blocks} blocks, first exact prediction {started.first_exact * 1e3:.0f} ms after the start "
+        f"of a replica beside another, {started.again:.2f} s after the server came back empty "
+        f"({started.looks} looks without a hit meanwhile)"
     )
 
 

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import hiredis
@@ -80,8 +81,8 @@ async def compare() -> None:
                 await pipeline.execute()
 
             ways: dict[str, Callable[[], Awaitable[Any]]] = {
-                "own protocol": lambda payload=payload: own.ask(payload),
-                "redis-py connection": lambda payload=payload: pipelined.ask(payload, 4, 5.0),
+                "own protocol": partial(own.ask, payload),
+                "redis-py connection": partial(pipelined.ask, payload, 4, 5.0),
                 "redis-py client": by_client,
             }
             cpu: dict[str, list[float]] = {name: [] for name in ways}

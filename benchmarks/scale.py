@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decision import Bench, cpu_us
-from router.api.metrics import families, render
+from router.api.metrics.page import families, render
 from router.replication.gossip.load import LoadGossip
 
 

@@ -102,8 +102,8 @@ class CudaMachine:
         self._at_rest()
 
     def _enqueue(self, driver: CudaDriver, direction: Direction, src: int, dst: int, size: int) -> None:
-        arrays = (np.array([value], np.int64) for value in (src, dst, size))
-        driver.copy(direction, *arrays, self.device.raw(self.streams[direction]))
+        one_src, one_dst, one_size = (np.array([value], np.int64) for value in (src, dst, size))
+        driver.copy(direction, one_src, one_dst, one_size, self.device.raw(self.streams[direction]))
 
     def copy_each(self, direction: Direction, src: Indices, dst: Indices, sizes: Indices) -> None:
         self.single.copy(direction, src, dst, sizes, self.device.raw(self.streams[direction]))

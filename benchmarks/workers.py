@@ -147,11 +147,11 @@ async def quality(workers: int, seconds: float, urls: list[str], folder: Path) -
             server.drain()
         await asyncio.wait(serving)
     result = watched.ours.as_json()
-    tokens = list(computed.values())
+    loads = list(computed.values())
     return {
         "workers": workers,
         **result,
-        "imbalance": round(max(tokens) / statistics.mean(tokens), 3) if tokens and sum(tokens) else None,
+        "imbalance": round(max(loads) / statistics.mean(loads), 3) if sum(loads) else None,
         "cpu_ms_per_request": round(1000 * cpu_s / max(1, result.get("requests", 1)), 2),
         "gossip_delay_mean_ms": [round(1000 * one.total / max(1, one.buckets()[-1][1]), 2) for one in delays],
     }

@@ -227,7 +227,8 @@ def _add_insight(
         """Every engine as the router sees it."""
         return json_answer(await view.engines())
 
-    @_get(app, CONTROL_PREFIX)
+    @app.head(CONTROL_PREFIX, include_in_schema=False)
+    @app.get(CONTROL_PREFIX, include_in_schema=False)
     async def operators_page() -> Response:
         """The page for people."""
         return page()

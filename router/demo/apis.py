@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from router.openai.apis import CHAT, MESSAGES, RESPONSES
 from router.openai.request import Usage
-from router.proxy.usage import read_usage
+from router.proxy.answers.usage import read_usage
 
 Api = Literal["chat", "messages", "responses"]
 Message = dict[str, Any]

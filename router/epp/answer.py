@@ -16,7 +16,7 @@ _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream r
 
 
 class GatewayAnswer:
-    """Implements ``router.proxy.attempt.Answer``. ``taken``: nothing is held any more; ``changed``:
+    """Implements ``router.proxy.carrier.Answer``. ``taken``: nothing is held any more; ``changed``:
     waits for the next thing that happens, and raises ``UpstreamError`` where nothing will."""
 
     __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")

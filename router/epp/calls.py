@@ -7,8 +7,8 @@ from typing import Final
 from router.epp import grpc
 from router.epp.context import PickerContext
 from router.epp.exchange import GatewayExchange
-from router.epp.grpc import GrpcError, MessageReader, message_frame
-from router.epp.protobuf import WireError, as_text, fields, number_field
+from router.epp.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.protobuf import ProtobufError, as_text, fields, number_field
 from router.http.h2.connection import Opener
 from router.http.h2.hpack import Field, literal
 from router.http.h2.stream import Stream, StreamHandler
@@ -48,7 +48,7 @@ class HealthCall:
     def __init__(self, stream: Stream, context: PickerContext) -> None:
         self._stream = stream
         self._context = context
-        self._reader = MessageReader(_MESSAGE_BYTES_MAX)
+        self._reader = GrpcReader(_MESSAGE_BYTES_MAX)
 
     def on_data(self, data: bytes) -> None:
         """See ``StreamHandler``."""
@@ -59,7 +59,7 @@ class HealthCall:
             for message in self._reader.feed(data):
                 self._answer(message)
                 return
-        except (GrpcError, WireError) as error:
+        except (GrpcError, ProtobufError) as error:
             self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, str(error)), end=True)
 
     def on_end(self) -> None:

@@ -32,8 +32,8 @@ from router.epp.fields import (
     scope_of,
     status_of,
 )
-from router.epp.grpc import GrpcError, MessageReader, message_frame
-from router.epp.protobuf import WireError
+from router.epp.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.protobuf import ProtobufError
 from router.fleet.identity import endpoint_of
 from router.http.client.connection import UpstreamError
 from router.http.deadlines import NEVER
@@ -42,7 +42,8 @@ from router.http.h2.stream import Stream
 from router.http.server.disconnect import EXTENSION, Message
 from router.openai.errors import ApiError, internal_error, request_timeout, too_many_bodies
 from router.proxy.app import CARRIER
-from router.proxy.attempt import Answer, Attempt, Outbound
+from router.proxy.attempt import Attempt
+from router.proxy.carrier import Answer, Outbound
 
 _log = structlog.get_logger()
 _PIECE_BYTES = 62_000
@@ -91,7 +92,7 @@ class GatewayExchange:
         self.deadline = NEVER
         self._stream = stream
         self._context = context
-        self._reader = MessageReader(context.message_bytes_max)
+        self._reader = GrpcReader(context.message_bytes_max)
         self._modes = m.Modes()
         self._head: list[Header] | None = None
         self._body: list[bytes] = []
@@ -131,7 +132,7 @@ class GatewayExchange:
                 self._on_message(m.read_request(message))
                 if self._over:
                     return
-        except WireError as error:
+        except ProtobufError as error:
             self._refuse(grpc.INVALID_ARGUMENT, "malformed", str(error))
         except GrpcError as error:
             reason = "mode" if error.status == grpc.FAILED_PRECONDITION else "malformed"

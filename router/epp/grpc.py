@@ -1,6 +1,6 @@
 """gRPC over HTTP/2: messages in their frames, and the fields around them.
 
-Pure. Messages come whole out of ``MessageReader`` however they were cut; one that is too long, or
+Pure. Messages come whole out of ``GrpcReader`` however they were cut; one that is too long, or
 compressed, is refused before it has come.
 """
 
@@ -50,7 +50,7 @@ def message_frame(message: bytes) -> bytes:
     return b"\0" + len(message).to_bytes(4) + message
 
 
-class MessageReader:
+class GrpcReader:
     """Bytes in, whole messages out. ``message_bytes_max``: of the longest one."""
 
     __slots__ = ("_message_bytes_max", "_rest")

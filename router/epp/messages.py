@@ -71,7 +71,7 @@ class ProcessingRequest(msgspec.Struct, gc=False):
 
 
 def read_request(message: bytes) -> ProcessingRequest:
-    """Raises ``WireError``."""
+    """Raises ``ProtobufError``."""
     found = ProcessingRequest()
     for number, value in fields(message):
         kind = _KINDS.get(number)
@@ -131,7 +131,7 @@ def _read_modes(message: bytes) -> Modes:
 
 def endpoints(metadata: bytes, namespace: str, key: str) -> list[str] | None:
     """The text, or list of texts, that ``filter_metadata`` has under this name; None: it has none. Raises
-    ``WireError``."""
+    ``ProtobufError``."""
     found = None
     for number, value in fields(metadata):
         if number == 1 and (struct := _entry(as_bytes(value), namespace)) is not None:

@@ -2,7 +2,7 @@
 
 Pure. Reading skips what it does not know and gives fields in their order; of a field that must be single the
 last one counts, as in every runtime. Always true: the work is linear in the bytes; whatever is wrong is a
-``WireError``.
+``ProtobufError``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _VARINT_BYTES_MAX: Final = 10
 
 
-class WireError(ValueError):
+class ProtobufError(ValueError):
     """The bytes are no message."""
 
 
@@ -24,18 +24,18 @@ Value = int | bytes
 
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
     """Number and value of every field; fixed-size numbers, which no message here has, are left out. Raises
-    ``WireError``."""
+    ``ProtobufError``."""
     at, size = 0, len(message)
     while at < size:
         key, at = _varint(message, at)
         number, kind = key >> 3, key & 7
         if not 0 < number < 1 << 29:
-            raise WireError(f"field {number}")
+            raise ProtobufError(f"field {number}")
         if kind == _BYTES:
             length, at = _varint(message, at)
             end = at + length
             if end > size:
-                raise WireError(f"field {number} is longer than its message")
+                raise ProtobufError(f"field {number} is longer than its message")
             yield number, message[at:end]
             at = end
         elif kind == _VARINT:
@@ -44,9 +44,9 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
             if at > size:
-                raise WireError(f"field {number} is longer than its message")
+                raise ProtobufError(f"field {number} is longer than its message")
         else:
-            raise WireError(f"field {number} is of kind {kind}")
+            raise ProtobufError(f"field {number} is of kind {kind}")
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
@@ -63,30 +63,30 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
                 return value & 0xFFFF_FFFF_FFFF_FFFF, at
             shift += 7
     except IndexError:
-        raise WireError("a number that is not whole") from None
-    raise WireError("a number that is too long")
+        raise ProtobufError("a number that is not whole") from None
+    raise ProtobufError("a number that is too long")
 
 
 def as_bytes(value: Value) -> bytes:
-    """A value that must be bytes. Raises ``WireError``."""
+    """A value that must be bytes. Raises ``ProtobufError``."""
     if isinstance(value, int):
-        raise WireError("a number where bytes belong")
+        raise ProtobufError("a number where bytes belong")
     return value
 
 
 def as_int(value: Value) -> int:
-    """A value that must be a number. Raises ``WireError``."""
+    """A value that must be a number. Raises ``ProtobufError``."""
     if not isinstance(value, int):
-        raise WireError("bytes where a number belongs")
+        raise ProtobufError("bytes where a number belongs")
     return value
 
 
 def as_text(value: Value) -> str:
-    """A value that must be text. Raises ``WireError``."""
+    """A value that must be text. Raises ``ProtobufError``."""
     try:
         return as_bytes(value).decode()
     except UnicodeDecodeError as error:
-        raise WireError(f"text that is not UTF-8: {error}") from None
+        raise ProtobufError(f"text that is not UTF-8: {error}") from None
 
 
 def varint(value: int) -> bytes:

@@ -34,7 +34,7 @@ from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
 from router.proxy.aliases import Aliases, with_model
-from router.proxy.attempt import Outbound
+from router.proxy.carrier import Outbound
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import POST_PATHS, Verdict, judge

@@ -1,4 +1,4 @@
-"""One request to one engine after another, until an answer can be given: attempts, retries, relaying.
+"""One request to one engine after another, until an answer can be given: attempts and retries.
 
 The answer's head is held until its first body bytes are there, so that an engine that dies during its prefill
 can still be replaced without the client noticing; from the first byte given to the client on there is no
@@ -20,23 +20,21 @@ from router.http.client.connection import UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
 from router.observe.requests import RequestRecord
-from router.openai.apis import PROMPT_APIS, RESPONSES
+from router.openai.apis import PROMPT_APIS
 from router.openai.errors import (
     ApiError,
     engine_timeout,
     engine_unreachable,
     no_ready_engine,
     retry_after_s,
-    stream_broken,
 )
-from router.openai.request import InboundRequest, Usage
-from router.openai.shapes import error_event
-from router.proxy.attempt import Answer, Attempt, Carrier, Outbound, OwnConnections
-from router.proxy.headers import AnswerHead, read_answer_headers
+from router.openai.request import InboundRequest
+from router.proxy.answers.relay import AnswerRelay, engine_failed
+from router.proxy.attempt import Attempt
+from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
+from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
-from router.proxy.sse import SseRelay
 from router.proxy.stats import ProxyStats
-from router.proxy.usage import read_response_id, read_usage
 
 _log = structlog.get_logger()
 _BROKEN = 500
@@ -197,15 +195,18 @@ class Forwarder:
                     self._stats.count_failure("status")
                 return Refusal(connection.status, head.fields, body)
             placement.answered(connection.status)
-            first = connection.take()
-            if first is None:
-                first = await connection.read()
-            if head.sse:
-                await self._relay_events(connection, placement, out.record, head, first, send)
-            else:
-                await self._relay(connection, placement, out.record, head, first, send)
+            relay = AnswerRelay(
+                connection,
+                placement,
+                out.record,
+                head,
+                send,
+                stats=self._stats,
+                usage_bytes_max=self._settings.usage_bytes_max,
+            )
+            await relay.run()
         except UpstreamError as error:
-            self._failed(placement, error)
+            engine_failed(placement, error, self._stats)
             return error
         except asyncio.CancelledError:
             self._stats.clients_gave_up += placement.gave_up()
@@ -217,10 +218,6 @@ class Forwarder:
                 carrier.done(connection)
             placement.finished(None)
 
-    def _failed(self, placement: Attempt, error: UpstreamError) -> None:
-        if placement.broke(error.reason):
-            self._stats.count_failure("refused" if error.reason == "overflow" else error.reason)
-
     async def _read_refusal(self, connection: Answer) -> bytes:
         """The body of an error answer. One that is too long to keep counts as no answer."""
         body = b""
@@ -229,116 +226,6 @@ class Forwarder:
             if len(body) > self._settings.kept_answer_bytes_max:
                 raise UpstreamError("reset")
         return body
-
-    async def _relay(
-        self,
-        connection: Answer,
-        placement: Attempt,
-        record: RequestRecord,
-        head: AnswerHead,
-        data: bytes,
-        send: Send,
-    ) -> None:
-        record.status = connection.status
-        success = 200 <= connection.status < 300
-        if data or connection.finished:
-            placement.first_byte(connection.status if data else 0)
-        await send({"type": "http.response.start", "status": connection.status, "headers": head.fields})
-        wants_usage = success and not head.encoded and placement.request.path in PROMPT_APIS
-        seen: list[bytes] = []
-        seen_bytes = 0
-        while True:
-            if wants_usage:
-                seen.append(data)
-                seen_bytes += len(data)
-                wants_usage = seen_bytes <= self._settings.usage_bytes_max
-            more = not connection.finished
-            record.bytes_out += len(data)
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            if not more:
-                break
-            try:
-                data = await connection.read()
-            except UpstreamError as error:
-                self._broke_off(placement, record, error)
-                return
-        if wants_usage and placement.request.path == RESPONSES:
-            placement.made_response(read_response_id(b"".join(seen)))
-        record.usage = self._usage_of(seen) if wants_usage else None
-        placement.finished(record.usage)
-
-    def _usage_of(self, seen: list[bytes]) -> Usage | None:
-        try:
-            return read_usage(b"".join(seen))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self._stats.usage_unread += 1
-            return None
-
-    async def _relay_events(
-        self,
-        connection: Answer,
-        placement: Attempt,
-        record: RequestRecord,
-        head: AnswerHead,
-        data: bytes,
-        send: Send,
-    ) -> None:
-        relay = SseRelay(seeks_id=placement.request.path == RESPONSES)
-        record.status = connection.status
-        success = 200 <= connection.status < 300
-        begun = False
-        started = False
-        while True:
-            out = relay.feed(data) if data else relay.end()
-            more = not connection.finished
-            if not more:
-                out += relay.end()
-            if not begun and relay.begun:
-                begun = True
-                placement.first_byte(connection.status)  # an error's events are no tokens
-                placement.made_response(relay.response_id)
-            if success and begun:
-                record.piece()
-            record.bytes_out += len(out)
-            if not started and (out or not more):
-                started = True
-                await send(
-                    {"type": "http.response.start", "status": connection.status, "headers": head.fields}
-                )
-            if out or not more:
-                await send({"type": "http.response.body", "body": out, "more_body": more})
-            if not more:
-                break
-            try:
-                data = await connection.read()
-            except UpstreamError as error:
-                if not started:
-                    raise
-                if not relay.done:
-                    await self._break_stream(relay, placement, record, error, send)
-                    return
-                await send({"type": "http.response.body", "body": relay.end(), "more_body": False})
-                break
-        self._stats.usage_unread += relay.unread_usages
-        record.usage = relay.usage
-        placement.finished(relay.usage)
-
-    def _broke_off(self, placement: Attempt, record: RequestRecord, error: UpstreamError) -> None:
-        """The answer ended before its end, and the client has had a part of it."""
-        self._stats.streams_broken += 1
-        self._failed(placement, error)
-        engine_id = placement.engine_id
-        record.broken = True
-        record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
-
-    async def _break_stream(
-        self, relay: SseRelay, placement: Attempt, record: RequestRecord, error: UpstreamError, send: Send
-    ) -> None:
-        self._broke_off(placement, record, error)
-        said = "stopped sending" if error.reason == "timeout" else "broke off"
-        error_told = stream_broken(f"The engine {said} before its answer was complete.")
-        event = error_event(error_told, placement.request.path, relay.passed_on)
-        await send({"type": "http.response.body", "body": relay.broken(*event), "more_body": False})
 
 
 def _why(outcome: Refusal | UpstreamError) -> str:

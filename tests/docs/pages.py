@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,11 @@ def connector_metrics() -> dict[str, tuple[str, ...]]:
     prefix = values["PREFIX"]
     counters = {f"{prefix}{name}_total": labels for name, (labels, _) in values["COUNTERS"].items()}
     return counters | {f"{prefix}{name}": labels for name, (labels, _) in values["GAUGES"].items()}
+
+
+def table_rows(page: Path, header: str) -> list[list[str]]:
+    """Cells of every row of the table whose first column is called ``header``."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    rows = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

@@ -74,7 +74,7 @@ def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) ->
         for node in ast.walk(tree)
         if isinstance(node, ast.Dict)
         for key in node.keys
-        if isinstance(key, ast.Constant)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
     ]
     text = PAGE.read_text(encoding="utf-8")
     assert keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def removed(token_ids: list[int], block: int, *, group: int = 0) -> BlockRemoved
 CLEARED = AllBlocksCleared()
 
 
-def write(path: Path, batches: Iterable[tuple[int, list[Event]]], *, source: str = ENGINE) -> Path:
+def write(path: Path, batches: Iterable[tuple[int, Sequence[Event]]], *, source: str = ENGINE) -> Path:
     """A capture of (seq, events); the batch's time stamp and arrival grow by a second each."""
     with path.open("ab") as file:
         for number, (seq, events) in enumerate(batches):

@@ -94,7 +94,11 @@ class Prompt:
 
     def extras(self) -> dict[str, Any]:
         """The fields besides tokens that are set."""
-        values = {"lora_name": self.lora_name, "lora_path": self.lora_path, "cache_salt": self.cache_salt}
+        values: dict[str, Any] = {
+            "lora_name": self.lora_name,
+            "lora_path": self.lora_path,
+            "cache_salt": self.cache_salt,
+        }
         if self.mm:
             values["mm"] = [list(item) for item in self.mm]
         return {name: value for name, value in values.items() if value}

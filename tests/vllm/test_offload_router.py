@@ -62,7 +62,7 @@ class Scene:
             for engine in explained["engines"]
         }
 
-    def send(self, request: Request) -> tuple[Outcome, dict[str, Any], dict[str, int]]:
+    def send(self, request: Request) -> tuple[Outcome, dict[str, Any], Counter[str]]:
         """Through the router: the outcome, its receipt, and what the engine says it took from where.
 
         Returns when the router knows all that the request caused.

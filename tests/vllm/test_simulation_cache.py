@@ -49,8 +49,9 @@ class RecordingPool(HybridBlockPool):
         self.operations: list[Operation] = []
         self.names: dict[int, int] = {}
 
-    def start(self, request: PoolRequest, budget_tokens: int | None = None) -> int | None:
-        hit = super().start(request, budget_tokens)
+    def start(self, request: PoolRequest, budget_tokens: int | None = None, **loads: Any) -> int | None:
+        """``loads``: what a connector would load; these engines have none."""
+        hit = super().start(request, budget_tokens, **loads)
         self.operations.append(["start", self.names[id(request)], hit])
         return hit
 

@@ -3,22 +3,21 @@
 The traffic of the end-to-end test goes through the router to two engines whose GPU pools are small and whose
 host memory is not large either, so that blocks leave both. Simulated engines get the same requests, placed as
 they were placed, and the barriers between them. Stated: what they take from their GPU and what they load from
-host memory is what vLLM's own counters say of every request, to the token. Scaled as in
-``test_simulation_reality``: one real token is sixteen simulated ones. The connector evicts by ``lru``, as the
-simulated tier does.
+host memory is what vLLM's own counters say of every request, to the token. Scaled (``scaled_replay``): one
+real token is sixteen simulated ones. The connector evicts by ``lru``, as the simulated tier does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
+from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.advise.command import see
 from router.simulate.run.engine import RequestRun, SimEngine
@@ -28,8 +27,9 @@ from router.simulate.timing import Timing
 from router.simulate.workload.requests import block_hashes
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import running
+from tests.vllm.scaled_replay import SCALE, Sent, scaled_groups, workload
 from tests.vllm.test_offload_router import ENGINE_ARGS, NUM_GPU_BLOCKS, by_source, engine
-from tests.vllm.test_simulation_reality import SCALE, Sent, empty, scaled_groups, send, workload
+from tests.vllm.test_simulation_reality import empty, send
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -39,7 +39,7 @@ BLOCK_BYTES = 4096
 CHUNK_TOKENS = 256
 
 
-def simulated(sent: list[Sent], groups: Any, engines: list[str]) -> list[Counter[str]]:
+def simulated(sent: list[Sent], groups: tuple[GroupSpec, ...], engines: list[str]) -> list[Counter[str]]:
     """Tokens that every request takes, by medium, one request after the other; real tokens."""
     pools = {
         url: HybridBlockPool(
@@ -110,9 +110,10 @@ def test_hits_by_medium_are_the_engines_to_the_token(
                 sent.append(Sent(0, one.at_s, "", one.engine, prompt=barrier, answer=[0]))
                 told.append(Counter())
             fleet.taps[one.engine].barriers.clear()
-        groups = scaled_groups(see(fleet.router.ops_url))
+        groups = see(fleet.router.ops_url).groups
         urls = list(fleet.taps)
-    found = simulated(sent, groups, urls)
+    assert groups is not None
+    found = simulated(sent, scaled_groups(groups), urls)
     wrong = [
         f"request {at}: simulated {dict(mine)}, vLLM {dict(theirs)} of {len(sent[at].prompt)}"
         for at, (mine, theirs) in enumerate(zip(found, told, strict=True))

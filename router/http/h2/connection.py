@@ -14,7 +14,7 @@ from typing import cast
 
 from router.http.deadlines import NEVER, Sweeper
 from router.http.h2 import frames as h2
-from router.http.h2.frames import Frame, FrameReader, H2Error
+from router.http.h2.frames import FrameReader, H2Error, H2Frame
 from router.http.h2.hpack import Field, HeaderDecoder
 from router.http.h2.settings import H2Settings, H2Stats
 from router.http.h2.stream import Stream, StreamHandler
@@ -57,7 +57,7 @@ class H2Connection(asyncio.Protocol):
         self._waiting: dict[Stream, None] = {}  # have something to send, in the order of their turns
         self._last_id = 0
         self._settled = False  # the peer's settings have come
-        self._block: tuple[Frame, list[bytes], int] | None = None  # a header block that is not whole
+        self._block: tuple[H2Frame, list[bytes], int] | None = None  # a header block that is not whole
         self._send_window = h2.WINDOW_DEFAULT
         self._stream_window = h2.WINDOW_DEFAULT
         self._frame_bytes_max = h2.FRAME_BYTES_MIN
@@ -141,7 +141,7 @@ class H2Connection(asyncio.Protocol):
 
     # What the peer sends.
 
-    def _take(self, found: Frame) -> None:
+    def _take(self, found: H2Frame) -> None:
         kind = found.kind
         if self._block is not None and kind != h2.CONTINUATION:
             raise H2Error(h2.PROTOCOL_ERROR, "a frame within a header block")
@@ -168,7 +168,7 @@ class H2Connection(asyncio.Protocol):
         self._control_from = now
         self._control_left = self._settings.control_frames_per_s_max
 
-    def _on_control(self, found: Frame) -> None:
+    def _on_control(self, found: H2Frame) -> None:
         kind, stream_id = found.kind, found.stream_id
         if kind == h2.WINDOW_UPDATE:
             self._on_window(stream_id, h2.word(found.payload) & h2.WINDOW_MAX)
@@ -193,7 +193,7 @@ class H2Connection(asyncio.Protocol):
         if stream_id > self._last_id or not stream_id % 2:
             raise H2Error(h2.PROTOCOL_ERROR, "a frame of a stream that was never opened")
 
-    def _on_settings(self, found: Frame) -> None:
+    def _on_settings(self, found: H2Frame) -> None:
         if found.flags & h2.ACK:
             if found.payload:
                 raise H2Error(h2.FRAME_SIZE_ERROR, "an acknowledgement with content")
@@ -218,7 +218,7 @@ class H2Connection(asyncio.Protocol):
             self.deadline = NEVER
         self._write(h2.frame(h2.SETTINGS, h2.ACK, 0))
 
-    def _on_ping(self, found: Frame) -> None:
+    def _on_ping(self, found: H2Frame) -> None:
         if len(found.payload) != 8:
             raise H2Error(h2.FRAME_SIZE_ERROR, "a PING of another size")
         if not found.flags & h2.ACK:
@@ -246,7 +246,7 @@ class H2Connection(asyncio.Protocol):
         elif stream.queued_bytes:
             self._waiting[stream] = None
 
-    def _on_data(self, found: Frame) -> None:
+    def _on_data(self, found: H2Frame) -> None:
         self._known(found.stream_id)
         size = len(found.payload)
         self._received += size
@@ -270,14 +270,14 @@ class H2Connection(asyncio.Protocol):
         if ends:
             self._peer_ended(stream)
 
-    def _on_headers(self, found: Frame) -> None:
+    def _on_headers(self, found: H2Frame) -> None:
         block = h2.fragment(found)
         if found.flags & h2.END_HEADERS:
             self._on_block(found, block)
         else:
             self._block = found, [block], len(block)
 
-    def _on_continuation(self, found: Frame) -> None:
+    def _on_continuation(self, found: H2Frame) -> None:
         if self._block is None or self._block[0].stream_id != found.stream_id:
             raise H2Error(h2.PROTOCOL_ERROR, "a continuation of nothing")
         first, pieces, size = self._block
@@ -290,7 +290,7 @@ class H2Connection(asyncio.Protocol):
             self._block = None
             self._on_block(first, b"".join(pieces))
 
-    def _on_block(self, found: Frame, block: bytes) -> None:
+    def _on_block(self, found: H2Frame, block: bytes) -> None:
         fields = self._decoder.decode(block)  # also of a stream that is refused: the tables must stay equal
         stream_id, ends = found.stream_id, bool(found.flags & h2.END_STREAM)
         if stream_id > self._last_id and stream_id % 2:
@@ -332,22 +332,22 @@ class H2Connection(asyncio.Protocol):
     # What is sent.
 
     def ready(self, stream: Stream) -> None:
-        """See ``Line``."""
+        """See ``StreamLine``."""
         self._waiting[stream] = None
         if not self._out:
             self.loop.call_soon(self._pump)
 
     def write_headers(self, stream_id: int, block: bytes, *, end: bool) -> None:
-        """See ``Line``."""
+        """See ``StreamLine``."""
         self._write(h2.frame(h2.HEADERS, h2.END_HEADERS | (h2.END_STREAM if end else 0), stream_id, block))
 
     def grant(self, stream: Stream, size: int) -> None:
-        """See ``Line``."""
+        """See ``StreamLine``."""
         stream.receive_window += size
         self._write(h2.window_frame(stream.stream_id, size))
 
     def drop(self, stream: Stream, code: int | None) -> None:
-        """See ``Line``."""
+        """See ``StreamLine``."""
         if code is None and not stream.peer_ended:
             code = h2.NO_ERROR  # the answer is whole; what the peer still sends is not needed
         if code is not None:

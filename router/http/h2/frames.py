@@ -42,7 +42,7 @@ class H2Error(Exception):
         self.code = code
 
 
-class Frame(NamedTuple):
+class H2Frame(NamedTuple):
     """One frame without its head."""
 
     kind: int
@@ -58,7 +58,7 @@ class FrameReader:
         self._frame_bytes_max = frame_bytes_max
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterator[H2Frame]:
         """The frames that are whole now. Raises ``H2Error`` where the next one is too long."""
         rest = self._rest
         if rest:
@@ -75,7 +75,7 @@ class FrameReader:
             if end > size:
                 break
             stream_id = int.from_bytes(data[at + 5 : at + 9]) & WINDOW_MAX
-            frame = Frame(data[at + 3], data[at + 4], stream_id, data[at + _HEAD_BYTES : end])
+            frame = H2Frame(data[at + 3], data[at + 4], stream_id, data[at + _HEAD_BYTES : end])
             at = end
             yield frame
         if at < size:
@@ -126,7 +126,7 @@ def reset_frame(stream_id: int, code: int) -> bytes:
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4))
 
 
-def unpadded(found: Frame) -> bytes:
+def unpadded(found: H2Frame) -> bytes:
     """A DATA or HEADERS payload without its padding. Raises ``H2Error``."""
     if not found.flags & PADDED:
         return found.payload
@@ -136,7 +136,7 @@ def unpadded(found: Frame) -> bytes:
     return payload[1 : len(payload) - payload[0]]
 
 
-def fragment(found: Frame) -> bytes:
+def fragment(found: H2Frame) -> bytes:
     """The header block in a HEADERS frame. Raises ``H2Error``."""
     block = unpadded(found)
     if not found.flags & HAS_PRIORITY:

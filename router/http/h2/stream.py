@@ -25,7 +25,7 @@ class StreamHandler(Protocol):
         """The peer reset it, or the connection is gone: nothing can be sent any more."""
 
 
-class Line(Protocol):
+class StreamLine(Protocol):
     """What a stream needs of its connection."""
 
     loop: asyncio.AbstractEventLoop
@@ -51,7 +51,7 @@ class Stream:
         *("queued_bytes", "receive_window", "send_window", "stream_id", "trailers"),
     )
 
-    def __init__(self, line: Line, stream_id: int, *, send_window: int, receive_window: int) -> None:
+    def __init__(self, line: StreamLine, stream_id: int, *, send_window: int, receive_window: int) -> None:
         self.stream_id = stream_id
         self.send_window = send_window
         self.receive_window = receive_window

@@ -151,7 +151,12 @@ def test_a_store_may_take_longer_to_connect_than_a_question_may_take(rigs: Any) 
     """Else a store that is far away would never be connected to, as every attempt is cut short."""
     rig = rigs(settings=dataclasses.replace(SETTINGS, lookup_deadline_s=0.02))
     given: list[float] = []
-    rig.store.exists = lambda keys, deadline_s: given.append(deadline_s) or [True] * len(keys)
+
+    def exists(keys: list[bytes], deadline_s: float) -> list[bool]:
+        given.append(deadline_s)
+        return [True] * len(keys)
+
+    rig.store.exists = exists
     assert rig.tier.held("r", [key(1)]) is None
     assert rig.tier._open["r"].question.done.wait(WAIT_S)
     assert given == [1.0]

@@ -221,8 +221,8 @@ def test_a_long_prompt_is_given_up_in_parts() -> None:
         store(tier, word, FULL)
         assert len(policy._doomed) < 300
         assert missing(tier, every) == every[-count:]
-    for word in range(900):
-        store(tier, chr(0x4E00 + word), FULL)
+    for number in range(900):
+        store(tier, chr(0x4E00 + number), FULL)
     assert missing(tier, every) == every[-903:]
 
 

@@ -39,7 +39,7 @@ def test_a_step_in_which_many_requests_fill_a_block_loses_none(monkeypatch: pyte
 
     engine = make_engine(view_of(cache), "cpu", slots=BLOCKS, row_bytes=BLOCK_BYTES)
     try:
-        monkeypatch.setattr(connectors.transfer.host.ctypes, "memmove", held)
+        monkeypatch.setattr(ctypes, "memmove", held)
         jobs = [store(number) for number in range(1, BLOCKS)]
         for job in jobs:
             engine.submit(job)
@@ -62,7 +62,7 @@ def test_closing_does_not_wait_for_a_copy_that_hangs(monkeypatch: pytest.MonkeyP
 
     cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
     engine = make_engine(view_of(cache), "cpu", slots=BLOCKS, row_bytes=BLOCK_BYTES)
-    monkeypatch.setattr(connectors.transfer.host.ctypes, "memmove", held)
+    monkeypatch.setattr(ctypes, "memmove", held)
     engine.submit(store(1))
     assert begun.wait(30)
     assert not engine.close(timeout_s=0.01)
@@ -91,11 +91,13 @@ def test_on_a_gpu_as_many_stores_may_wait(monkeypatch: pytest.MonkeyPatch) -> No
             "host_bytes": 100 * BLOCK_BYTES,
             "device_index": 3,
             "queued_stores_max": 100,
+            "shared": None,
         },
         {
             "row_bytes": 2 * BLOCK_BYTES,
             "host_bytes": 200 * BLOCK_BYTES,
             "device_index": None,
             "queued_stores_max": 100,
+            "shared": None,
         },
     ]

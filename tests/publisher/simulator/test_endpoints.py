@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.scheduler import Step
 from router.fleet.gauges import read_pool_blocks
 from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
@@ -170,7 +171,7 @@ def test_a_step_that_fails_is_visible_and_fails_its_requests() -> None:
     async def check() -> None:
         async with engine() as running:
 
-            def broken() -> None:
+            def broken() -> Step:
                 raise RuntimeError("simulated defect")
 
             running.scheduler.begin_step = broken  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -98,14 +99,14 @@ def sources() -> Sources:
     )
 
 
-def families(sources: Sources) -> dict[str, object]:
+def families(sources: Sources) -> dict[str, Any]:
     page = render_metrics(sources).decode()
     return {family.name: family for family in text_string_to_metric_families(page)}
 
 
 def values(sources: Sources, name: str) -> dict[tuple[str, ...], float]:
     found = families(sources)[name]
-    return {tuple(s.labels.values()): s.value for s in found.samples}  # type: ignore[attr-defined]
+    return {tuple(s.labels.values()): s.value for s in found.samples}
 
 
 def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
@@ -134,10 +135,7 @@ def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
 
 
 def test_every_metric_says_what_it_is(sources: Sources) -> None:
-    words = {
-        family.name: family.documentation  # type: ignore[attr-defined]
-        for family in families(sources).values()
-    }
+    words = {family.name: family.documentation for family in families(sources).values()}
     made_up = [name for name, text in words.items() if re.fullmatch(r"[a-z_]+: [a-z_ ]+", text)]
     assert made_up == []  # the name once more, for want of a text below the field
     assert min(len(text) for text in words.values()) > 9
@@ -212,13 +210,13 @@ def test_engines_that_left_are_in_no_label(sources: Sources) -> None:
     assert IDS[1] in {label for labels in values(sources, "kvatlas_receipts") for label in labels}
     sources.fleet.replace(IDS[1], [])
     for name, family in families(sources).items():
-        for sample in family.samples:  # type: ignore[attr-defined]
+        for sample in family.samples:
             assert IDS[1] not in sample.labels.values(), name
 
 
 def test_the_number_of_series_does_not_grow_with_requests(sources: Sources) -> None:
     def series() -> int:
-        return sum(len(family.samples) for family in families(sources).values())  # type: ignore[attr-defined]
+        return sum(len(family.samples) for family in families(sources).values())
 
     for outcome in ((0, 0), (1, 0), (0, 1)):
         engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], *outcome))
@@ -232,5 +230,5 @@ def test_the_number_of_series_does_not_grow_with_requests(sources: Sources) -> N
 
 def test_every_value_is_a_number(sources: Sources) -> None:
     for family in families(sources).values():
-        for sample in family.samples:  # type: ignore[attr-defined]
+        for sample in family.samples:
             assert not math.isnan(sample.value), sample

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.observe.hot_prefixes import EVERY
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, configure, routing, running
 
 DOCUMENT = "/kvatlas/openapi.json"
-CHAT = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello " * 40}]}
+CHAT = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello " * 600}]}
+MAY_BE_EMPTY = {"/kvatlas/requests", "/kvatlas/problems"}
 KINDS: dict[str | None, Any] = {
     "object": dict,
     "array": list,
@@ -50,8 +52,9 @@ def faults(document: Any, schema: Any, value: Any, at: str) -> list[str]:
 def test_every_answer_is_what_the_document_says() -> None:
     async def main() -> None:
         async with running({}) as engines, routing(configure(*engines)) as rig:
-            status, _ = await rig.ask("POST", "/v1/chat/completions", CHAT)
-            assert status == 200
+            for _ in range(2 * EVERY):  # so many that the sampled prefixes have some too
+                status, _ = await rig.ask("POST", "/v1/chat/completions", CHAT)
+                assert status == 200
             status, document = await rig.ask("GET", DOCUMENT)
             assert (status, document["info"]["title"]) == (200, "kvatlas")
             paths = set(document["paths"])
@@ -62,7 +65,7 @@ def test_every_answer_is_what_the_document_says() -> None:
                 answers = document["paths"][path]["get"]["responses"]
                 schema = answers["200"]["content"]["application/json"]["schema"]
                 assert not faults(document, schema, answer, path)
-                assert answer, path
+                assert answer or path in MAY_BE_EMPTY, path
             refused = document["paths"]["/v1/models"]["get"]["responses"]["default"]
             status, answer = await rig.ask("GET", "/v1/models/unknown")
             assert status == 404

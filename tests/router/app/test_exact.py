@@ -7,7 +7,7 @@ plain completions, token ids, salts, streams with and without usage.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -74,9 +74,10 @@ async def send(rig: Rig, load: Load) -> tuple[int, int | None]:
         raw = await rig.api.completions.with_raw_response.create(prompt=load.prompt(), **fields)
     predicted = int(raw.headers["x-kvatlas-hit-tokens"])
     if mode == "whole":
-        answers, usage = [raw.parse()], raw.parse().usage
+        answers: list[Any] = [raw.parse()]
+        usage = raw.parse().usage
     else:
-        answers = [chunk async for chunk in raw.parse()]
+        answers = [chunk async for chunk in cast(Any, raw.parse())]
         usage = answers[-1].usage
     if chat is not None:
         pieces = [c.message if mode == "whole" else c.delta for a in answers for c in a.choices]

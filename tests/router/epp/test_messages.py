@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.epp import messages as m
-from router.epp.grpc import GrpcError, MessageReader, message_frame
-from router.epp.protobuf import WireError
+from router.epp.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.protobuf import ProtobufError
 from tests.support.examples import examples
 
 _TYPES = {"bytes": 12, "string": 9, "bool": 8, "int32": 5}
@@ -167,7 +167,7 @@ def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
     try:
         found = m.read_request(message)
         m.endpoints(found.metadata, m.LB, "x")
-    except WireError:
+    except ProtobufError:
         return
     assert found.kind is None or message
 
@@ -176,7 +176,7 @@ def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
 @given(st.lists(st.binary(max_size=30), max_size=6), st.integers(1, 9))
 def test_grpc_messages_come_out_whole(sent: list[bytes], size: int) -> None:
     data = b"".join(map(message_frame, sent))
-    reader, found = MessageReader(100), []
+    reader, found = GrpcReader(100), []
     for at in range(0, len(data), size):
         found += reader.feed(data[at : at + size])
     assert found == sent
@@ -185,4 +185,4 @@ def test_grpc_messages_come_out_whole(sent: list[bytes], size: int) -> None:
 @pytest.mark.parametrize("head", [b"\x01\0\0\0\x01", b"\0\0\0\0\x65"])
 def test_compressed_and_long_messages_are_refused_by_their_head(head: bytes) -> None:
     with pytest.raises(GrpcError):
-        MessageReader(100).feed(head)
+        GrpcReader(100).feed(head)

@@ -41,7 +41,7 @@ def _of(got: aiohttp.ClientResponse, name: str) -> list[str]:
 
 
 def _config(engine: Engine, **changes: Any) -> Any:
-    return configure(identity.Engine(engine.url), **changes)
+    return configure(identity.EngineAddress(engine.url), **changes)
 
 
 def test_every_page_may_ask_by_default() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -18,7 +19,8 @@ CHAT = chat(say("user", "Hello"))
 def text_of(reader: PromptReader, body: object = CHAT) -> str:
     local = reader.local_model("m")
     assert local is not None
-    text: str = local.tokenizer._tokenizer.decode(
+    tokenizer: Any = local.tokenizer
+    text: str = tokenizer._tokenizer.decode(
         list(read_exact(reader, body).token_ids), skip_special_tokens=False
     )
     reader.close()

@@ -103,7 +103,9 @@ def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch
     warm, other = fresh(folder), fresh(folder)
     rng = random.Random(4)
     for _ in range(60):
-        fields = rng.choice([{}, {"tools": cases.TOOLS}, {"cache_salt": "x"}, {"reasoning_effort": "low"}])
+        fields: dict[str, Any] = rng.choice(
+            [{}, {"tools": cases.TOOLS}, {"cache_salt": "x"}, {"reasoning_effort": "low"}]
+        )
         body = chat(*conversation(random.Random(rng.randint(0, 2)), 2), **fields)
         prompt = read_exact(warm, body)
         assert prompt.token_ids == forgetful_prompt(other, body).token_ids

@@ -98,13 +98,13 @@ class Replicas:
                             missing.append(f"{engine_id} {plane} {block}")
         seats = [engine.slot for engine in found.engines.values()]
         assert len(set(seats)) == len(seats), "two engines in one slot"
-        shown = sum(int(w).bit_count() for words in found.rows.columns.values() for w in words)
+        bits_shown = sum(int(w).bit_count() for words in found.rows.columns.values() for w in words)
         seen = sum(
             sum(bits(found.rows, plane, engine.slot))
             for engine in found.engines.values()
             for plane in {plane for plane, _ in found.rows.columns}
         )
-        assert shown == seen, "bits of engines that nobody knows"
+        assert bits_shown == seen, "bits of engines that nobody knows"
         return wrong, missing
 
     async def exact(self, hashes: Sequence[BlockHash]) -> bool:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -204,7 +205,7 @@ class Cluster:
         """
         await self.kube.put(PODS, one.shown(ready=True, terminating=True))
         for router in self.routers:
-            await until(lambda r=router: self._is_held(r, one), f"{router.name} holds {one.name}")
+            await until(partial(self._is_held, router, one), f"{router.name} holds {one.name}")
         await until(lambda: self._is_idle(one), f"{one.name} idle")
         served = await self._served(one)
         await self.load.more(8)

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.workload.generate import GENERATORS, agents, chat, tenants
-from router.simulate.workload.requests import UNIT_TOKENS, continued
+from router.simulate.workload.requests import continued
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.prompts.readers import chat, say
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "extra": 1,

@@ -84,4 +84,4 @@ def audited() -> Iterator[list[dict[str, Any]]]:
     with structlog.testing.capture_logs() as logs:
         lines: list[dict[str, Any]] = []
         yield lines
-        lines += [line for line in logs if line["event"] == "admin"]
+        lines += [dict(line) for line in logs if line["event"] == "admin"]

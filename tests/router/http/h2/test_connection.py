@@ -13,7 +13,7 @@ import pytest
 from router.http.deadlines import Sweeper
 from router.http.h2 import frames as h2
 from router.http.h2.connection import H2Connection
-from router.http.h2.frames import Frame, FrameReader, frame, settings_frame
+from router.http.h2.frames import FrameReader, H2Frame, frame, settings_frame
 from router.http.h2.hpack import Field, literal
 from router.http.h2.settings import H2Settings, H2Stats
 from router.http.h2.stream import Stream
@@ -87,12 +87,12 @@ async def echoing(**settings: Any) -> AsyncIterator[Echoing]:
     assert echo.stats.streams_open == echo.stats.connections_open == 0
 
 
-async def answer_to(echo: Echoing, data: bytes) -> list[Frame]:
+async def answer_to(echo: Echoing, data: bytes) -> list[H2Frame]:
     """What the server says to these bytes, until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
     writer.write(data)
     found = FrameReader(1 << 20)
-    frames: list[Frame] = []
+    frames: list[H2Frame] = []
     try:
         async with asyncio.timeout(20):
             while raw := await reader.read(65536):
@@ -267,9 +267,9 @@ def test_a_drain_lets_streams_end_that_were_opened_before_the_peer_knew() -> Non
     async def main() -> None:
         async with echoing() as echo:
             reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-            found, frames = FrameReader(1 << 20), list[Frame]()
+            found, frames = FrameReader(1 << 20), list[H2Frame]()
 
-            async def read_until(kind: int, count: int = 1) -> Frame:
+            async def read_until(kind: int, count: int = 1) -> H2Frame:
                 while sum(each.kind == kind for each in frames) < count:
                     raw = await reader.read(65536)
                     assert raw

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from router.openai.request import Usage
-from router.proxy.usage import read_response_id, read_usage
+from router.proxy.answers.usage import read_response_id, read_usage
 
 _LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
 _MARK_BYTES = 256  # enough of what was passed on to recognise its end

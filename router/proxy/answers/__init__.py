@@ -1,0 +1,1 @@
+"""What engines answer, on its way to the client."""

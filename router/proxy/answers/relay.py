@@ -1,0 +1,165 @@
+"""Passes one engine's answer on to the client as it comes, and reads of it what the accounts need.
+
+Whole answers and event streams; neither is decoded but for the usage and a response's id. What always holds:
+the head is sent with the first bytes of the body, so an engine that dies before them raises ``UpstreamError``
+with nothing sent, and can be replaced; an answer that ends early is told to the client, by an error event or
+by a cut connection.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.http.client.connection import UpstreamError
+from router.http.server.disconnect import Send
+from router.observe.requests import RequestRecord
+from router.openai.apis import PROMPT_APIS, RESPONSES
+from router.openai.errors import stream_broken
+from router.openai.request import Usage
+from router.openai.shapes import error_event
+from router.proxy.answers.sse import SseRelay
+from router.proxy.answers.usage import read_response_id, read_usage
+from router.proxy.attempt import Attempt
+from router.proxy.carrier import Answer
+from router.proxy.headers import AnswerHead
+from router.proxy.stats import ProxyStats
+
+
+class AnswerRelay:
+    """One answer. Where ``run`` returns without having sent its end, the connection must be cut."""
+
+    __slots__ = ("_attempt", "_connection", "_head", "_record", "_send", "_stats", "_usage_bytes_max")
+
+    def __init__(
+        self,
+        connection: Answer,
+        attempt: Attempt,
+        record: RequestRecord,
+        head: AnswerHead,
+        send: Send,
+        *,
+        stats: ProxyStats,
+        usage_bytes_max: int,
+    ) -> None:
+        self._connection = connection
+        self._attempt = attempt
+        self._record = record
+        self._head = head
+        self._send = send
+        self._stats = stats
+        self._usage_bytes_max = usage_bytes_max
+
+    async def run(self) -> None:
+        """Pass everything on. Raises ``UpstreamError`` where nothing has been sent."""
+        first = self._connection.take()
+        if first is None:
+            first = await self._connection.read()
+        self._record.status = self._connection.status
+        if self._head.sse:
+            await self._pass_events(first)
+        else:
+            await self._pass_body(first)
+
+    @property
+    def _success(self) -> bool:
+        return 200 <= self._connection.status < 300
+
+    async def _start(self) -> None:
+        status, fields = self._connection.status, self._head.fields
+        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+
+    async def _pass_body(self, data: bytes) -> None:
+        connection, attempt = self._connection, self._attempt
+        if data or connection.finished:
+            attempt.first_byte(connection.status if data else 0)
+        await self._start()
+        wants_usage = self._success and not self._head.encoded and attempt.request.path in PROMPT_APIS
+        seen: list[bytes] = []
+        seen_bytes = 0
+        while True:
+            if wants_usage:
+                seen.append(data)
+                seen_bytes += len(data)
+                wants_usage = seen_bytes <= self._usage_bytes_max
+            more = not connection.finished
+            self._record.bytes_out += len(data)
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            if not more:
+                break
+            try:
+                data = await connection.read()
+            except UpstreamError as error:
+                self._broke_off(error)
+                return
+        if wants_usage and attempt.request.path == RESPONSES:
+            attempt.made_response(read_response_id(b"".join(seen)))
+        self._record.usage = self._usage_of(seen) if wants_usage else None
+        attempt.finished(self._record.usage)
+
+    def _usage_of(self, seen: list[bytes]) -> Usage | None:
+        try:
+            return read_usage(b"".join(seen))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._stats.usage_unread += 1
+            return None
+
+    async def _pass_events(self, data: bytes) -> None:
+        connection, attempt, record = self._connection, self._attempt, self._record
+        events = SseRelay(seeks_id=attempt.request.path == RESPONSES)
+        begun = False
+        started = False
+        while True:
+            out = events.feed(data) if data else events.end()
+            more = not connection.finished
+            if not more:
+                out += events.end()
+            if not begun and events.begun:
+                begun = True
+                attempt.first_byte(connection.status)  # an error's events are no tokens
+                attempt.made_response(events.response_id)
+            if begun and self._success:
+                record.piece()
+            record.bytes_out += len(out)
+            if not started and (out or not more):
+                started = True
+                await self._start()
+            if out or not more:
+                await self._send({"type": "http.response.body", "body": out, "more_body": more})
+            if not more:
+                break
+            try:
+                data = await connection.read()
+            except UpstreamError as error:
+                if not started:
+                    raise
+                if not events.done:
+                    await self._break_stream(events, error)
+                    return
+                await self._send({"type": "http.response.body", "body": events.end(), "more_body": False})
+                break
+        self._stats.usage_unread += events.unread_usages
+        record.usage = events.usage
+        attempt.finished(events.usage)
+
+    def _broke_off(self, error: UpstreamError) -> None:
+        """The answer ended before its end, and the client has had a part of it."""
+        self._stats.streams_broken += 1
+        engine_failed(self._attempt, error, self._stats)
+        engine_id = self._attempt.engine_id
+        self._record.broken = True
+        self._record.tracker.warn(
+            "answer broke off", self._record, engine_id, engine=engine_id, problem=error.reason
+        )
+
+    async def _break_stream(self, events: SseRelay, error: UpstreamError) -> None:
+        self._broke_off(error)
+        said = "stopped sending" if error.reason == "timeout" else "broke off"
+        error_told = stream_broken(f"The engine {said} before its answer was complete.")
+        event = error_event(error_told, self._attempt.request.path, events.passed_on)
+        await self._send({"type": "http.response.body", "body": events.broken(*event), "more_body": False})
+
+
+def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:
+    """Tell the attempt that its connection failed, and count that if it ended it."""
+    if attempt.broke(error.reason):
+        stats.count_failure("refused" if error.reason == "overflow" else error.reason)
