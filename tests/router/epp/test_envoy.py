@@ -348,7 +348,7 @@ def test_a_picker_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
     async def main() -> None:
         async with running({}, {}) as engines, AsyncExitStack() as stack:
             server = ServerConfig(port=0, expose_decision=True)
-            config = configure(*engines, epp=epp(drain_delay_s=1.0), server=server)
+            config = configure(*engines, epp=epp(), server=server)
             config = msgspec.structs.replace(config, listen=ListenSettings(drain_s_max=20.0))
             stays = await stack.enter_async_context(routing(config))
             goes = await stack.enter_async_context(routing(config))
@@ -369,6 +369,12 @@ def test_a_picker_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
                 for who in range(4):
                     tasks.create_task(asks(who))
                 await until(lambda: sum(stats_of(goes).picks.values()) > 20, "both pickers are asked")
+                goes.router.draining = lambda: True  # health checks fail, all else goes on
+
+                async def noticed() -> bool:
+                    return await through.stat("cluster.picker.membership_healthy") == 1
+
+                await until(noticed, "the gateway has noticed")
                 goes.server.drain()
                 await until(lambda: not stats_of(goes).connections_open, "the gateway has left")
                 answered = len(statuses)
