@@ -33,7 +33,8 @@ def simulate(
         Parameter(
             help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
             "full-attention-in-flight, gpu-only, rules, approx-tree, approx-tree-capped, session-hash, hash, "
-            "power-of-two, least-load, round-robin; kvatlas:beta=0.5+premium=0 sets parameters."
+            "power-of-two, least-load, round-robin; kvatlas:beta=0.5+premium=0 sets parameters,"
+            " kvatlas:hold=1+ageing=10+siblings=0.5 holds requests in the router."
         ),
     ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
     load: Annotated[

@@ -18,9 +18,19 @@ from router.placement.candidate import EVICTION_PREMIUM_MAX
 ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """The router keeps requests while every engine has more than ``hold_s`` seconds of prompts queued."""
+
+    hold_s: float
+    ageing: float = 0.0
+    """Order: arrival, plus so many times the request's own work."""
+    siblings: float | None = None
+    """Who shares this part of its prompt with one in flight is not held."""
+
+
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """``policy`` is a name of ``router.placement.policies``; ``beta`` and ``premium`` None leave the settings
-    as they are."""
+    as they are; ``hold`` None: every request goes to an engine at once."""
 
     policy: str
     view: ViewName
@@ -30,10 +40,12 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """With view ``truth``: whether it sees the memory outside the GPUs too."""
     beta: float | None = None
     premium: float | None = None
+    hold: Hold | None = None
     what: str
 
 
 _KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX}
+_HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0}
 
 ARMS: dict[str, Arm] = {
     "kvatlas": Arm(policy="kvatlas", view="truth", what="place by trunk, account by the exact hit"),
@@ -73,8 +85,8 @@ ARMS: dict[str, Arm] = {
 
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
-    """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs. Raises
-    ``ValueError``."""
+    """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs,
+    ``kvatlas:hold=1+ageing=2+siblings=0.5`` those of ``Hold``. Raises ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")
@@ -89,15 +101,21 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
 
 def _set(arm: Arm, name: str, knobs: str) -> Arm:
     """With what stands after the colon: ``beta=0.5+premium=0``."""
+    limits = _KNOBS | _HOLD_KNOBS
+    values: dict[str, float] = {}
     for knob in knobs.split("+"):
         key, _, text = knob.partition("=")
-        most = _KNOBS.get(key, -1.0)
         try:
             value = float(text)
         except ValueError:
             value = -1.0
-        if not 0 <= value <= most:
-            allowed = ", ".join(f"{one}=0 to {one}={high:g}" for one, high in _KNOBS.items())
+        if not 0 <= value <= limits.get(key, -1.0):
+            allowed = ", ".join(f"{one}=0 to {one}={high:g}" for one, high in limits.items())
             raise ValueError(f"{name}: after the colon only {allowed} can be said, several with +")
-        arm = msgspec.structs.replace(arm, **{key: value})
-    return arm
+        values[key] = value
+    held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}
+    if held and "hold" not in held:
+        raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS beside")
+    if held:
+        arm = msgspec.structs.replace(arm, hold=Hold(hold_s=held.pop("hold"), **held))
+    return msgspec.structs.replace(arm, **values)

@@ -19,6 +19,7 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
+from router.admission.queue.fair import GENERATED_WORTH
 from router.placement.candidate import Ask, Candidate, Hit, PolicySettings, ask
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load import LoadAccount, Ticket
@@ -27,6 +28,7 @@ from router.placement.rates import FleetRates, RateSettings
 from router.placement.shadow import ShadowSpec
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.holding import Holding
 from router.simulate.run.router_view import Blind, ExactRules, History, RouterView, Truth, history_blocks
 from router.simulate.run.tier_setup import TierSetup
 from router.simulate.run.tiers import tiers_of
@@ -97,6 +99,8 @@ class _Open(msgspec.Struct, eq=False):
     prompt_tokens: int
     hashes: Sequence[BlockHash]
     predicted: int
+    arrived_s: float
+    tenant: str
 
 
 class FleetSim:
@@ -140,6 +144,7 @@ class FleetSim:
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
+        self._holding = None if arm.hold is None else Holding(arm.hold, self._loads, timing.seqs_max)
         self._inflight = InflightPrefixes()
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
@@ -154,7 +159,7 @@ class FleetSim:
             at_s = request.at_s / self._setup.speed
             self._advance(at_s)
             self._now = at_s
-            self._place(index, request)
+            self._arrive(index, request)
             if progress is not None and index - told >= PROGRESS_EVERY:
                 progress(index - told)
                 told = index
@@ -206,6 +211,18 @@ class FleetSim:
             case "blind":
                 return Blind(count)
 
+    def _arrive(self, index: int, request: Request) -> None:
+        holding = self._holding
+        if holding is None:
+            self._place(index, request)
+            return
+        tokens, unit = request.input_tokens, self._scheme.hash_block_size
+        candidates = self._candidates(tokens, block_hashes(request, unit)[: tokens // unit], self._now)
+        if holding.holds(request, candidates, self._now):
+            holding.add(index, request, candidates, self._now)
+        else:
+            self._place(index, request)
+
     def _place(self, index: int, request: Request) -> None:
         now, tokens = self._now, request.input_tokens
         unit = self._scheme.hash_block_size
@@ -230,7 +247,12 @@ class FleetSim:
             prefix = self._inflight.add(chosen.engine_id, hashes, now, kept)
         self._view.placed(choice.index, tokens, hashes)
         predicted = max(0, tokens - choice.uncached_tokens)
-        self._open[index] = _Open(choice.index, ticket, prefix, tokens, hashes, predicted)
+        arrived_s = request.at_s / self._setup.speed
+        self._open[index] = _Open(
+            choice.index, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant
+        )
+        if self._holding is not None:
+            self._holding.charge(request.tenant, choice.uncached_tokens)
         engine = self._engines[choice.index]
         pool_request = engine.pool.request([0] * tokens, hashes=whole)  # only hashes count
         engine.arrive(RequestRun(index, pool_request, tokens, request.output_tokens, now), now)
@@ -264,6 +286,7 @@ class FleetSim:
                         held.storage,
                         trunk_tokens=max(held.trunk, shared, held.hit + held.cpu + held.storage),
                         coming_tokens=coming,
+                        common_tokens=shared,
                         confidence="exact" if self._arm.view == "truth" else "shadow",
                     ),
                     queue_s=load.queue_s,
@@ -278,15 +301,23 @@ class FleetSim:
 
     def _advance(self, until_s: float) -> None:
         """Let everything happen on the engines that happens by ``until_s``."""
-        calendar = self._calendar
-        while calendar and calendar[0][0] <= until_s:
-            at_s, engine = heapq.heappop(calendar)
-            if at_s != self._noted[engine]:
-                continue
-            self._now = at_s
-            self._noted[engine] = float("inf")
-            self._engines[engine].advance()
-            self._note(engine)
+        calendar, holding = self._calendar, self._holding
+        while True:
+            wake_s = float("inf") if holding is None else holding.wake_s(self._now)
+            next_s = min(wake_s, calendar[0][0] if calendar else wake_s)
+            if next_s > until_s or next_s == float("inf"):
+                return
+            if wake_s > next_s:
+                _, engine = heapq.heappop(calendar)
+                if next_s != self._noted[engine]:
+                    continue
+                self._now = next_s
+                self._noted[engine] = float("inf")
+                self._engines[engine].advance()
+                self._note(engine)
+            self._now = next_s
+            if holding is not None:
+                holding.release(self._now, self._place)
 
     def _note(self, engine: int) -> None:
         next_s = self._engines[engine].next_s
@@ -306,28 +337,32 @@ class FleetSim:
         self._view.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
-        opened = self._close(visit, visit.first_token_s - visit.arrived_s + self._setup.timing.request_s)
+        opened = self._close(visit, visit.first_token_s)
         self._loads[opened.engine].finish(opened.ticket, now)
+        if self._holding is not None:
+            self._holding.charge(opened.tenant, GENERATED_WORTH * visit.output_tokens)
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)
 
     def _refused(self, visit: RequestRun, now: float) -> None:
-        opened = self._close(visit, -1.0)
+        opened = self._close(visit, None)
         self._loads[opened.engine].fail(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.drop(opened.prefix)
 
-    def _close(self, visit: RequestRun, ttft_s: float) -> _Open:
+    def _close(self, visit: RequestRun, first_token_s: float | None) -> _Open:
         opened = self._open.pop(visit.index)
         self._rows[visit.index] = Row(
             visit.index,
-            visit.arrived_s,
+            opened.arrived_s,
             opened.engine,
             opened.prompt_tokens,
             opened.predicted,
             visit.hit,
-            ttft_s,
-            max(0.0, visit.started_s - visit.arrived_s),
+            -1.0
+            if first_token_s is None
+            else first_token_s - opened.arrived_s + self._setup.timing.request_s,
+            max(0.0, visit.started_s - opened.arrived_s),
             visit.preempted,
             visit.loaded if visit.medium == "CPU" else 0,
             visit.loaded if visit.medium == "STORAGE" else 0,

@@ -51,6 +51,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[int, ...]
     session: int = 0
     """Requests of one conversation have the same, where the workload tells."""
+    tenant: str = ""
+    """Among whom a router that holds requests shares what comes free."""
 
     @property
     def num_tokens(self) -> int:

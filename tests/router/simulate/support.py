@@ -9,7 +9,7 @@ from typing import Any
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
-from router.simulate.run.arms import ARMS
+from router.simulate.run.arms import arms_of
 from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
 from router.simulate.run.tier_setup import TierSetup
@@ -87,7 +87,7 @@ class Bench:
 def fleet_run(requests: list[Request], arm: str = "kvatlas", **changes: Any) -> FleetRun:
     fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": FAST}
     setup = FleetSetup(**{**fields, **changes})
-    return FleetSim(setup, ARMS[arm], mean_prompt_tokens=1000.0).run(requests)
+    return FleetSim(setup, arms_of([arm])[arm], mean_prompt_tokens=1000.0).run(requests)
 
 
 def line(**changes: Any) -> dict[str, Any]:

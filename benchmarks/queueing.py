@@ -1,0 +1,140 @@
+"""What holding requests in the router buys: arms that hold against today's, on fleets of simulated engines.
+
+    python benchmarks/queueing.py [--requests 1000] [--seeds 2] [--processes 1] [--runs F] [--out F]
+
+The cells are those of ``benchmarks/routing.py`` (tenants, agents that fan out, and chats; four cache layouts;
+pools of half of what the workload fills), at its higher load and at two far beyond it, where the fleet
+is saturated. An arm's name
+says what it holds back: ``hold`` is the queue in seconds beyond which an engine is saturated, ``ageing`` the
+order (0: arrival; k: arrival plus k times a request's own work), ``siblings`` the part of a prompt that must
+be shared with one in flight to go at once. Runs go, one JSON line each, into ``--runs``; those there already
+are not run again. The report, Markdown, gives each arm's mean and p99 first-token time over those of the same
+draw without a queue (geometric mean over cells and seeds; below 1 is better), and its worst cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.routing import Cell, run_cell
+from benchmarks.routing_report import Run
+from router.simulate.models import MODELS
+
+BASE = "kvatlas"
+ARMS = (
+    BASE,
+    "kvatlas:hold=0.25",
+    "kvatlas:hold=1",
+    "kvatlas:hold=4",
+    "kvatlas:hold=1+siblings=0.5",
+    "kvatlas:hold=1+ageing=2",
+    "kvatlas:hold=1+ageing=10",
+    "kvatlas:hold=1+ageing=10+siblings=0.5",
+)
+WORKLOADS = ("agents", "tenants", "chat")
+LOADS = (5.0, 2.5, 0.85)
+POOL = 0.5
+
+
+def report(runs: list[Run]) -> str:
+    """Tables by load: an arm per row, a workload per column."""
+    lines = [
+        (
+            f"{len(runs)} runs of {runs[0].requests} requests, {len({run.seed for run in runs})} seeds, "
+            f"{len({run.model for run in runs})} cache layouts, pools of {POOL:.0%}, eight engines; "
+            f"{runs[0].settings}."
+        ),
+        "Each number: first-token time over that of `kvatlas` without a queue, of the same draw.",
+    ]
+    for load in sorted({run.load for run in runs}, reverse=True):
+        lines += ["", f"## Arrivals that would keep round robin busy for {load:.0%}", ""]
+        lines += list(_table([run for run in runs if run.load == load]))
+    return "\n".join(lines) + "\n"
+
+
+def _table(runs: list[Run]) -> Iterator[str]:
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    base = {_draw(run): run for run in runs if run.arm == BASE}
+    for run in runs:
+        if _draw(run) in base:
+            other = base[_draw(run)]
+            found[run.arm, run.workload].append((run.mean_s / other.mean_s, run.p99_s / other.p99_s))
+    workloads = [one for one in WORKLOADS if any(run.workload == one for run in runs)]
+    yield "| arm | " + " | ".join(f"{one}: mean, worst mean, p99" for one in workloads) + " |"
+    yield "| --- " * (len(workloads) + 1) + "|"
+    for arm in ARMS[1:]:
+        cells = []
+        for workload in workloads:
+            ratios = found[arm, workload]
+            means, tails = [mean for mean, _ in ratios], [tail for _, tail in ratios]
+            cells.append(f"{_middle(means):.2f}, {max(means):.2f}, {_middle(tails):.2f}" if ratios else "")
+        yield f"| `{arm}` | " + " | ".join(cells) + " |"
+    if base:
+        seconds = [
+            f"{_middle([run.mean_s for run in base.values() if run.workload == one]):.2f} s"
+            for one in workloads
+        ]
+        yield "| `kvatlas`, mean | " + " | ".join(seconds) + " |"
+
+
+def _draw(run: Run) -> Cell:
+    return Cell(run.workload, run.model, run.pool, run.load, run.seed)
+
+
+def _middle(values: list[float]) -> float:
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=Path("queueing-runs.jsonl"))
+    parser.add_argument("--out", type=Path, help="the report; default: standard output")
+    options = parser.parse_args()
+    runs: list[Run] = []
+    if options.runs.exists():
+        lines = options.runs.read_bytes().splitlines()
+        runs = [run for line in lines if (run := msgspec.json.decode(line, type=Run)).arm in ARMS]
+    done = {(_draw(run), run.arm) for run in runs}
+    cells = [
+        Cell(workload, model, POOL, load, seed)
+        for seed in range(21, 21 + options.seeds)
+        for model in MODELS
+        for load in LOADS
+        for workload in WORKLOADS
+    ]
+    todo = {cell: [arm for arm in ARMS if (cell, arm) not in done] for cell in cells}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, mp_context=context) as workers:
+        futures = [
+            workers.submit(run_cell, cell, arms, options.requests, None)
+            for cell, arms in todo.items()
+            if arms
+        ]
+        for number, future in enumerate(as_completed(futures), 1):
+            found = future.result()
+            runs += found
+            with options.runs.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(msgspec.to_builtins(run)) + "\n" for run in found)
+            sys.stderr.write(f"{number}/{len(futures)} {found[0].where}, seed {found[0].seed}\n")
+    text = report(runs)
+    if options.out is None:
+        sys.stdout.write(text)
+    else:
+        options.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

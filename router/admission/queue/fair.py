@@ -1,0 +1,247 @@
+"""A bounded queue that shares what comes free: by class, then by what each tenant has had, then by arrival.
+
+Classes are strict: a lower one is served while no higher one waits that could be. Within a class tenants
+have virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024, with the virtual
+time of start-time fair queueing): what was computed for a tenant, by its weight. The tenant with the lowest
+counter is next; one that begins to wait starts from the counter of the tenant served last, so that nobody
+saves up. Tenants compete for the engines of one ``pool`` only; a ``lane`` is a set of engines within a pool
+that a request fits.
+
+Within a tenant the order is that of arrival, or with ``ageing`` of arrival plus so many times the request's
+own work, so that short work overtakes and nothing waits for ever.
+
+Full, the queue lets go of the newest request of the tenant with the most requests waiting, by weight, in the
+lowest class that is not above the newcomer's: that may be the newcomer. Always true: at most ``requests_max``
+wait; what was added is taken, let go or removed, once; counters are kept only while somebody waits for their
+pool in their class. Pure: the caller has the clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
+from enum import IntEnum
+from itertools import count
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Lane = Hashable
+GENERATED_WORTH = 2
+"""A generated token is charged as so many computed prompt tokens, as in the paper and in most price lists."""
+
+
+class Priority(IntEnum):
+    """The class of a request; lower numbers come first. ``LOW`` is the first to go."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+class Waiting(Generic[T]):
+    """One request in the queue; ``work_s`` is what an engine would compute for it."""
+
+    __slots__ = ("arrived_s", "item", "key", "lane", "pool", "priority", "tenant", "weight", "work_s")
+
+    def __init__(
+        self,
+        item: T,
+        *,
+        arrived_s: float,
+        work_s: float = 0.0,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: Priority = Priority.NORMAL,
+        pool: str = "",
+        lane: Lane = None,
+    ) -> None:
+        self.item = item
+        self.arrived_s = arrived_s
+        self.work_s = work_s
+        self.tenant = tenant
+        self.weight = weight
+        self.priority = priority
+        self.pool = pool
+        self.lane = lane
+        self.key = (0.0, 0)
+        """Its place among the requests of its tenant."""
+
+
+class _Line(Generic[T]):
+    """What a tenant has waiting in one band, by lane, each in order."""
+
+    __slots__ = ("lanes", "waiting", "weight")
+
+    def __init__(self) -> None:
+        self.lanes: dict[Lane, list[Waiting[T]]] = {}
+        self.waiting = 0
+        self.weight = 1.0
+
+    def add(self, one: Waiting[T]) -> None:
+        insort(self.lanes.setdefault(one.lane, []), one, key=_key)
+        self.waiting += 1
+        self.weight = one.weight
+
+    def remove(self, one: Waiting[T]) -> bool:
+        lane = self.lanes.get(one.lane, [])
+        at = bisect_left(lane, one.key, key=_key)
+        if at == len(lane) or lane[at] is not one:
+            return False
+        del lane[at]
+        if not lane:
+            del self.lanes[one.lane]
+        self.waiting -= 1
+        return True
+
+    def newest(self) -> Waiting[T]:
+        return max((one for lane in self.lanes.values() for one in lane), key=lambda one: one.key[1])
+
+
+class _Band(Generic[T]):
+    """The tenants that wait in one class for one pool, and their counters."""
+
+    __slots__ = ("lines", "served", "time", "work_s")
+
+    def __init__(self) -> None:
+        self.lines: dict[str, _Line[T]] = {}
+        self.served: dict[str, float] = {}
+        """Tokens computed for a tenant, divided by its weight."""
+        self.time = 0.0
+        """The counter of the tenant served last, before it was charged."""
+        self.work_s = 0.0
+
+    def add(self, one: Waiting[T]) -> None:
+        line = self.lines.get(one.tenant)
+        if line is None:
+            line = self.lines[one.tenant] = _Line()
+            self.served[one.tenant] = max(self.time, self.served.get(one.tenant, 0.0))
+        line.add(one)
+        self.work_s += one.work_s
+
+    def remove(self, one: Waiting[T]) -> bool:
+        line = self.lines.get(one.tenant)
+        if line is None or not line.remove(one):
+            return False
+        if not line.waiting:
+            del self.lines[one.tenant]
+        self.work_s -= one.work_s
+        return True
+
+    def next(self, fits: Callable[[Lane], bool]) -> Waiting[T] | None:
+        def least(tenant: str) -> tuple[float, tuple[float, int]]:
+            return self.served[tenant], min(lane[0].key for lane in self.lines[tenant].lanes.values())
+
+        for tenant in sorted(self.lines, key=least):
+            heads = sorted((lane[0] for lane in self.lines[tenant].lanes.values()), key=_key)
+            for head in heads:
+                if fits(head.lane):
+                    return head
+        return None
+
+
+class FairQueue(Generic[T]):
+    """See the module. ``ageing``: seconds that a request is put back for each second of its work; 0: first
+    come, first served within a tenant."""
+
+    def __init__(self, requests_max: int, *, ageing: float = 0.0) -> None:
+        self._max = requests_max
+        self._ageing = ageing
+        self._bands: dict[tuple[Priority, str], _Band[T]] = {}
+        self._numbers = count()
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def __iter__(self) -> Iterator[Waiting[T]]:
+        for band in self._bands.values():
+            for line in band.lines.values():
+                for lane in line.lanes.values():
+                    yield from lane
+
+    def add(self, one: Waiting[T]) -> Waiting[T] | None:
+        """Let it wait. Returns the one that has to go instead, which may be this one."""
+        one.key = (one.arrived_s + self._ageing * one.work_s, next(self._numbers))
+        gone = self._victim(one) if self._waiting >= self._max else None
+        if gone is one:
+            return one
+        if gone is not None:
+            self.remove(gone)
+        self._bands.setdefault((one.priority, one.pool), _Band()).add(one)
+        self._waiting += 1
+        return gone
+
+    def remove(self, one: Waiting[T]) -> bool:
+        """It waits no longer; False where it did not."""
+        key = one.priority, one.pool
+        band = self._bands.get(key)
+        if band is None or not band.remove(one):
+            return False
+        self._waiting -= 1
+        if not band.lines:
+            del self._bands[key]
+        return True
+
+    def take(self, fits: Callable[[Lane], bool]) -> Waiting[T] | None:
+        """The next one of those that fit somewhere; None where none does. ``charge`` what it costs before the
+        next is taken."""
+        known: dict[Lane, bool] = {}
+
+        def asked(lane: Lane) -> bool:
+            if lane not in known:
+                known[lane] = fits(lane)
+            return known[lane]
+
+        for key in sorted(self._bands, key=lambda key: key[0]):
+            band = self._bands[key]
+            one = band.next(asked)
+            if one is None:
+                continue
+            band.time = max(band.time, band.served[one.tenant])
+            del self._bands[key]
+            self._bands[key] = band  # pools take turns
+            self.remove(one)
+            return one
+        return None
+
+    def charge(self, tenant: str, priority: Priority, pool: str, tokens: float, weight: float = 1.0) -> None:
+        """So much is, or was, computed for the tenant; negative: less than was charged before."""
+        band = self._bands.get((priority, pool))
+        if band is not None:
+            band.served[tenant] = band.served.get(tenant, band.time) + tokens / weight
+
+    def ahead_s(self, priority: Priority, pool: str) -> float:
+        """Seconds of one engine's work that wait for a pool in this class and above."""
+        bands = self._bands
+        return sum(bands[key].work_s for key in bands if key[0] <= priority and key[1] == pool)
+
+    def lanes(self) -> set[Lane]:
+        """Those that somebody waits for."""
+        return {lane for band in self._bands.values() for line in band.lines.values() for lane in line.lanes}
+
+    def _victim(self, newcomer: Waiting[T]) -> Waiting[T]:
+        """Who goes to keep the bound, with the newcomer counted in."""
+        lowest = max(key[0] for key in self._bands)
+        if lowest < newcomer.priority:
+            return newcomer
+        lengths: dict[str, float] = {}
+        for (priority, _), band in self._bands.items():
+            if priority == lowest:
+                for tenant, line in band.lines.items():
+                    lengths[tenant] = lengths.get(tenant, 0.0) + line.waiting / line.weight
+        if lowest == newcomer.priority:
+            own = lengths.get(newcomer.tenant, 0.0) + 1 / newcomer.weight
+            lengths[newcomer.tenant] = own
+            if own >= max(lengths.values()):
+                return newcomer
+        longest = max(lengths, key=lambda tenant: lengths[tenant])
+        lines = [
+            band.lines[longest]
+            for (priority, _), band in self._bands.items()
+            if priority == lowest and longest in band.lines
+        ]
+        return max((line.newest() for line in lines), key=lambda one: one.key[1])
+
+
+def _key(one: Waiting[T]) -> tuple[float, int]:
+    return one.key

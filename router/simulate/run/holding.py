@@ -1,0 +1,81 @@
+"""Requests that a simulated router holds while every engine is saturated, in the router's own queue.
+
+An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or as many
+requests as it runs at once. Whoever shares enough of its prompt with one in flight is not held: the engine
+that has the other one should get it while the prefix is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.admission.queue.fair import FairQueue, Priority, Waiting
+from router.placement.candidate import Candidate
+from router.placement.load import LoadAccount
+from router.simulate.run.arms import Hold
+from router.simulate.workload.requests import Request
+
+_SOONEST_S = 0.001
+_POOL = "fleet"
+_REQUESTS_MAX = 10_000_000
+"""Of a simulation: nobody is turned away, so that arms answer the same requests."""
+
+Held = tuple[int, Request]
+
+
+class Holding:
+    """Who waits, and who is next. ``loads`` are the router's accounts of the engines."""
+
+    def __init__(self, hold: Hold, loads: Sequence[LoadAccount], seqs_max: int) -> None:
+        self._hold = hold
+        self._loads = loads
+        self._seqs_max = seqs_max
+        self._queue: FairQueue[Held] = FairQueue(_REQUESTS_MAX, ageing=hold.ageing)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def room(self, now: float) -> bool:
+        """Whether some engine is not saturated."""
+        return self._gap_s(now) <= 0
+
+    def holds(self, request: Request, candidates: Sequence[Candidate], now: float) -> bool:
+        """Whether a request that comes now has to wait."""
+        if not self._queue and self.room(now):
+            return False
+        share = self._hold.siblings
+        common = max(candidate.hit.common_tokens for candidate in candidates)
+        return share is None or common < share * request.input_tokens
+
+    def add(self, index: int, request: Request, candidates: Sequence[Candidate], now: float) -> None:
+        work_s = min(
+            (request.input_tokens - one.hit.whole_tokens) * one.prefill_s_per_token for one in candidates
+        )
+        self._queue.add(
+            Waiting((index, request), arrived_s=now, work_s=work_s, tenant=request.tenant, pool=_POOL)
+        )
+
+    def release(self, now: float, place: Callable[[int, Request], None]) -> None:
+        """Place those that wait for as long as there is room."""
+        while self._queue and self.room(now):
+            held = self._queue.take(lambda _: True)
+            if held is not None:
+                place(*held.item)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """So much is computed for the tenant."""
+        self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
+
+    def wake_s(self, now: float) -> float:
+        """When there may be room without anything happening before; infinity: nobody waits."""
+        return now + max(_SOONEST_S, self._gap_s(now)) if self._queue else float("inf")
+
+    def _gap_s(self, now: float) -> float:
+        """Seconds of work until an engine is no longer saturated; 0 or less: one is not."""
+        gaps = []
+        for account in self._loads:
+            load = account.at(now)
+            gap_s = load.queue_s - self._hold.hold_s
+            full = load.running + load.waiting >= self._seqs_max
+            gaps.append(max(gap_s, _SOONEST_S) if full else gap_s)
+        return min(gaps)

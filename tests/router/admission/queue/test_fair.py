@@ -1,0 +1,235 @@
+"""The queue's rules: bounded, nothing lost, in order, and every tenant gets its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.admission.queue.fair import FairQueue, Lane, Priority, Waiting
+from tests.support.examples import examples
+
+TENANTS = ("acme", "beta", "gamma")
+POOLS = ("tiny", "large")
+
+
+def anywhere(lane: Lane) -> bool:
+    return True
+
+
+def waiting(item: int, at_s: float = 0.0, **more: object) -> Waiting[int]:
+    return Waiting(item, arrived_s=at_s, **more)  # type: ignore[arg-type]
+
+
+def drained(queue: FairQueue[int], fits: Callable[[Lane], bool] = anywhere) -> list[Waiting[int]]:
+    found = []
+    while (one := queue.take(fits)) is not None:
+        found.append(one)
+    return found
+
+
+arrivals = st.lists(
+    st.builds(
+        dict,
+        tenant=st.sampled_from(TENANTS),
+        pool=st.sampled_from(POOLS),
+        lane=st.integers(0, 1),
+        priority=st.sampled_from(Priority),
+        weight=st.sampled_from((0.5, 1.0, 4.0)),
+        work_s=st.floats(0, 10),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=examples(300))
+@given(arrivals, st.integers(1, 12), st.data())
+def test_never_more_than_allowed_wait_and_each_request_leaves_once(
+    asked: list[dict[str, object]], most: int, data: st.DataObject
+) -> None:
+    queue: FairQueue[int] = FairQueue(most)
+    inside: dict[int, Waiting[int]] = {}
+    left: list[int] = []
+    for number, how in enumerate(asked):
+        one = waiting(number, float(number), **how)
+        gone = queue.add(one)
+        inside[number] = one
+        if gone is not None:
+            left.append(gone.item)
+            del inside[gone.item]
+        if inside and data.draw(st.booleans()):
+            away = data.draw(st.sampled_from(sorted(inside)))
+            assert queue.remove(inside[away])
+            assert not queue.remove(inside.pop(away))
+            left.append(away)
+        assert len(queue) == len(inside) <= most
+        assert {one.item for one in queue} == set(inside)
+    left += [one.item for one in drained(queue)]
+    assert sorted(left) == list(range(len(asked)))
+    assert len(queue) == 0
+    assert not queue.lanes()
+
+
+@settings(max_examples=examples(300))
+@given(arrivals)
+def test_a_tenants_requests_of_one_class_and_lane_come_in_the_order_they_came(
+    asked: list[dict[str, object]],
+) -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for number, how in enumerate(asked):
+        queue.add(waiting(number, float(number), **how))
+    last: dict[object, int] = {}
+    highest: dict[str, Priority] = {}
+    for one in drained(queue):
+        line = one.tenant, one.pool, one.lane, one.priority
+        assert last.get(line, -1) < one.item
+        last[line] = one.item
+        assert highest.get(one.pool, Priority.HIGH) <= one.priority  # classes are strict
+        highest[one.pool] = one.priority
+
+
+@settings(max_examples=examples(300))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(TENANTS), st.integers(1, 1000)),
+        min_size=1,
+        max_size=60,
+    ),
+    st.fixed_dictionaries({tenant: st.sampled_from((0.5, 1.0, 3.0)) for tenant in TENANTS}),
+)
+def test_no_tenant_that_waits_is_below_its_share_by_more_than_one_requests_work(
+    asked: list[tuple[str, int]], weights: dict[str, float]
+) -> None:
+    """Whatever was served, two tenants that waited all the time differ by one request of the heavier one."""
+    queue: FairQueue[int] = FairQueue(100)
+    for number, (tenant, tokens) in enumerate(asked):
+        queue.add(waiting(tokens, float(number), tenant=tenant, weight=weights[tenant]))
+    largest = {t: max([n for who, n in asked if who == t], default=0) / weights[t] for t in TENANTS}
+    served = dict.fromkeys({tenant for tenant, _ in asked}, 0.0)
+    while True:
+        still = {one.tenant for one in queue}
+        for behind in still:
+            for other in served:
+                assert served[other] - served[behind] <= largest[other] + 1e-6
+        one = queue.take(anywhere)
+        if one is None:
+            break
+        queue.charge(one.tenant, one.priority, one.pool, one.item, one.weight)
+        served[one.tenant] += one.item / one.weight
+
+
+def test_a_flood_does_not_keep_a_newcomer_waiting() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for number in range(50):
+        queue.add(waiting(number, tenant="acme"))
+    for _ in range(10):
+        assert queue.take(anywhere) is not None
+        queue.charge("acme", Priority.NORMAL, "", 1000)
+    queue.add(waiting(50, tenant="beta"))
+    order = []
+    for _ in range(3):
+        one = queue.take(anywhere)
+        assert one is not None
+        order.append(one.tenant)
+        queue.charge(one.tenant, one.priority, one.pool, 1000)
+    assert sorted(order[:2]) == ["acme", "beta"]
+
+
+def test_one_that_was_away_saved_nothing_up() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for number in range(20):
+        queue.add(waiting(number, tenant="acme"))
+        queue.add(waiting(number, tenant="beta"))
+    for _ in range(20):
+        one = queue.take(anywhere)
+        assert one is not None
+        queue.charge(one.tenant, one.priority, one.pool, 100)
+    for number in range(20):
+        queue.add(waiting(number, tenant="gamma"))
+    order = []
+    for _ in range(9):
+        one = queue.take(anywhere)
+        assert one is not None
+        order.append(one.tenant)
+        queue.charge(one.tenant, one.priority, one.pool, 100)
+    assert {tenant: order.count(tenant) for tenant in TENANTS} == {"acme": 3, "beta": 3, "gamma": 3}
+
+
+def test_what_turns_out_cheaper_or_dearer_counts_at_the_next_turn() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for number in range(4):
+        queue.add(waiting(number, tenant="acme"))
+        queue.add(waiting(number, tenant="beta"))
+    first = queue.take(anywhere)
+    assert first is not None
+    assert first.tenant == "acme"
+    queue.charge("acme", Priority.NORMAL, "", 1000)
+    second = queue.take(anywhere)
+    assert second is not None
+    assert second.tenant == "beta"
+    queue.charge("beta", Priority.NORMAL, "", 900)
+    queue.charge("acme", Priority.NORMAL, "", -500)
+    third = queue.take(anywhere)
+    assert third is not None
+    assert third.tenant == "acme"
+
+
+def test_full_the_tenant_with_the_most_waiting_gives_way_newest_first() -> None:
+    queue: FairQueue[int] = FairQueue(4)
+    for number in range(4):
+        assert queue.add(waiting(number, tenant="acme")) is None
+    extra = waiting(4, tenant="acme")
+    assert queue.add(extra) is extra
+    gone = queue.add(waiting(5, tenant="beta"))
+    assert gone is not None
+    assert gone.item == 3
+
+
+def test_full_the_lowest_class_goes_first_and_never_for_a_lower_one() -> None:
+    queue: FairQueue[int] = FairQueue(2)
+    queue.add(waiting(0, tenant="acme", priority=Priority.LOW))
+    queue.add(waiting(1, tenant="acme"))
+    gone = queue.add(waiting(2, tenant="acme"))
+    assert gone is not None
+    assert gone.item == 0
+    low = waiting(3, tenant="beta", priority=Priority.LOW)
+    assert queue.add(low) is low
+
+
+def test_weight_counts_for_room_too() -> None:
+    queue: FairQueue[int] = FairQueue(4)
+    for number in range(3):
+        queue.add(waiting(number, tenant="acme", weight=4.0))
+    queue.add(waiting(3, tenant="beta"))
+    other = waiting(4, tenant="beta")
+    assert queue.add(other) is other
+
+
+def test_what_fits_nowhere_lets_others_by() -> None:
+    queue: FairQueue[int] = FairQueue(10)
+    queue.add(waiting(0, lane="tiny"))
+    queue.add(waiting(1, lane="large"))
+    queue.add(waiting(2, lane="tiny"))
+    assert [one.item for one in drained(queue, lambda lane: lane == "large")] == [1]
+    assert [one.item for one in drained(queue)] == [0, 2]
+
+
+def test_with_ageing_short_work_goes_first_but_long_work_not_last_for_ever() -> None:
+    queue: FairQueue[int] = FairQueue(10, ageing=10.0)
+    queue.add(waiting(0, 0.0, work_s=2.0))
+    queue.add(waiting(1, 1.0, work_s=0.1))
+    queue.add(waiting(2, 30.0, work_s=0.1))
+    assert [one.item for one in drained(queue)] == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected_s"), [(Priority.HIGH, 1.0), (Priority.NORMAL, 3.0), (Priority.LOW, 7.0)]
+)
+def test_work_ahead_is_that_of_the_same_class_and_above(priority: Priority, expected_s: float) -> None:
+    queue: FairQueue[int] = FairQueue(10)
+    for number, one in enumerate(Priority):
+        queue.add(waiting(number, priority=one, pool="tiny", work_s=float(1 << one)))
+        queue.add(waiting(number, priority=one, pool="large", work_s=100.0))
+    assert queue.ahead_s(priority, "tiny") == pytest.approx(expected_s)
