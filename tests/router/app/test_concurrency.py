@@ -216,7 +216,7 @@ def test_stopping_leaves_no_task_and_no_connection() -> None:
                 await asyncio.gather(*[rig.chat(f"{n} {TEXT}") for n in range(8)])
                 router: Router = rig.router
             await until(lambda: not (_named(asyncio.all_tasks()) - _named(with_engines)), "tasks ended")
-            assert router._in_clients_names is None
+            assert router.calls._in_clients_names is None
             assert router.feeds.stats == {}
         await until(lambda: asyncio.all_tasks() <= before, "everything ended")
         gc.collect()  # unclosed sockets and sessions would warn here, and warnings are errors
