@@ -23,10 +23,11 @@ import msgspec
 from publisher.block_hash import PromptExtras
 from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
 from router.prompts.chat.anthropic import disabled_effort, wants_system_first
+from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext, ContextCache, chat_context, context_key, parse_tools
 from router.prompts.chat.conversions import TemplateTraits
 from router.prompts.chat.messages import Message, parse_message, without_developer_role
-from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
+from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.families.base import Family, TextTokenizer, family_of
 from router.prompts.families.missing import MissingFamily
