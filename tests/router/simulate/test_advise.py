@@ -197,6 +197,7 @@ def test_small_windows_want_retention_and_large_ones_are_left_alone(
     assert small["facts"]["requests"] == 400
 
 
+@pytest.mark.long
 def test_the_same_words_for_the_same_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("tenants", "--requests", "80", "--engines", "2", "--pool", "4000")
     assert call(capsys, *words) == call(capsys, *words)
