@@ -165,7 +165,9 @@ def test_blocks_and_typical_prompts(mean: float, severity: Severity) -> None:
     found.expect("cache.block_size", severity, "16 tokens", f"{mean:.0f} on average")
 
 
+@pytest.mark.long
 def test_adapters_whose_path_nobody_told() -> None:
+    """Their hashes are of no scheme without the path, so the whole search is gone through."""
     models = {
         "data": [
             {"id": "m"},
