@@ -129,6 +129,7 @@ def _config(
         {
             "timeout": "5s",
             "interval": "0.1s",
+            "no_traffic_interval": "0.1s",
             "unhealthy_threshold": 1,
             "healthy_threshold": 1,
             "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},

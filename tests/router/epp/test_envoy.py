@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from publisher.engine import SimulatedEngine
+from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
+from router.http.server.settings import ListenSettings
 from tests.support.envoy import Envoy, envoy, program
 from tests.support.ports import free_port
 from tests.support.waiting import run, until
@@ -337,6 +340,48 @@ def test_two_hundred_streams_with_a_stalled_one(tmp_path: Path) -> None:
                     *(through.ask("override_host", CHAT, body(text)) for text in texts)
                 )
                 assert [status for status, _, _ in answers] == [200] * 200
+
+    run(main())
+
+
+def test_a_picker_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running({}, {}) as engines, AsyncExitStack() as stack:
+            server = ServerConfig(port=0, expose_decision=True)
+            config = configure(*engines, epp=epp(), server=server)
+            config = msgspec.structs.replace(config, listen=ListenSettings(drain_s_max=20.0))
+            stays = await stack.enter_async_context(routing(config))
+            goes = await stack.enter_async_context(routing(config))
+            names = [endpoint(engine) for engine in engines]
+            pickers = [port_of(stays), port_of(goes)]
+            through = await stack.enter_async_context(envoy(tmp_path, names, pickers))
+            statuses: list[int] = []
+            ended = asyncio.Event()
+
+            async def asks(who: int) -> None:
+                while not ended.is_set():
+                    status, _, _ = await through.ask(
+                        "override_host", CHAT, body(f"{who} {len(statuses)} {TEXT}")
+                    )
+                    statuses.append(status)
+
+            async with asyncio.TaskGroup() as tasks:
+                for who in range(4):
+                    tasks.create_task(asks(who))
+                await until(lambda: sum(stats_of(goes).picks.values()) > 20, "both pickers are asked")
+                goes.router.draining = lambda: True  # health checks fail, all else goes on
+
+                async def noticed() -> bool:
+                    return await through.stat("cluster.picker.membership_healthy") == 1
+
+                await until(noticed, "the gateway has noticed")
+                goes.server.drain()
+                await until(lambda: not stats_of(goes).connections_open, "the gateway has left")
+                answered = len(statuses)
+                await until(lambda: len(statuses) > answered + 20, "the other one goes on")
+                ended.set()
+            assert set(statuses) == {200}
+            assert stats_of(goes).streams_refused == 0
 
     run(main())
 
