@@ -75,7 +75,7 @@ def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptE
     if not _alike(event, tokens, range(start, end, size), extras, listed):
         return None
     hashes = [to_block_hash(wire) for wire in event.block_hashes[:listed]]
-    return RootEvent(tokens, size, hashes, extras, ahead, full=False)
+    return RootEvent(tokens, size, hashes, extras, ahead, full=False, joined=start > 0)
 
 
 def _alike(

@@ -620,6 +620,33 @@ def test_other_images_of_the_same_tokens_are_no_evidence_in_masked_events_either
     assert engine.scheme == scheme
 
 
+def test_blocks_after_another_beginning_use_up_no_other_searches() -> None:
+    scheme, fleet = HashScheme(seed="42"), fleet_of()
+    window = Writer(scheme, kind=WINDOW, window=64)
+    engine = feed(fleet, window.stored(tokens(160), start=6))
+    for n in range(5):
+        fleet.predict(Prompt(tokens(96, seed=1 + n) + tokens(160)[96:]), ["a"])
+        engine.finish_detection()
+    assert engine.detection is Detection.WAITING
+    feed(fleet, window.stored(tokens(160, seed=9), keep=[6, 7, 8, 9]))
+    fleet.predict(Prompt(tokens(160, seed=9)), ["a"])
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
+def test_nothing_is_searched_with_twice() -> None:
+    """One prompt with another beginning is asked for again and again."""
+    scheme, fleet = HashScheme(seed="42"), fleet_of()
+    engine = feed(fleet, Writer(scheme, kind=WINDOW, window=64).stored(tokens(160), start=6))
+    for _ in range(5):
+        fleet.predict(Prompt(tokens(96, seed=1) + tokens(160)[96:]), ["a"])
+        engine.finish_detection()
+    assert engine.detection is Detection.WAITING
+    fleet.predict(Prompt(tokens(160)), ["a"])
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
 def test_placed_prompts_are_searched_with_whatever_else_was() -> None:
     scheme, fleet = HashScheme(seed="42"), fleet_of(lora_paths={"sql": "/elsewhere"})
     engine = feed(fleet, *[Writer(scheme).stored(tokens(100, seed=n), LORA) for n in range(30)])
