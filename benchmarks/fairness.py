@@ -93,9 +93,9 @@ def report(engines: int, share: float, seeds: range) -> str:
             flooded = statistics.mean(waits_of(both, run, FLOOD))
             rows.setdefault(name, []).append((statistics.mean(waits), tail, tail / base, flooded))
     lines = [
-        f"{engines} simulated engines, {SECONDS:.0f} s of arrivals, {len(seeds)} seeds; prompts of "
-        f"{TOKENS} tokens on average, none cached; the guest asks for {share:.0%} of what the fleet can",
-        "compute, the flood for 500 % (ten times an equal share).",
+        f"{engines} simulated engines, {SECONDS:.0f} s of arrivals, {len(seeds)} seeds; {TOKENS} tokens a",
+        f"prompt on average, none cached; the guest asks for {share:.0%} of what the fleet can compute, the",
+        "flood for 500 % (ten times an equal share).",
         "",
         "| router | guest: mean s | guest: p99 s | p99 over alone | worst seed | flood: mean s |",
         "| --- | --- | --- | --- | --- | --- |",
