@@ -8,14 +8,12 @@ upkeep, all in one task group, so nothing outlives the server.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import structlog
 
@@ -23,7 +21,8 @@ from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
 from router.api.admin.actions import FleetActions
 from router.api.admin.app import AdminApi
-from router.api.app import CONTROL_PREFIX, TENANT, create_control, create_ops, error_answer, is_control
+from router.api.app import create_control, create_ops
+from router.api.front import Application, Front
 from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
@@ -31,19 +30,18 @@ from router.config.schema import ANY_MODEL, Config
 from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager
+from router.fleet.calls import EngineCalls, hold_engine_tls
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
-from router.http.server.cors import Cors
 from router.http.server.stats import ListenStats
-from router.http.tls import Certificates, client_context
+from router.http.tls import Certificates
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
-from router.openai.errors import ApiError
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt
@@ -98,25 +96,28 @@ class Router:
             self.crew = Crew(
                 seat, self.gossip, self.roster, applied=self._assign, unheard=self.fleet_sources.unsynced
             )
-        self._in_clients_names: aiohttp.ClientSession | None = None
-        """Calls engines without the router's key: they answer for a client, who may have none."""
+        self.certificates = Certificates()
+        self._engine_tls = hold_engine_tls(self.certificates, config.fleet.tls)
+        self.calls = EngineCalls(
+            config.fleet.headers(),
+            self._engine_tls,
+            answer_bytes_max=config.fleet.answer_bytes_max,
+            health_timeout_s=config.prompts.engine_timeout_s,
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._lora_paths: dict[str, dict[str, str]] = {}
         models = {name: self._prompts(name) for name in (*config.models, ANY_MODEL)}
         self.reader = PromptReader(
             models,
             config.prompts,
-            self._post,
+            self.calls.post,
             engine_url=self._engine_url,
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
-        self.certificates = Certificates()
-        self._engine_tls = self._hold_engine_tls()
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self._aliases = Aliases(config.alias_shares()) if config.aliases else None
         self.planner, self.proxy = self._assemble()
-        self._cors = Cors(self._answer, config.cors) if config.cors.allowed_origins else None
         self._readiness_check = ReadinessCheck(
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
@@ -164,11 +165,22 @@ class Router:
             sock=None if seat is None else seat.ops,
             at="" if seat is None else seat.ops_at,
         )
-        self._insight = self._control = insight
-        if config.server.ops_port != "public":
-            self._control = create_control(
+        ops_here = config.server.ops_port == "public"
+        control: Any = insight
+        if not ops_here:
+            control = create_control(
                 self.planner, self._sources, readiness=self.readiness, refusal=self.ops.refusal
             )
+        self._front = Front(
+            self.proxy,
+            control,
+            insight,
+            admin=self.admin,
+            gate=self.gate,
+            cors=config.cors,
+            ops_here=ops_here,
+            to_lead=self._to_lead,
+        )
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
         planner = Planner(
@@ -201,19 +213,6 @@ class Router:
         )
         return planner, proxy
 
-    def _hold_engine_tls(self) -> ssl.SSLContext:
-        """Raises ``TlsError`` for files of no use."""
-        keys = "fleet.ca_file, client_cert_file or client_key_file"
-        files = self.config.fleet.tls
-        return self.certificates.hold(client_context(files, keys), files, keys)
-
-    def _session(self, headers: dict[str, str] | None = None) -> aiohttp.ClientSession:
-        """For the router's own questions to engines and render servers."""
-        connector = aiohttp.TCPConnector(ssl=self._engine_tls)
-        return aiohttp.ClientSession(
-            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=headers
-        )
-
     def _open_gate(self) -> KeyGate | None:
         """Raises ``KeyFileError`` for a key file of no use."""
         keys = self.config.keys
@@ -227,56 +226,8 @@ class Router:
         """ASGI 3."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif self._cors is not None and self._for_browsers(scope) and self._cors.concerns(scope):
-            await self._cors(scope, receive, send)
         else:
-            await self._answer(scope, receive, send)
-
-    def _for_browsers(self, scope: dict[str, Any]) -> bool:
-        """What pages of other origins may ask: nothing of the fleet and of other clients."""
-        path = scope["path"]
-        return (
-            scope["type"] == "http"
-            and path != "/metrics"
-            and not path.startswith(CONTROL_PREFIX)
-            and not (self.admin is not None and self.admin.here(path))
-        )
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and is_control(scope["path"]):
-            await self._answer_control(scope, receive, send)
-        elif scope["type"] == "http" and self.admin is not None and self.admin.here(scope["path"]):
-            if self.crew is not None and not self.leads:
-                await self.crew.calls.to_lead(scope, receive, send)
-            else:
-                await self.admin(scope, receive, send)
-        else:
-            await self.proxy(scope, receive, send)
-
-    def _is_the_leads(self, path: str) -> bool:
-        """Whether only the lead of the workers, another one, shows this."""
-        open_here = self.config.server.ops_port == "public"
-        return not self.leads and open_here and (path == "/metrics" or path.startswith(CONTROL_PREFIX))
-
-    async def _whole(self, scope: Any, receive: Any, send: Any) -> None:
-        """What siblings pass on, at the lead."""
-        if self.admin is not None and self.admin.here(scope["path"]):
-            await self.admin(scope, receive, send)
-        else:
-            await self._insight(scope, receive, send)
-
-    async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
-        """Which models there are is told to those who may use them."""
-        if self.gate is not None and scope["path"].startswith("/v1/"):
-            try:
-                scope = {**scope, TENANT: self.gate.tenant_of(scope["headers"])}
-            except ApiError as error:
-                await error_answer(error)(scope, receive, send)
-                return
-        if self._is_the_leads(scope["path"]) and self.crew is not None:
-            await self.crew.calls.to_lead(scope, receive, send)
-        else:
-            await self._control(scope, receive, send)
+            await self._front(scope, receive, send)
 
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
@@ -298,14 +249,13 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
         async with (
-            self._session(self.config.fleet.headers()) as session,
-            self._session() as in_clients_names,
+            self.calls.open() as session,
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             self._in_crew(),
             asyncio.TaskGroup() as tasks,
         ):
-            self._in_clients_names, self._tasks = in_clients_names, tasks
+            self._tasks = tasks
             poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             self._assign()
             works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
@@ -313,7 +263,9 @@ class Router:
             if self.shared is not None:
                 works.append(self.shared.run())
             if self.config.prompts.renderers:
-                works.append(self.reader.renderers.watch(self._healthy, self.config.prompts.renderer_check_s))
+                works.append(
+                    self.reader.renderers.watch(self.calls.healthy, self.config.prompts.renderer_check_s)
+                )
             background = [tasks.create_task(work) for work in works]
             if self.accounts.access is not None:
                 self.accounts.access.start()
@@ -331,17 +283,21 @@ class Router:
                     await asyncio.to_thread(self.traces.close)
                 self.proxy.close()
                 self.reader.close()
-                self._in_clients_names = self._tasks = self._poller = None
+                self._tasks = self._poller = None
 
     def _in_crew(self) -> AbstractAsyncContextManager[None]:
         if self.crew is None or self._view is None:
             return nullcontext()
-        return self.crew.working(self._view, self._whole)
+        return self.crew.working(self._view, self._front.answer_whole)
 
     @property
     def leads(self) -> bool:
         """It answers for all workers, or is alone."""
         return self.crew is None or self.crew.leads
+
+    def _to_lead(self) -> Application | None:
+        """Where the lead of the workers is asked; None: it is this one."""
+        return None if self.crew is None or self.leads else self.crew.calls.to_lead
 
     def _gossip(self, seat: WorkerSeat) -> SiblingGossip:
         """The books that workers share; without a shared index all of them."""
@@ -475,40 +431,6 @@ class Router:
     def audit(self, status: Engine) -> None:
         """See ``ResidencyAudit``."""
         self._audit.audit(status)
-
-    async def _post(
-        self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
-    ) -> tuple[int, bytes]:
-        if self._in_clients_names is None:
-            raise OSError("the router is not running")
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"content-type": "application/json", **headers}
-        limit = self.config.fleet.answer_bytes_max
-        try:
-            async with self._in_clients_names.post(
-                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
-                pieces, size = [], 0
-                async for piece in answer.content.iter_any():
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > limit:
-                        raise OSError(f"{url}: answer over answer_bytes_max = {limit}")
-                return answer.status, b"".join(pieces)
-        except aiohttp.ClientError as error:
-            raise OSError(f"{url}: {error}") from error
-
-    async def _healthy(self, url: str) -> bool:
-        if self._in_clients_names is None:
-            return False
-        timeout = aiohttp.ClientTimeout(total=self.config.prompts.engine_timeout_s)
-        try:
-            async with self._in_clients_names.get(
-                f"{url}/health", timeout=timeout, allow_redirects=False
-            ) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
 
     # -- what the prompt reader asks ------------------------------------------------------------------
 

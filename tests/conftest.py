@@ -1,16 +1,29 @@
-"""What all tests share: the number of examples, and ``kvatlas`` called in process."""
+"""What all tests share: the number of examples, the collector's rest, and ``kvatlas`` called in process."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
 from tests.support.examples import PROFILE, load_profile
 
 load_profile()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests stay in memory until the end: the collector need not look at them ever again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -27,7 +27,7 @@ from publisher.simulator.api.protocol import (
 from publisher.simulator.scheduler import SimRequest
 from publisher.simulator.settings import EngineSettings, resolve_groups
 from publisher.simulator.text import TextSource
-from publisher.simulator.tokenizer import ChatTokenizer, TemplateError
+from publisher.simulator.tokenizer import TemplateError, shared_tokenizer
 
 _INLINE_CHARS_MAX = 4096
 """About a millisecond of tokenizing; a thread hop costs a tenth of that."""
@@ -62,7 +62,7 @@ class EngineModel:
         self._dp_rank = settings.dp_rank
         self._cache = _cache_config(settings)
         self._turn = asyncio.Lock()
-        self._tokenizer = ChatTokenizer(settings.tokenizer_dir)
+        self._tokenizer = shared_tokenizer(settings.tokenizer_dir)
         self._source = TextSource(
             self._tokenizer, seed=settings.seed, natural_tokens_max=settings.natural_output_tokens_max
         )

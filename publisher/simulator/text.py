@@ -12,6 +12,7 @@ import random
 import re
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -49,23 +50,7 @@ class TextSource:
         self._seed = seed
         self._natural_tokens_max = max(natural_tokens_max, _OUTPUT_TOKENS_MIN)
         self.eos_id = tokenizer.eos_id
-        vocabulary = tokenizer.vocabulary()
-        self.spaced = self._words(vocabulary, _SPACED)
-        self.plain = self._words(vocabulary, _PLAIN)
-
-    def _words(self, vocabulary: dict[str, int], pattern: re.Pattern[str]) -> list[int]:
-        chosen = [
-            token_id
-            for word, token_id in vocabulary.items()
-            if pattern.fullmatch(word) and self._round_trips(token_id)
-        ]
-        if not chosen:
-            raise ValueError("the tokenizer has no whole-word entries to generate text from")
-        return sorted(chosen)
-
-    def _round_trips(self, token_id: int) -> bool:
-        text = self._tokenizer.decode([token_id])
-        return self._tokenizer.encode(text, add_special_tokens=False) == [token_id]
+        self.spaced, self.plain = _words(tokenizer, _SPACED), _words(tokenizer, _PLAIN)
 
     def continuation(self, prompt: Sequence[int]) -> Continuation:
         """What follows ``prompt`` (not empty); its natural length is part of it."""
@@ -74,3 +59,21 @@ class TextSource:
         bare = last in self._tokenizer.special_ids or self._tokenizer.decode([last])[-1:].isspace()
         length = rng.randint(_OUTPUT_TOKENS_MIN, self._natural_tokens_max)
         return Continuation(self, rng, starts_bare=bare, length=length)
+
+
+@lru_cache(maxsize=8)
+def _words(tokenizer: ChatTokenizer, pattern: re.Pattern[str]) -> list[int]:
+    """The usable entries of a vocabulary; the same for all engines that share it."""
+    chosen = [
+        token_id
+        for word, token_id in tokenizer.vocabulary().items()
+        if pattern.fullmatch(word) and _round_trips(tokenizer, token_id)
+    ]
+    if not chosen:
+        raise ValueError("the tokenizer has no whole-word entries to generate text from")
+    return sorted(chosen)
+
+
+def _round_trips(tokenizer: ChatTokenizer, token_id: int) -> bool:
+    text = tokenizer.decode([token_id])
+    return tokenizer.encode(text, add_special_tokens=False) == [token_id]

@@ -4,7 +4,7 @@ Written apart from the router's prompt reader on purpose, so that tests can hold
 other. Facts: transformers' ``apply_chat_template`` environment, and vLLM's way to flatten messages for it:
 text parts joined by newlines, tool-call arguments parsed, tools in their validated form.
 
-One instance per engine; every method is thread safe and has no side effect.
+Engines of one process share an instance per directory; every method is thread safe and has no side effect.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,6 +92,12 @@ class ChatTokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"the chat template cannot render this conversation: {error}") from None
         return _cut_after_final(text, conversation) if continue_final_message else text
+
+
+@lru_cache(maxsize=4)
+def shared_tokenizer(directory: str | Path) -> ChatTokenizer:
+    """The tokenizer of a directory, read once: a fleet of simulated engines has one model."""
+    return ChatTokenizer(directory)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 For engine e and a prompt of N tokens, with a = prefill seconds per token of e, in seconds::
 
-    cost = queue                         seconds of prefill still to do at e for prompts already placed there
+    cost = queue                         prefill and loads still to do at e for prompts already placed there
          + a * (N - hit - offloaded)     what e computes for this prompt
          - beta * a * (trunk - hit - offloaded)
          + premium * (the two above)     what others will pay for the pages that this visit takes

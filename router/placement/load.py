@@ -1,11 +1,13 @@
 """The load account of one engine: what the router has sent there and the engine has not finished yet.
 
 A first-in-first-out list of prompts whose first token is still awaited, each with the tokens the
-engine has to compute (prompt - exact hit). Queue ahead = those tokens, less what the head has had time
-for, at the engine's learned rate. Only the head is worked off by time; the next one starts when the head's
-first token is seen. That is how vLLM schedules waiting prompts, and the account is corrected by evidence
-instead of drifting. Where evidence cannot come (an answer that is not streamed), or is overdue, the head
-counts as done after its time and the next one starts.
+engine has to compute (prompt - exact hit) and the seconds it has to load offloaded blocks. Queue ahead =
+those tokens at the engine's learned rate, and those seconds, less what the head has had time for. Loads count
+although others are computed meanwhile: the next prompt mostly loads too, over the same link
+(docs/decisions/010-loads-in-the-queue.md). Only the head is worked off by time;
+the next one starts when the head's first token is seen. That is how vLLM schedules waiting prompts, and the
+account is corrected by evidence instead of drifting. Where evidence cannot come (an answer that is not
+streamed), or is overdue, the head counts as done after its time and the next one starts.
 
 Load that the router did not cause (other routers, direct clients) is what the engine's own gauges show beyond
 the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
@@ -67,7 +69,8 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What other replicas have in flight at one engine; ``tokens`` of it are yet to be computed."""
+    """What other replicas have in flight at one engine; ``tokens`` of it are yet to be computed, or loaded in
+    the time that so many take to compute."""
 
     running: int = 0
     waiting: int = 0
@@ -86,7 +89,7 @@ class Ticket(msgspec.Struct, eq=False):
     uncached_tokens: int
     streams: bool
     load_s: float = 0.0
-    """What the engine is expected to spend loading offloaded blocks for it; others are computed meanwhile."""
+    """What the engine is expected to spend loading offloaded blocks for it."""
     awaited: bool = True
     ended: bool = False
 
@@ -102,8 +105,9 @@ class LoadAccount:
     """
 
     __slots__ = (
-        *("_awaited", "_awaited_tokens", "_carried_tokens", "_foreign_running", "_foreign_waiting"),
-        *("_gauges_s", "_head_s", "_last_admit_s", "_mean_tokens", "_running", "_settings", "_sure"),
+        *("_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
+        *("_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
+        *("_mean_tokens", "_running", "_settings", "_sure"),
         *("rates", "stats"),
     )
 
@@ -115,6 +119,7 @@ class LoadAccount:
         self._settings = settings
         self._awaited: dict[Ticket, None] = {}  # in the order of admission
         self._awaited_tokens = 0
+        self._awaited_load_s = 0.0
         self._running = 0
         self._head_s = 0.0  # when the engine began with the head
         self._sure = True  # whether _head_s is a fact (idle engine or first token seen) or a guess
@@ -138,6 +143,7 @@ class LoadAccount:
         ticket = Ticket(uncached_tokens if uncached_tokens > 1 else 1, streams, load_s)  # noqa: FURB136
         self._awaited[ticket] = None
         self._awaited_tokens += ticket.uncached_tokens
+        self._awaited_load_s += load_s
         self._last_admit_s = now
         self._mean_tokens += 0.1 * (ticket.uncached_tokens - self._mean_tokens)
         self.stats.admitted += 1
@@ -189,7 +195,7 @@ class LoadAccount:
         self._gauges_s = now
 
     def queue_ahead_s(self, now: float) -> float:
-        """Seconds of prefill still to do there before a prompt sent now would start."""
+        """Seconds of prefill and loads still to do there before a prompt sent now would start."""
         return self.at(now).queue_s
 
     def at(self, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
@@ -227,17 +233,21 @@ class LoadAccount:
         return OthersLoad(self._running, len(self._awaited), max(0, tokens))
 
     def _own_queue_s(self, rate: float, now: float) -> float:
-        """Seconds of prefill in what this router awaits there, less what the head has had time for."""
+        """Seconds of prefill and loads in what this router awaits there, less what the head has had time
+        for."""
         if not self._awaited:
             return 0.0
         head = next(iter(self._awaited))
-        return self._awaited_tokens * rate - min(now - self._head_s, head.uncached_tokens * rate)
+        whole_s = self._awaited_tokens * rate + self._awaited_load_s
+        return whole_s - min(now - self._head_s, head.uncached_tokens * rate + head.load_s)
 
     def check_integrity(self) -> list[str]:
         """Recounts; an empty list, or one sentence per contradiction."""
         problems = []
         if self._awaited_tokens != sum(t.uncached_tokens for t in self._awaited):
             problems.append(f"awaited tokens {self._awaited_tokens} are not their sum")
+        if not math.isclose(self._awaited_load_s, sum(t.load_s for t in self._awaited), abs_tol=1e-6):
+            problems.append(f"awaited loads of {self._awaited_load_s} s are not their sum")
         if self._running < 0 or any(t.ended or not t.awaited for t in self._awaited):
             problems.append("ended requests are still counted")
         return problems
@@ -269,6 +279,8 @@ class LoadAccount:
         """From awaited to running."""
         del self._awaited[ticket]
         self._awaited_tokens -= ticket.uncached_tokens
+        # Nothing awaited is nothing to load: errors of rounding do not add up.
+        self._awaited_load_s = self._awaited_load_s - ticket.load_s if self._awaited else 0.0
         ticket.awaited = False
         self._running += 1
 

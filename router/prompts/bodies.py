@@ -8,6 +8,7 @@ from typing import Final
 from router.openai import apis
 from router.prompts.affinity import chat_pieces, completion_pieces
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
+from router.prompts.chat.cohere import CohereBody, decode_cohere
 from router.prompts.chat.responses import ResponsesBody, decode_responses
 from router.prompts.request import (
     BatchBody,
@@ -21,7 +22,7 @@ from router.prompts.request import (
     decode_generate,
 )
 
-Converted = MessagesBody | ResponsesBody
+Converted = MessagesBody | ResponsesBody | CohereBody
 """What the engine turns into a chat."""
 Parsed = ChatBody | CompletionBody | BatchBody | GenerateBody | Converted
 
@@ -32,6 +33,7 @@ _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
     apis.MESSAGES: decode_messages,
     apis.RESPONSES: decode_responses,
     apis.GENERATE: decode_generate,
+    apis.COHERE: decode_cohere,
 }
 _FIRST_FIELD: Final = {apis.COMPLETION: b'"prompt"', apis.RESPONSES: b'"input"'}
 

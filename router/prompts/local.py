@@ -23,10 +23,11 @@ import msgspec
 from publisher.block_hash import PromptExtras
 from router.prompts.cache import Entry, PrefixCache, cached_ids, common_tokens, message_keys
 from router.prompts.chat.anthropic import disabled_effort, wants_system_first
+from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext, ContextCache, chat_context, context_key, parse_tools
 from router.prompts.chat.conversions import TemplateTraits
 from router.prompts.chat.messages import Message, parse_message, without_developer_role
-from router.prompts.chat.template import ChatTemplate, TemplateRejectsError, continue_final, message_shape
+from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.families.base import Family, TextTokenizer, family_of
 from router.prompts.families.missing import MissingFamily
@@ -132,6 +133,15 @@ class LocalModel:
             return self.tokenizer.name
         return f"{self.family.name}, {self.tokenizer.name}"
 
+    @property
+    def unreadable(self) -> str | None:
+        """Why chats of this model are left to others, and what to do about it; None: they are not."""
+        if isinstance(self.family, MissingFamily):
+            return self.family.name
+        if self._renderer != "hf" and self.family is None:
+            return f"{self._renderer}: vLLM's own code renders these chats; give a render server (--renderer)"
+        return None
+
     @cached_property
     def traits(self) -> TemplateTraits:
         """What engines find out about the template when they start, or were told; where code renders, about
@@ -156,7 +166,7 @@ class LocalModel:
 
         Raises ``NotLocalError``, ``ApiError`` 400.
         """
-        if self._renderer != "hf" and self.family is None:
+        if self.unreadable is not None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")

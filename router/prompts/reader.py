@@ -165,12 +165,16 @@ class PromptReader:
         """The loaded tokenizer and templates of a configured model, for ``doctor`` and tests."""
         return self._local.get(name)
 
-    def tokenized_by(self, model: str) -> str | None:
-        """The library that tokenizes this model's prompts, and why not a faster one; None: an engine does."""
+    def local_of(self, model: str) -> LocalModel | None:
+        """What reads the prompts of a model or adapter that requests name; None: an engine does."""
         try:
-            local = self._local.get(self._target(model).name)
+            return self._local.get(self._target(model).name)
         except NotLocalError:
             return None
+
+    def tokenized_by(self, model: str) -> str | None:
+        """The library that tokenizes this model's prompts, and why not a faster one; None: an engine does."""
+        local = self.local_of(model)
         return None if local is None else local.by(chat=True)
 
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:

@@ -30,6 +30,9 @@ def _mounted(rendered: Rendered, root: Path) -> str:
         ("engine-key/key", "sk-engine"),
         ("admin/token", "operator:" + "t" * 32),
         ("ops/token", "t" * 32),
+        ("keys/keys.toml", f'[[keys]]\ntenant = "acme"\nname = "a"\nsha256 = "{"0" * 64}"\n'),
+        ("tls/tls.crt", ""),
+        ("tls/tls.key", ""),
     ):
         file = root / "etc/kvatlas" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +108,27 @@ def test_the_admin_api_may_share_the_port(tmp_path: Path) -> None:
     rendered = Rendered(values)
     assert _load(rendered, tmp_path).admin.port is None
     assert [port["name"] for port in rendered.container["ports"]] == ["http"]
+
+
+def test_keys_and_certificates_are_where_the_router_looks(tmp_path: Path) -> None:
+    rendered = Rendered({**MINIMAL, "keys": {"existingSecret": "keys"}, "tls": {"existingSecret": "cert"}})
+    config = _load(rendered, tmp_path)
+    assert config.keys.file == f"{tmp_path}/etc/kvatlas/keys/keys.toml"
+    assert config.server.tls.cert == f"{tmp_path}/etc/kvatlas/tls/tls.crt"
+    assert config.server.tls.key == f"{tmp_path}/etc/kvatlas/tls/tls.key"
+    volumes = {volume["name"]: volume.get("secret") for volume in rendered.pod["volumes"]}
+    assert volumes["keys"] == {"secretName": "keys", "items": [{"key": "keys.toml", "path": "keys.toml"}]}
+    assert volumes["tls"] == {"secretName": "cert"}
+
+
+def test_whoever_asks_the_router_speaks_as_it_does() -> None:
+    for values, scheme in ((MINIMAL, "HTTP"), ({**MINIMAL, "tls": {"existingSecret": "cert"}}, "HTTPS")):
+        rendered = Rendered(values)
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert rendered.container[probe]["httpGet"]["scheme"] == scheme
+        assert f"{scheme.lower()}://127.0.0.1:8000/v1/models" in rendered.notes
+        (container,) = rendered.one("Pod", suffix="-test")["spec"]["containers"]
+        assert f'base = "{scheme.lower()}://' in container["command"][2]
 
 
 def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ EVERYTHING: dict[str, Any] = {
     "valkey": {"enabled": True},
     "admin": {"enabled": True, "existingSecret": "admin"},
     "ops": {"existingSecret": "ops"},
+    "keys": {"existingSecret": "keys"},
+    "tls": {"existingSecret": "certificate"},
     "ingress": {
         "enabled": True,
         "className": "nginx",

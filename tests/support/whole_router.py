@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,6 +29,8 @@ LOCAL = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
 OFTEN = FleetSettings(
     poll_interval_s=0.1, poll_down_interval_s=0.05, gauge_interval_s=0.1, poll_timeout_s=10.0
 )
+_NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients that speak plain HTTP: reading the system's authorities takes longer than most tests."""
 TEXT = "The quick router reads a long story about a small engine and its famous garden. "
 
 
@@ -40,7 +43,10 @@ class Rig:
         self.url = server.base_url
         self.ops_url = router.ops.base_url or self.url
         self.session = session
-        self.api = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        client = openai.DefaultAsyncHttpxClient(verify=_NO_AUTHORITIES)
+        self.api = openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=client
+        )
 
     async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
         """One exchange: status, and the body decoded if it is JSON."""

@@ -143,5 +143,16 @@ def test_a_response_is_found_where_it_is_kept(fleet: Fleet) -> None:
                 model="tiny", input="go on", previous_response_id=made.id, max_output_tokens=4
             )
             assert more.previous_response_id == made.id
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve("resp_unknown")
+            with pytest.raises(openai.BadRequestError):  # by the engine that knows it, and that it is done
+                client.responses.cancel(made.id)
+            running = client.responses.create(
+                model="tiny",
+                input=f"at length {index}",
+                background=True,
+                max_output_tokens=1800,
+                extra_body={"ignore_eos": True},
+            )
+            assert client.responses.cancel(running.id).status == "cancelled"
+        for ask in (client.responses.retrieve, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask("resp_unknown")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
 from router.prompts.reader import Prompt
 from tests.support.paths import ROOT
@@ -38,6 +38,13 @@ TINY_LLAMA = {
     "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }
+ARGUMENTS = (
+    "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>\n{% endfor %}"
+    "{{ tools | default(none) | tojson }}"
+    "{{ documents | default(none) | tojson }}{{ safety_mode | default(1) }}"
+    "{{ citation_options | default(none) | tojson }}{{ thinking | default(none) | tojson }}"
+)
+"""Shows all that it is given."""
 MODELS: dict[str, dict[str, Any]] = {
     "chatml": {"template": "chatml"},
     "headers": {"template": "headers"},
@@ -52,6 +59,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "template": "chatml",
         "extra_special_tokens": ["<|more|>"],
         "unk_token": "<|unknown|>",
+    },
+    "arguments": {
+        "template": "chatml",
+        "options": {"chat_template": ARGUMENTS},
     },
     "server_options": {
         "template": "chatml",
@@ -74,6 +85,7 @@ def test_every_local_prompt_is_vllms(vllm_python: str, tmp_path: Path) -> None:
 def test_every_local_prompt_of_agents_is_vllms(vllm_python: str, tmp_path: Path) -> None:
     requests = [(MESSAGES, body) for body in (*agent_cases.MESSAGES, *agent_cases.random_messages(120))]
     requests += [(RESPONSES, body) for body in (*agent_cases.RESPONSES, *agent_cases.random_responses(120))]
+    requests += [(COHERE, body) for body in (*agent_cases.COHERE, *agent_cases.random_cohere(120))]
     requests += [(BATCH, body) for body in agent_cases.BATCHES]
     _check(requests, vllm_python, tmp_path, local_share=0.9)
 

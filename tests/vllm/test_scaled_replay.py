@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from publisher.groups import GroupSpec
 from tests.support.paths import ROOT
+from tests.vllm.forked import run
 from tests.vllm.scaled_replay import BLOCK_TOKENS, CHUNK_TOKENS, NUM_GPU_BLOCKS, Sent, replayed_hits
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -87,16 +87,7 @@ def _serve(python: str, model: Path, job: Path) -> list[Any]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    command = [python, "-m", "tests.vllm.drive_alone", "--model", str(model), str(job)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    words = ["tests.vllm.drive_alone", "--model", str(model), str(job)]
+    done = run(python, words, cwd=ROOT, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -109,6 +109,8 @@ def record(
         engine.arrive(
             RequestRun(index, pool_request, request.input_tokens, request.output_tokens, at_s), at_s
         )
+        if refused:
+            return None
     while engine.next_s < float("inf"):
         engine.advance()
     if refused:

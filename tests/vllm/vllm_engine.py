@@ -22,8 +22,8 @@ from typing import Self
 from tests.support.ports import free_ports
 from tests.vllm.forked import Forked, popen
 
-START_DEADLINE_S = 300.0
-"""A server needs about 40 s of CPU, a forked one 5 s; several start side by side on slow machines."""
+START_DEADLINE_S = 600.0
+"""A server needs about 40 s of CPU, a forked one 5 s; several start side by side on slow, busy machines."""
 _STOP_DEADLINE_S = 20.0
 _POLL_INTERVAL_S = 0.5
 _LOG_TAIL_BYTES = 6000

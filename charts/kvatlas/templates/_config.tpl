@@ -41,6 +41,13 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- $_ := set $sections.server "ops_open" true }}
 {{- end }}
 {{- end }}
+{{- if $v.keys.existingSecret }}
+{{- $_ := set $sections "keys" (dict "file" "/etc/kvatlas/keys/keys.toml") }}
+{{- end }}
+{{- if $v.tls.existingSecret }}
+{{- $_ := set $sections.server "tls_cert_file" "/etc/kvatlas/tls/tls.crt" }}
+{{- $_ := set $sections.server "tls_key_file" "/etc/kvatlas/tls/tls.key" }}
+{{- end }}
 {{- if $v.engines.apiKey.existingSecret }}
 {{- $_ := set $sections.fleet "api_key_file" "/etc/kvatlas/engine-key/key" }}
 {{- end }}

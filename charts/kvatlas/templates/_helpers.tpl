@@ -99,6 +99,11 @@ annotations:
 {{- if or .Values.redis.url .Values.redis.existingSecret .Values.valkey.enabled }}true{{ end }}
 {{- end }}
 
+{{/* How the router's port is spoken to. */}}
+{{- define "kvatlas.scheme" -}}
+{{- if .Values.tls.existingSecret }}https{{ else }}http{{ end }}
+{{- end }}
+
 {{/* "true" where others than the pod itself reach the ops port. */}}
 {{- define "kvatlas.servesOps" -}}
 {{- if or .Values.ops.existingSecret .Values.ops.open }}true{{ end }}

@@ -12,9 +12,8 @@ is *unknown* and the engine is read in learned mode.
 
 Only a *plain* root event (every block listed, no extra keys) shows all that its hashes cover, so only such an
 event can disprove anything: that a search could still succeed, or that a settled scheme holds. Engines that
-show none are searched with the best of their other evidence: at once with a first block that shows all of
-its extra keys, or with a placed prompt, else after ``_WEAK_PATIENCE`` pieces. They are given up after
-``_PATIENCE`` root events.
+show none are searched with the best of their other evidence (``evidence.py``). They are given up after
+``PATIENCE`` root events.
 
 Until a scheme is proven the likeliest one is *assumed* once ``_ASSUME_AFTER`` events told nothing of it, or
 the algorithm is proven. Hashes of a wrong scheme match nothing, so what rests on the assumption is never too
@@ -33,6 +32,7 @@ import msgspec
 
 from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, NO_EXTRAS, HashScheme, PromptExtras
 from publisher.events import BlockStored
+from router.index.learn.evidence import PATIENCE, SearchEvidence
 from router.index.learn.root_events import PendingRoots, RootEvent, matches, num_lookahead
 from router.index.learn.seed_search import search
 from router.index.learn.told import ToldBlocks, proven_algorithm
@@ -40,16 +40,6 @@ from router.index.learn.told import ToldBlocks, proven_algorithm
 SEEDS_MAX = 1 << 16
 """PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``."""
 
-_SEARCH_TOKENS_MAX = 4096
-"""A span is searched with only if it is this short: every seed hashes it whole."""
-
-_CHEAP_TOKENS = 512
-"""One longer than this has to wait until ``_PATIENCE`` pieces of evidence proved nothing."""
-
-_PATIENCE = 64
-_WEAK_PATIENCE = 8
-_SEARCHES_MAX = 2
-"""Of each kind: with good evidence at once, with other evidence after 8 pieces and after 64."""
 _OFFERS_MAX = 64
 """Pairings of prompts and told blocks that are tried before no more are."""
 
@@ -92,10 +82,7 @@ class SchemeDetector:
         self._search: Iterator[HashScheme | None] | None = None
         self._given_up_after = Detection.LEARNED
         self._unmatched = 0
-        self._weak: RootEvent | None = None
-        self._weak_placed = False
-        self._weak_seen = 0
-        self._good_searches = self._weak_searches = 0
+        self._evidence = SearchEvidence()
         self._offers = 0
         self._prompts_seen = 0
         self._algorithm_tries = 0
@@ -164,7 +151,7 @@ class SchemeDetector:
         """Look at a prompt that is to be placed: blocks the engine told of may stand in it."""
         if self.state is not Detection.WAITING or self._offers >= _OFFERS_MAX:
             return
-        if self._prompts_seen >= _PROMPTS_PER_EVENT * (self._events_seen + _PATIENCE):
+        if self._prompts_seen >= _PROMPTS_PER_EVENT * (self._events_seen + PATIENCE):
             return
         self._prompts_seen += 1
         for root in self._told.evidence(prompt, extras):
@@ -220,39 +207,22 @@ class SchemeDetector:
                 return
             self._keep(root)
         self._unmatched += 1
-        if self._search_weak(unit) or self._unmatched < _PATIENCE:
+        if self._search_weak(unit) or self._unmatched < PATIENCE:
             return
         self.state = Detection.LEARNED
 
     def _keep(self, root: RootEvent, *, placed: bool = False) -> None:
-        """Remember a span that a child may complete, or the cheapest to search with if no plain one comes.
-        That of a ``placed`` prompt comes first: only there it is known how far multimodal items reach."""
+        """Remember a span that a child may complete, or one to search with if no plain one comes."""
         if not root.hashes:
             self._pending.add(root, self._candidates(root))
-            return
-        if root.full:
-            root = root.first_block
-        if root.cost > _SEARCH_TOKENS_MAX:
-            return
-        self._weak_seen += 1
-        if self._weak is None or (not placed, root.cost) < (not self._weak_placed, self._weak.cost):
-            self._weak, self._weak_placed = root, placed
+        else:
+            self._evidence.keep(root, placed=placed)
 
     def _search_weak(self, unit: int) -> bool:
-        """Search with the cheapest evidence that is no proof if it fails; False where it is too early."""
-        seen = max(self._weak_seen, self._unmatched)
-        good = self._weak is not None and (self._weak.legible or self._weak_placed)
-        good = good and self._good_searches < _SEARCHES_MAX
-        early = seen < _WEAK_PATIENCE ** (1 + self._weak_searches)
-        if not good and (early or self._weak_searches >= _SEARCHES_MAX):
+        """Search with the best evidence that is no proof if it fails; False where it is too early."""
+        evidence = self._evidence.take(self._pending, self._unmatched)
+        if evidence is None:
             return False
-        evidence = self._weak or self._pending.evidence()
-        if evidence is None or evidence.cost > (_CHEAP_TOKENS if seen < _PATIENCE else _SEARCH_TOKENS_MAX):
-            return False
-        self._weak, self._weak_seen = None, 0
-        self._pending.tried(evidence)
-        self._good_searches += good
-        self._weak_searches += not good
         self._start_search(evidence, unit, Detection.WAITING)
         return True
 
@@ -321,7 +291,8 @@ class SchemeDetector:
 
     def _found(self, scheme: HashScheme) -> None:
         self._search, self.scheme, self.state = None, scheme, Detection.NATIVE
-        self._unmatched, self._weak, self._since_check = 0, None, 0
+        self._evidence.drop()
+        self._unmatched = self._since_check = 0
 
 
 def _hash_block_sizes(block_size: int, cost_tokens: int) -> list[int]:

@@ -36,6 +36,8 @@ class RootEvent(msgspec.Struct, frozen=True):
     """The first listed block with extra keys; 0 where none has any."""
     any_hash: bool = False
     """Whether one of ``hashes`` is enough: they are hashes that the span may end with."""
+    joined: bool = False
+    """Whether only its end is the event's; all before is a prompt's that goes on with the same tokens."""
 
     @property
     def plain(self) -> bool:

@@ -6,8 +6,8 @@ router itself was asked to place may hold the tokens of an event: then the promp
 with its real extras and the event's hashes.
 
 Always true: a pairing of event and prompt is only *evidence*, to be tried with real hashes; equal tokens
-after another beginning match nothing. Equal tokens under other extra keys (a salt, an image) are not paired,
-where the event shows those of its first block.
+after another beginning match nothing. Equal tokens under other extra keys (a salt, an image) or before other
+tokens than were looked ahead at are not paired, where the event shows them.
 """
 
 from __future__ import annotations
@@ -67,14 +67,37 @@ def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptE
         return None
     size, ahead = event.block_size, num_lookahead(event)
     full = event.num_tokens() == size * len(event.block_hashes)
-    if full and event.extra_keys and not _equal(event.extra_keys[0], extras, start, start + size + ahead):
-        return None
     end = start + (size if full else event.num_tokens())
+    listed = 1 if full else len(event.block_hashes)
     tokens = list(prompt[: end + ahead])
     if len(tokens) < end + ahead or (not full and tokens[start:end] != event.tokens()):
         return None
-    hashes = [to_block_hash(wire) for wire in event.block_hashes[: 1 if full else None]]
-    return RootEvent(tokens, size, hashes, extras, ahead, full=False)
+    if not _alike(event, tokens, range(start, end, size), extras, listed):
+        return None
+    hashes = [to_block_hash(wire) for wire in event.block_hashes[:listed]]
+    return RootEvent(tokens, size, hashes, extras, ahead, full=False, joined=start > 0)
+
+
+def _alike(
+    event: BlockStored, tokens: list[int], starts: Iterable[int], extras: PromptExtras, listed: int
+) -> bool:
+    """Whether blocks of the prompt at ``starts`` have, in order, the extra keys and the look-ahead that the
+    event shows of its first ``listed`` blocks: it does not say which blocks these are."""
+    size, ahead = event.block_size, num_lookahead(event)
+    keys, lookahead = event.extra_keys, event.lookahead_token_ids
+    if any(shown and len(shown) < listed for shown in (keys, lookahead)):
+        return False
+    blocks = iter(starts)
+    for number in range(listed):
+        for start in blocks:
+            end = start + size
+            if lookahead and tokens[end : end + ahead] != lookahead[number]:
+                continue
+            if not keys or _equal(keys[number], extras, start, end + ahead):
+                break
+        else:
+            return False
+    return True
 
 
 def _equal(keys: object, extras: PromptExtras, start: int, end: int) -> bool:

@@ -18,6 +18,7 @@ Boundaries are numbered in alignment units; tables have a row per limit 0..bound
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +50,14 @@ def order_matters(layout: CacheLayout, *, loading: bool = False) -> bool:
     windows = [c for c in dropping if c.family is Family.WINDOW]
     if not windows or layout.lookahead:
         return False
-    unread = len(layout.classes) > 2 and any((c.spec.sliding_window or 0) < 2 for c in windows)
+    once = layout.single_group or _asked_once([c.family for c in layout.classes])
+    unread = not once and any((c.spec.sliding_window or 0) < 2 for c in windows)
     return unread or len(dropping) > 1 or windows[0].block_size != layout.alignment
+
+
+def _asked_once(families: list[Family]) -> bool:
+    """Whether the search ends after one turn: full attention first, and one other class."""
+    return len(families) == 2 and families[0] is Family.FULL
 
 
 def longest(valid: Words) -> Table:
@@ -90,10 +97,10 @@ def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -
 def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
     """The boundary each engine's search ends at: classes in turn shorten the prefix until none does."""
     limit = np.full(WORD_BITS, boundaries, np.intp)
-    one_pass = len(classes) == 2 and classes[0].family is Family.FULL
+    one_pass = _asked_once([c.family for c in classes])
     dropped = np.zeros((len(classes), WORD_BITS), bool)
     full: dict[int, npt.NDArray[np.intp]] = {}
-    while True:
+    for turn in itertools.count():
         length = limit
         for number, (family, plain, dropping) in enumerate(classes):
             if family is Family.FULL:
@@ -108,6 +115,8 @@ def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
                 dropped[number] = True
             dropped[:, shorter] = False
             length = found
-        if one_pass or np.array_equal(length, limit):
-            return [int(boundary) for boundary in length]
+        # The engine's first limit is the last token, which a class that drops is always short of.
+        if one_pass or (turn and np.array_equal(length, limit)):
+            break
         limit = length
+    return [int(boundary) for boundary in length]

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any, Final, TypeVar
 
 import msgspec
+import xxhash
 
 from router.prompts.request import NotLocalError
 from router.prompts.sizes import SHARE, kept_bytes
@@ -26,7 +27,7 @@ BYTES_MAX: Final = 32 << 20
 _ENTRY_BYTES: Final = 400
 _ANY: Final = msgspec.json.Decoder()
 _ENCODER: Final = msgspec.json.Encoder()
-_Key = tuple[Callable[[Any], Any], bytes]
+_Key = tuple[Callable[[Any], Any], int]
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
@@ -40,37 +41,45 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     disabled_effort: str = "none"
 
 
+class _Known(msgspec.Struct, frozen=True, gc=False):
+    """What some bytes were converted to."""
+
+    raw: bytes
+    result: Any
+    size_bytes: int
+
+
 class Conversions:
     """What was converted before, by kind and bytes; the least recently used go first. Thread-safe."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._known: OrderedDict[_Key, tuple[Any, int]] = OrderedDict()
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()
         self._lock = Lock()
 
     def get(self, convert: Callable[[Any], T], raw: bytes) -> T:
         """``convert(the value of raw)``, which must depend on nothing else. Raises ``NotLocalError``."""
-        key = convert, raw
+        key = convert, xxhash.xxh3_64_intdigest(raw)
         with self._lock:
             found = self._known.get(key)
-            if found is not None:
+            if found is not None and found.raw == raw:  # the key only proposes
                 self._known.move_to_end(key)
-                kept: T = found[0]
+                kept: T = found.result
                 return kept
         result = convert(decoded(raw))
         size = _ENTRY_BYTES + len(raw) + kept_bytes(msgspec.to_builtins(result, builtin_types=(bytes,)))
         if size <= self._bytes_max // SHARE:
-            self._keep(key, result, size)
+            self._keep(key, _Known(raw, result, size))
         return result
 
-    def _keep(self, key: _Key, result: object, size: int) -> None:
+    def _keep(self, key: _Key, made: _Known) -> None:
         with self._lock:
-            _, before = self._known.pop(key, (None, 0))  # another thread's
-            self._known[key] = result, size
-            self._bytes += size - before
+            before = self._known.pop(key, None)  # another thread's, or of an equal key
+            self._known[key] = made
+            self._bytes += made.size_bytes - (0 if before is None else before.size_bytes)
             while self._bytes > self._bytes_max:
-                self._bytes -= self._known.popitem(last=False)[1][1]
+                self._bytes -= self._known.popitem(last=False)[1].size_bytes
 
 
 def decoded(raw: bytes | msgspec.Raw) -> Any:

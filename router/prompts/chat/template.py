@@ -8,7 +8,8 @@ the first difference returns jinja2's text and takes minijinja out of use for go
 
 Where the two are known to differ by the characters of a text and not by its shape, jinja2 renders: a text
 with one of the four separators that Python alone takes for white space (an engine strips them, minijinja does
-not), letters beyond ASCII in a template that changes their case, and any template with one of ``_UNLIKE``.
+not), letters beyond ASCII in a template that changes their case, and any template with one of ``_UNLIKE``
+(``compiled.py``).
 
 Measured on one shared core: a 30 KB, 10-message ChatML chat renders in 11-20 us with minijinja, in 34-60 us
 with jinja2.
@@ -19,20 +20,17 @@ Thread-safe: rendering shares nothing that changes but counters and a set of sha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from datetime import datetime
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import jinja2
-import minijinja
-from jinja2 import meta, nodes, sandbox
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-
-from router.prompts.chat.content_format import detect_content_format
+from router.prompts.chat.compiled import (
+    Context,
+    TemplateRejectsError,
+    by_fast,
+    by_reference,
+    compile_template,
+)
 from router.prompts.chat.messages import Message
-from router.prompts.chat.probes import PROBES
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 
@@ -45,78 +43,6 @@ _CHECKED_CHARS_MAX: Final = 1 << 16
 
 _PYTHON_SPACES: Final = "\x1c\x1d\x1e\x1f"
 """White space to Python's strip, trim and split, but not to Rust's."""
-_CASES: Final = frozenset({"upper", "lower", "title", "capitalize", "isalpha", "isalnum"})
-_UNLIKE: Final = frozenset({"e", "escape", "forceescape", "indent", "splitlines", "urlencode"})
-"""Filters and methods that give something else for a common character: quotes, line separators."""
-
-Context = dict[str, Any]
-
-
-class TemplateRejectsError(Exception):
-    """The template itself raised an error: the engine refuses this conversation."""
-
-
-class _Generation(Extension):
-    """Hugging Face's ``{% generation %}`` block: marks assistant text for training, renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as a plain set
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, not the bare body: what is set inside must not be seen outside.
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Hugging Face's filter: plain JSON, nothing escaped for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def raise_exception(message: str) -> NoReturn:
-    """What templates call to refuse a conversation."""
-    raise jinja2.TemplateError(message)
-
-
-def strftime_now(form: str) -> str:
-    """Local time, as the engine's own function gives it."""
-    return datetime.now().strftime(form)  # noqa: DTZ005  # the engine uses naive local time
-
-
-def reference_environment() -> jinja2.Environment:
-    """The jinja2 environment engines compile chat templates with."""
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
-
-
-def _fast_environment(source: str) -> minijinja.Environment | None:
-    """The same for minijinja, or None where it cannot even parse the template."""
-    environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.auto_escape_callback = lambda _name: False
-    environment.add_filter("tojson", tojson)
-    environment.add_global("raise_exception", raise_exception)
-    environment.add_global("strftime_now", strftime_now)
-    try:
-        environment.add_template("chat", source)
-    except minijinja.TemplateError:
-        return None
-    return environment
 
 
 class ChatTemplate:
@@ -126,25 +52,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, stats: PromptStats, special_tokens: dict[str, str] | None = None) -> None:
-        environment = reference_environment()
-        try:
-            self._reference = environment.from_string(source)
-            parsed = environment.parse(source)
-            self.variables = frozenset(meta.find_undeclared_variables(parsed))
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template is no valid Jinja: {error}") from None
+        compiled = compile_template(source, tuple(sorted((special_tokens or {}).items())))
+        self._reference, self._fast, self.variables, self.content_format, self._changes_case = compiled
         self.source = source
-        self.content_format = detect_content_format(source, environment)
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.depends_on_time = "strftime_now" in source
         self._stats = stats
         self._shapes: set[int] = set()
-        called = {node.name for node in parsed.find_all(nodes.Filter)}
-        called |= {node.attr for node in parsed.find_all(nodes.Getattr)}
-        self._changes_case = not called.isdisjoint(_CASES)
-        self._fast = _fast_environment(source) if called.isdisjoint(_UNLIKE) else None
-        if self._fast is not None and not self._probes_agree(special_tokens or {}):
-            self._fast = None
 
     @property
     def engine(self) -> str:
@@ -199,29 +113,10 @@ class ChatTemplate:
 
     def _by_fast(self, context: Context) -> str | None:
         fast = self._fast
-        if fast is None:
-            return None
-        try:
-            return fast.render_template("chat", **context)
-        except Exception:  # noqa: BLE001  # whatever it is, the reference decides
-            return None
+        return None if fast is None else by_fast(fast, context)
 
     def _by_reference(self, context: Context) -> str:
-        try:
-            return self._reference.render(**context)
-        except Exception as error:  # noqa: BLE001  # templates can raise anything; the engine answers 400
-            raise TemplateRejectsError(str(error)) from None
-
-    def _probes_agree(self, special_tokens: dict[str, str]) -> bool:
-        for probe in PROBES[self.content_format]:
-            context = {**special_tokens, **probe}
-            try:
-                expected: str | None = self._by_reference(context)
-            except TemplateRejectsError:
-                expected = None
-            if self._by_fast(context) != expected:
-                return False
-        return True
+        return by_reference(self._reference, context)
 
 
 def continue_final(conversation: list[Message], source: str, render: Callable[[list[Message]], str]) -> str:

@@ -9,7 +9,7 @@ changes; any thread may call them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
@@ -33,9 +33,6 @@ class TextTokenizer(Protocol):
 
     @property
     def adds_nothing(self) -> bool: ...
-
-    @property
-    def barrier(self) -> Any: ...
 
     def may_cut(self, text: str, at: int, /) -> bool: ...
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
-from router.prompts.chat.template import TemplateRejectsError
 from router.prompts.families.deepseek import (
     ASSISTANT,
     BAR,

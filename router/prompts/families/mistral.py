@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from router.openai.apis import CHAT, COMPLETION, MESSAGES
+from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
-from router.prompts.chat.template import TemplateRejectsError
 from router.prompts.families.missing import Missing
 from router.prompts.request import ChatBody, NotLocalError
 from router.prompts.tokens.ids import Encoded, Ids
@@ -45,7 +45,6 @@ class Mistral:
     paths = frozenset({CHAT, COMPLETION, MESSAGES})
     is_fast = False
     adds_nothing = False
-    barrier = None
 
     def __init__(self, folder: Path) -> None:
         if MistralTokenizer is None:

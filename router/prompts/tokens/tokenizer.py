@@ -1,12 +1,4 @@
-"""Prompt text -> token ids, cut where cuts are provably safe, by fastokens where that is proven equal.
-
-``tokenizers`` cuts a text at added tokens before it normalizes, pre-tokenizes and models each piece by
-itself. A *barrier* is an added token whose every occurrence is such a cut, whatever stands around it: it
-is matched on the raw text, takes no white space along, and no other added token can overlap an
-occurrence of it from the left (or, where that one is matched first, from the right) or be longer at the same
-place. So a text may be cut before each barrier, and a piece's ids depend on nothing outside it: a next turn
-tokenizes only what follows the last barrier it shares with the turn before. At load this is checked with
-probe texts as well; where they differ there are no barriers.
+"""Prompt text -> token ids, cut where that is safe (``cuts.py``), by fastokens where that is proven equal.
 
 Every ``CHECK_EVERY``-th job of fastokens is compared with ``tokenizers`` on a short piece of its own text;
 the first difference takes fastokens out of use for good (``name`` says so, ``tokenizer_mismatches`` counts).
@@ -19,7 +11,6 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
@@ -27,7 +18,7 @@ from tokenizers import Tokenizer
 
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.barriers import barrier_pattern, find_barriers
+from router.prompts.tokens.cuts import cuts_of, whole
 from router.prompts.tokens.fast import FastEncoder, NoFastEncoder, fast_encoder
 from router.prompts.tokens.ids import Encoded, Ids
 
@@ -37,8 +28,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 CHECK_EVERY: Final = 1024
 """One job of fastokens in so many is compared; costs 1-2 us each on average."""
 _CHECKED_CHARS: Final = 1024
-_WINDOW_CHARS: Final = 1 << 17
-"""Scanned in one go, about 1 ms: a regular expression holds the GIL."""
 
 
 class PromptTokenizer:
@@ -56,12 +45,8 @@ class PromptTokenizer:
         found = fast_encoder(tokenizer) if fast else NoFastEncoder("prompts.fast_tokenizer is off")
         self._fast = found if isinstance(found, FastEncoder) else None
         self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
-        barriers = find_barriers(tokenizer)
-        self.barrier = barrier_pattern(barriers)
-        self._barrier_chars_max = max(map(len, barriers), default=0)
-        if self.barrier is not None and not self._probes_agree(barriers):
-            self.barrier = None
-        self.prefix, self.suffix = self._added_around()
+        self.cuts = cuts_of(tokenizer)
+        self.prefix, self.suffix = self.cuts.prefix, self.cuts.suffix
 
     @property
     def is_fast(self) -> bool:
@@ -70,21 +55,11 @@ class PromptTokenizer:
 
     def split(self, text: str) -> list[int]:
         """Where ``text`` may be cut: 0, and the character offset of every barrier."""
-        return [0] if self.barrier is None else [0, *self._barrier_starts(text)]
+        return self.cuts.split(text)
 
     def may_cut(self, text: str, at: int) -> bool:
         """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
-        return self.barrier is not None and self.barrier.match(text, at) is not None
-
-    def _barrier_starts(self, text: str) -> Iterator[int]:
-        """Where barriers begin, but for one at 0; window by window, so that other threads get their turn."""
-        assert self.barrier is not None  # noqa: S101  # asked by ``split`` only
-        begin, overlap = 1, self._barrier_chars_max - 1
-        while begin < len(text):  # barriers never overlap each other, so a window may begin inside one
-            end = begin + _WINDOW_CHARS
-            matches = self.barrier.finditer(text, begin, end + overlap)
-            yield from (match.start() for match in matches if match.start() < end)
-            begin = end
+        return self.cuts.may_cut(text, at)
 
     def encode_cut(self, text: str) -> tuple[list[int], Encoded]:
         """The cuts of a text, and the ids of its pieces."""
@@ -110,7 +85,7 @@ class PromptTokenizer:
         begin = self._jobs % max(1, len(text) - _CHECKED_CHARS)
         sample = text[begin : begin + _CHECKED_CHARS]
         self._stats.tokenizer_checks += 1
-        if fast.encode([sample]).ids.tolist() == self._whole(sample):
+        if fast.encode([sample]).ids.tolist() == whole(self._tokenizer, sample):
             return True
         self._stats.tokenizer_mismatches += 1
         self._fast, self.name = None, "tokenizers (fastokens gave other tokens for a prompt)"
@@ -137,43 +112,3 @@ class PromptTokenizer:
         if self.prefix is None or self.suffix is None:
             raise NotLocalError("field")
         return self.prefix + ids + self.suffix
-
-    def _whole(self, text: str, *, special: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
-
-    def _probes_agree(self, barriers: list[str]) -> bool:
-        for text in _probe_texts(barriers):
-            cut = [
-                token for a, b in pairwise([*self.split(text), len(text)]) for token in self._whole(text[a:b])
-            ]
-            if cut != self._whole(text):
-                return False
-        return True
-
-    def _added_around(self) -> tuple[Ids | None, Ids | None]:
-        """What ``add_special_tokens`` puts before and after any text; None, None where it does more."""
-        frame = self._whole("", special=True)
-        for cut in range(len(frame) + 1):
-            before, after = frame[:cut], frame[cut:]
-            if all(before + self._whole(p) + after == self._whole(p, special=True) for p in _PLAIN_PROBES):
-                return array("I", before), array("I", after)
-        return None, None
-
-
-_PLAIN_PROBES: Final = ("", "a", "Hello world", " leading", "trailing ", "日本 é\n\n", "1234 x")
-_PROBE_PIECES: Final = (
-    *("", " ", "\n", "\t", "  two", "word", " word ", "\n\n x"),
-    *("é", "e\u0301", "日本", "12345", "'s", "<|"),
-)
-_PROBED_BARRIERS_MAX: Final = 6
-"""Barriers differ only by their text; more would only make loading slower."""
-
-
-def _probe_texts(barriers: list[str]) -> list[str]:
-    """Texts with barriers between, before and after pieces that normalizers and splitters care about."""
-    texts = []
-    for number, barrier in enumerate(barriers[:_PROBED_BARRIERS_MAX]):
-        other = barriers[(number + 1) % len(barriers)]
-        texts += [f"{left}{barrier}{right}{other}{left}" for left in _PROBE_PIECES for right in _PROBE_PIECES]
-    return texts

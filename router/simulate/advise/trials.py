@@ -145,7 +145,7 @@ def _more_tiers(setup: FleetSetup) -> dict[str, TierSetup]:
 
 
 def _store_name(store: TierSpec) -> str:
-    return f"store, {store.bytes_per_s * 8 / 1e9:g} Gbit/s"
+    return f"store, {_gbit_s(store)}"
 
 
 def knobs_name(knobs: PolicySettings) -> str:
@@ -317,30 +317,40 @@ def _tiers(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) 
     """What memory behind the GPUs would bring; nothing where the fleet has both kinds."""
     if not others:
         return []
-    sizes = {name: _tier_size(tiers, setup.tiers) for name, tiers in _more_tiers(setup).items()}
-    listed = "; ".join(
-        f"{one.value} ({sizes[one.value]}): {one.mean_s:.3f} s ({one.change:+.0%}), hit {one.hit_share:.0%}"
-        for one in others
-    )
-    setting = "KV connector"
+    words = {name: _tier_words(tiers, setup.tiers) for name, tiers in _more_tiers(setup).items()}
     shortest_s = min(one.mean_s for one in others)
     best = next(one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD))
-    if -best.change >= MEMORY_GAIN_MIN and best.every_seed:
-        text = (
-            f"Memory behind the GPUs pays, first {best.value} of {sizes[best.value]}: mean {base.mean_s:.3f} "
-            f"-> {best.mean_s:.3f} s ({best.change:+.0%}), hit {base.hit_share:.0%} -> {best.hit_share:.0%}. "
-            f"Tried: {listed}."
-        )
-        return [Advice(topic="tiers", setting=setting, value=best.value, text=text)]
-    text = f"Memory behind the GPUs would bring little: mean {base.mean_s:.3f} s now; {listed}."
-    return [Advice(topic="tiers", setting=setting, value=None, text=text)]
+    pays = -best.change >= MEMORY_GAIN_MIN and best.every_seed
+    verdict = f"pays, first {words[best.value]}" if pays else "would bring little"
+    listed = "; ".join(f"{words[one.value]} {_brings(one)}" for one in others)
+    text = (
+        f"Memory behind the GPUs {verdict}: {listed}. "
+        f"Now: mean {base.mean_s:.3f} s, hit {base.hit_share:.0%}."
+    )
+    return [Advice(topic="tiers", setting="KV connector", value=best.value if pays else None, text=text)]
 
 
-def _tier_size(tiers: TierSetup, now: TierSetup | None) -> str:
+def _brings(one: TrialResult) -> str:
+    gain = f"brings {-one.change:.0%}" if one.change <= 0 else f"costs {one.change:.0%}"
+    return f"{gain} (mean {one.mean_s:.3f} s, hit {one.hit_share:.0%})"
+
+
+def _tier_words(tiers: TierSetup, now: TierSetup | None) -> str:
     """Of the kind that ``now`` has not."""
     added = tiers.host if now is None or now.host is None else None
-    spec, of = (added, "per engine") if added is not None else (tiers.store, "in all")
-    return "" if spec is None else f"{spec.blocks * tiers.block_bytes / (1 << 30):.0f} GiB {of}"
+    if added is not None:
+        return f"host memory of {_gib(added, tiers)} per engine"
+    if tiers.store is None:
+        return ""
+    return f"a shared store of {_gib(tiers.store, tiers)} over {_gbit_s(tiers.store)}"
+
+
+def _gib(spec: TierSpec, tiers: TierSetup) -> str:
+    return f"{spec.blocks * tiers.block_bytes / (1 << 30):.0f} GiB"
+
+
+def _gbit_s(spec: TierSpec) -> str:
+    return f"{spec.bytes_per_s * 8 / 1e9:g} Gbit/s"
 
 
 def _engines(

@@ -99,6 +99,8 @@ class EngineEvidence(msgspec.Struct):
     parity: list[PromptParity] = []
     tokenized_by: str | None = None
     """The library that tokenizes here, and why not a faster one."""
+    unreadable: str | None = None
+    """Why chats of this model cannot be rendered here, and what to do about it."""
     probe: ProbeEvidence | None = None
     sources_ignored: bool = False
     """Whether event endpoints were configured, so that the server's own were not used."""

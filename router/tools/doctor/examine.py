@@ -272,7 +272,9 @@ class _Examination:
         by_url = dict(zip(servers, results, strict=True))
         for engine in self._seen.engines:
             engine.parity = by_url[engine.engine.base_url]
-            engine.tokenized_by = self._reader.tokenized_by(engine.base_model or ANY_MODEL)
+            local = self._reader.local_of(engine.base_model or ANY_MODEL)
+            if local is not None:
+                engine.tokenized_by, engine.unreadable = local.tokenizer.name, local.unreadable
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model

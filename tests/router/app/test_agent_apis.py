@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import anthropic
+from types import ModuleType
+
 import openai
 import pytest
 
@@ -22,7 +23,7 @@ TURNS = [
 ]
 
 
-def test_prompts_of_messages_are_known_and_their_next_turns_hit() -> None:
+def test_prompts_of_messages_are_known_and_their_next_turns_hit(anthropic: ModuleType) -> None:
     async def main() -> None:
         async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
             async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
@@ -73,7 +74,7 @@ def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
     run(main())
 
 
-def test_an_unknown_model_is_told_in_anthropics_shape() -> None:
+def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleType) -> None:
     async def main() -> None:
         async with (
             running(QUICK) as engines,

@@ -19,10 +19,13 @@ from router.fleet.identity import EngineAddress
 from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
 from router.placement.placement import Placement
+from tests.support.examples import examples
 from tests.support.front import fronting
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, running
 
+REQUESTS = 96 + examples(96)
+"""Of 64 at once."""
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}
 
 
@@ -39,7 +42,7 @@ def test_sixty_four_streams_at_once() -> None:
     async def main() -> None:
         async with running(STEADY, STEADY, STEADY) as engines, routing(configure(*engines)) as rig:
             rng = random.Random(5)
-            texts = [f"{rng.choice('abcde')} {TEXT * rng.randint(5, 25)} {n}" for n in range(192)]
+            texts = [f"{rng.choice('abcde')} {TEXT * rng.randint(5, 25)} {n}" for n in range(REQUESTS)]
             places = asyncio.Semaphore(64)
 
             async def one(text: str) -> int:
@@ -47,16 +50,16 @@ def test_sixty_four_streams_at_once() -> None:
                     return await stream(rig, text)
 
             told = await asyncio.gather(*[one(text) for text in texts])
-            assert told == [8] * 192
+            assert told == [8] * REQUESTS
             await until(lambda: rig.idle, "all answered")
             counted = {o: rig.outcomes(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
-            assert sum(counted.values()) == 192
+            assert sum(counted.values()) == REQUESTS
             assert counted["unreported"] == 0
             assert counted["unpredicted"] < 64  # at most the first ones, before anything is known
             assert rig.router.proxy.stats.errors == {}
             assert rig.router.proxy.stats.engine_failures == {}
             used = [engine.scheduler.stats.finished["length"] for engine in engines]
-            assert sum(used) == 192
+            assert sum(used) == REQUESTS
             assert min(used) > 10  # nobody was left out
             rig.check_books()
             grace_s = InflightSettings().grace_s
@@ -216,7 +219,7 @@ def test_stopping_leaves_no_task_and_no_connection() -> None:
                 await asyncio.gather(*[rig.chat(f"{n} {TEXT}") for n in range(8)])
                 router: Router = rig.router
             await until(lambda: not (_named(asyncio.all_tasks()) - _named(with_engines)), "tasks ended")
-            assert router._in_clients_names is None
+            assert router.calls._in_clients_names is None
             assert router.feeds.stats == {}
         await until(lambda: asyncio.all_tasks() <= before, "everything ended")
         gc.collect()  # unclosed sockets and sessions would warn here, and warnings are errors

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -124,7 +124,7 @@ def test_models_are_listed_for_those_who_may_use_them(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_anthropic_client_and_its_error_shape(tmp_path: Path) -> None:
+def test_the_anthropic_client_and_its_error_shape(tmp_path: Path, anthropic: ModuleType) -> None:
     async def main() -> None:
         async with guarded(tmp_path) as rig:
             messages: Any = [{"role": "user", "content": "hi"}]

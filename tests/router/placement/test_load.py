@@ -64,10 +64,22 @@ def test_samples_leave_out_the_queue() -> None:
     assert sample.running == 1
 
 
+def test_what_is_loaded_first_stands_in_the_queue_until_the_first_token() -> None:
+    load = account()
+    loading = load.admit(uncached_tokens=100, now=0.0, load_s=0.4)
+    load.admit(uncached_tokens=1000, now=0.1, load_s=0.2)
+    assert load.queue_ahead_s(0.2) == pytest.approx(0.1 + 0.4 - 0.2 + 1.0 + 0.2)
+    assert load.queue_ahead_s(1.0) == pytest.approx(1.0 + 0.2), "the head is late, not negative"
+    load.first_token(loading, 1.0)
+    assert load.queue_ahead_s(1.3) == pytest.approx(1.0 + 0.2 - 0.3)
+    told = load.own(1.3)
+    assert told is not None
+    assert told.tokens == 900, "other replicas are told of loads as of tokens"
+
+
 def test_a_first_token_after_a_load_says_nothing_of_the_prefill() -> None:
     load = account()
     ticket = load.admit(uncached_tokens=1000, now=0.0, load_s=5.0)
-    assert load.at(0.0).queue_s == load.rates.prefill_s_per_token(0.0) * 1000, "loads hold up nobody"
     assert load.at(4.0).waiting == 1, "not overdue while it loads"
     assert load.first_token(ticket, 5.1) is None
     after = load.admit(uncached_tokens=1000, now=5.1)
@@ -193,7 +205,8 @@ def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, floa
         now += wait_s
         load = loads[engine]
         if what in ("admit", "quiet"):
-            ticket = load.admit(uncached_tokens=number, now=now, streams=what == "admit")
+            load_s = number % 7 / 7
+            ticket = load.admit(uncached_tokens=number, now=now, streams=what == "admit", load_s=load_s)
             tickets.append((load, ticket))
         elif what == "report":
             load.report(running=number % 5, waiting=number % 3, now=now)
@@ -206,7 +219,8 @@ def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, floa
             state = one.at(now)
             assert state.queue_s >= 0
             assert state.running >= 0
-            assert state.queue_s <= (state.awaited_tokens + state.foreign * 5000) * RATE + 1e-9
+            most_s = (state.awaited_tokens + state.foreign * 5000) * RATE + state.waiting  # loads: 1 s each
+            assert state.queue_s <= most_s + 1e-9
             assert one.check_integrity() == []
     for of, ticket in tickets:
         of.finish(ticket, now)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.apis import BATCH, GENERATE, MESSAGES, RESPONSES
+from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
 from router.prompts.chat.conversions import Conversions
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
 from tests.support.examples import examples
 from tests.support.paths import ROOT
-from tests.support.prompts import agent_cases
+from tests.support.prompts import agent_cases, cases
 from tests.support.prompts.readers import local_reader, model_dir, plain_tokenizer, read, read_exact, reader
 
 RECORDED = json.loads(
@@ -163,18 +163,30 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=examples(60))
+SOUND: dict[str, list[dict[str, Any]]] = {
+    CHAT: [*cases.TURNS, *cases.TOOL_CHATS],
+    COMPLETION: cases.COMPLETIONS,
+    MESSAGES: agent_cases.MESSAGES,
+    RESPONSES: agent_cases.RESPONSES,
+    BATCH: agent_cases.BATCHES,
+    COHERE: agent_cases.COHERE,
+    GENERATE: [
+        {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}, "cache_salt": "s", "features": None},
+        {
+            "token_ids": [5, 6, 7],
+            "features": {
+                "mm_hashes": {"image": ["h"]},
+                "mm_placeholders": {"image": [{"offset": 1, "length": 2}]},
+            },
+        },
+    ],
+}
+
+
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_wrong_types_anywhere_are_passed_on_or_refused(folder: Path, data: st.DataObject) -> None:
-    path, bodies = data.draw(
-        st.sampled_from(
-            [
-                (MESSAGES, agent_cases.MESSAGES),
-                (RESPONSES, agent_cases.RESPONSES),
-                (BATCH, agent_cases.BATCHES),
-            ]
-        )
-    )
+    path, bodies = data.draw(st.sampled_from(sorted(SOUND.items())))
     body = copy.deepcopy(data.draw(st.sampled_from(bodies)))
     place: Any = body
     while True:

@@ -17,12 +17,14 @@ HELLO = chat(say("user", "Hello"))
 
 
 class Servers:
-    """Fake render servers and one engine; ``down`` refuse connections, ``refuse`` answer 400."""
+    """Fake render servers and one engine; ``down`` refuse connections, ``refuse`` answer 400, ``hang`` never
+    answer."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.down: set[str] = set()
         self.refuse: set[str] = set()
+        self.hang: set[str] = set()
         self.gate: asyncio.Event | None = None
 
     async def post(self, url: str, _body: bytes, _headers: Any, _timeout_s: float) -> tuple[int, bytes]:
@@ -30,6 +32,8 @@ class Servers:
         self.asked.append(server)
         if self.gate is not None:
             await self.gate.wait()
+        if server in self.hang:
+            await asyncio.Event().wait()
         if server in self.down:
             raise OSError(url)
         return (400, b"{}") if server in self.refuse else (200, json.dumps({"token_ids": [1, 2, 3]}).encode())
@@ -39,7 +43,7 @@ class Servers:
 
 
 def make(servers: Servers, renderers: tuple[str, ...] = SERVERS) -> PromptReader:
-    settings = PromptSettings(renderers=renderers)
+    settings = PromptSettings(renderers=renderers, engine_timeout_s=0.05 if servers.hang else 60.0)
     return reader(
         {"m": ModelPrompts()}, settings, post=servers.post, engine_url=lambda _model: "http://engine"
     )
@@ -77,7 +81,7 @@ def test_calls_are_spread_over_the_servers() -> None:
     side.close()
 
 
-@pytest.mark.parametrize("how", ["down", "refuse"])
+@pytest.mark.parametrize("how", ["down", "refuse", "hang"])
 def test_where_two_servers_give_nothing_the_engine_is_asked(how: str) -> None:
     servers = Servers()
     getattr(servers, how).update(SERVERS)

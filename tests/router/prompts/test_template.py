@@ -8,15 +8,10 @@ import time
 import minijinja
 import pytest
 
+from router.prompts.chat.compiled import TemplateRejectsError, reference_environment, tojson
 from router.prompts.chat.content_format import detect_content_format
 from router.prompts.chat.messages import parse_message
-from router.prompts.chat.template import (
-    ChatTemplate,
-    TemplateRejectsError,
-    message_shape,
-    reference_environment,
-    tojson,
-)
+from router.prompts.chat.template import ChatTemplate, message_shape
 from router.prompts.stats import PromptStats
 from tests.support.prompts import cases
 from tests.support.prompts.readers import TEMPLATES, template_text

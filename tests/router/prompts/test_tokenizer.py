@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from router.prompts.stats import PromptStats
+from router.prompts.tokens import cuts
 from router.prompts.tokens import fast as fast_module
 from router.prompts.tokens import tokenizer as module
 from router.prompts.tokens.barriers import barrier_pattern, find_barriers
@@ -44,7 +45,7 @@ def make(text: str, *, fast: bool = True) -> PromptTokenizer:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_give_the_ids_of_the_whole_text(kind: str, fast: bool) -> None:
     whole, cut = Tokenizer.from_str(KINDS[kind]), make(KINDS[kind], fast=fast)
-    assert cut.barrier is not None
+    assert cut.cuts.barrier is not None
 
     @settings(max_examples=examples(150), deadline=None)
     @given(TEXTS)
@@ -68,7 +69,7 @@ def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None
     tokenizer = byte_level()
     expected = tokenizer.split(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_WINDOW_CHARS", window)
+        patch.setattr(cuts, "_WINDOW_CHARS", window)
         assert tokenizer.split(text) == expected
 
 
@@ -203,7 +204,7 @@ def test_overlapping_added_tokens_still_give_exact_ids() -> None:
 
 
 def test_a_failed_self_check_turns_segments_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_barriers", lambda tokenizer: ["H", "e"])
+    monkeypatch.setattr(cuts, "find_barriers", lambda tokenizer: ["H", "e"])
     cut = make(KINDS["byte-level"])
-    assert cut.barrier is None
+    assert cut.cuts.barrier is None
     assert cut.split("Hello") == [0]

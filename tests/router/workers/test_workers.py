@@ -45,6 +45,19 @@ class Serving:
             await answer.read()
             return answer
 
+    async def response(self, text: str) -> str:
+        """The id of a new response, by any worker."""
+        body = {"model": MODEL, "input": text, "max_output_tokens": 3}
+        url = f"{self.url}/v1/responses"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+            return str((await answer.json())["id"])
+
+    async def has(self, response: str) -> bool:
+        """Whether the response is had, by any worker."""
+        url = f"{self.url}/v1/responses/{response}"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            return answer.status == 200
+
     async def get(self, path: str) -> Any:
         async with aiohttp.ClientSession() as session, session.get(self.ops + path) as answer:
             return await (answer.json() if answer.content_type == "application/json" else answer.text())
@@ -112,6 +125,12 @@ def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
             assert len(await router.get("/kvatlas/receipts")) == 12
             views = await router.get("/kvatlas/engines")
             assert sum(sum(view["receipts"].values()) for view in views) == 12
+
+            # A response is found where it is kept, whichever worker is asked for it.
+            made = [await router.response(f"{number} {TEXT}") for number in range(4)]
+            for _ in range(6):
+                for name in made:
+                    await until(partial(router.has, name), "the worker knows which engine has it")
 
             # What an administrator says at any worker holds at all.
             await router.admin("/drain", {"engine": engines[0].base_url})

@@ -1,4 +1,4 @@
-"""Requests of the Messages and Responses APIs, by hand and at random; used locally and against real vLLM."""
+"""Requests of agents' APIs and Cohere's, by hand and at random; used locally and against real vLLM."""
 
 from __future__ import annotations
 
@@ -390,3 +390,103 @@ def _random_responses(rng: random.Random) -> Body:
     if rng.random() < 0.3:
         more["reasoning"] = {"effort": rng.choice(["none", "low", "medium", "high"])}
     return responses(*items, **more)
+
+
+COHERE_TOOL: Body = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Is it <warm>?",
+        "parameters": {"type": "object", "properties": {"b": {"maximum": 1.50}, "a": {"enum": ["ü", None]}}},
+    },
+}
+COHERE_CALLS: Body = {
+    "role": "assistant",
+    "tool_plan": "I look.",
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"a": "ü"}'}},
+        {"id": "c2", "type": "function", "function": {"arguments": "", "name": "ping"}},
+    ],
+}
+COHERE_RESULT: Body = {"role": "tool", "tool_call_id": "c1", "content": '{"t": 21.5}'}
+DOCUMENT: Body = {"id": "d1", "data": {"title": "Tides <&>", "n": 1.50}}
+
+
+def cohere(*turns: Body, **fields: Any) -> Body:
+    return {"model": "m", "messages": list(turns), **fields}
+
+
+COHERE: list[Body] = [
+    cohere(USER),
+    cohere(says("system", "s"), says("developer", [text("d"), text("e")]), USER),
+    cohere(USER, ANSWER, USER, max_tokens=7, stream=True, safety_mode="STRICT", logprobs=True),
+    cohere(blocks("user", text("one"), text("two", zzz=1))),
+    cohere(blocks("user", text("only"))),
+    cohere(blocks("user")),
+    cohere(USER, says("assistant", None), USER),
+    cohere(USER, says("assistant", ""), USER),
+    cohere(USER, blocks("assistant", {"type": "thinking", "thinking": "hm"}, text("a"), text("b")), USER),
+    cohere(USER, {**COHERE_CALLS, "content": "x", "citations": []}, COHERE_RESULT, tools=[COHERE_TOOL]),
+    cohere(USER, COHERE_CALLS, COHERE_RESULT, {**COHERE_RESULT, "tool_call_id": "c2"}, ANSWER, USER),
+    cohere(
+        USER,
+        COHERE_CALLS,
+        {
+            **COHERE_RESULT,
+            "content": [text("21"), {"type": "document", "document": {"id": None, "data": {"a": "ü"}}}],
+        },
+    ),
+    cohere(
+        USER, COHERE_CALLS, {**COHERE_RESULT, "content": [{"type": "document", "document": DOCUMENT}]}, USER
+    ),
+    cohere(USER, tools=[COHERE_TOOL, {"function": {"name": "f", "parameters": {}}}], tool_choice="NONE"),
+    cohere(USER, tools=[COHERE_TOOL], strict_tools=True, tool_choice="REQUIRED"),
+    cohere(USER, tools=[COHERE_TOOL], strict_tools=False),
+    cohere(USER, tools=[]),
+    cohere(USER, tools=[{"type": "function"}]),
+    cohere(USER, documents=["plain", DOCUMENT, {"data": {"x": "y"}}]),
+    cohere(USER, documents=[DOCUMENT], chat_template_kwargs={"documents": [{"text": "own"}]}),
+    cohere(USER, documents=[]),
+    cohere(USER, thinking={"type": "disabled"}, citation_options={"mode": "FAST"}),
+    cohere(USER, thinking={"type": "enabled", "token_budget": 5}, chat_template_kwargs={"thinking": True}),
+    cohere(USER, chat_template_kwargs={"enable_thinking": False, "custom_greeting": "hi"}),
+    cohere(USER, response_format={"type": "json_object"}, stop_sequences=["x"], k=3, p=0.5, seed=1),
+    cohere(USER, {"role": "tool", "content": "no id"}),
+    cohere(says("critic", "x")),
+    cohere(says("user", None)),
+    cohere(),
+    cohere(USER, tool_choice="AUTO"),
+    cohere(blocks("user", {"type": "image_url", "image_url": {"url": "http://x"}}, text("what?"))),
+]
+
+
+def random_cohere(count: int, seed: int = 7) -> list[Body]:
+    """The same for Cohere's API."""
+    rng = random.Random(seed)
+    return [_random_cohere(rng) for _ in range(count)]
+
+
+def _random_cohere(rng: random.Random) -> Body:
+    turns: list[Body] = []
+    for index in range(rng.randint(1, 4)):
+        content: Any = _words(rng) if rng.random() < 0.6 else _texts(rng)
+        turns.append(says(rng.choice(["user", "user", "user", "system"]), content))
+        if rng.random() < 0.4:
+            call = {"id": f"c{index}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            asked: Body = {"role": "assistant", "tool_calls": [call]}
+            if rng.random() < 0.5:
+                asked["tool_plan"] = _words(rng)
+            given = [text(_words(rng)), {"type": "document", "document": {"data": {"é": _value(rng)}}}]
+            content = rng.choice([_words(rng), rng.sample(given, rng.randint(0, 2))])
+            turns += [asked, {"role": "tool", "tool_call_id": f"c{index}", "content": content}]
+        if rng.random() < 0.7:
+            thought = {"type": "thinking", "thinking": _words(rng)}
+            turns.append(says("assistant", rng.choice([_words(rng), [thought, text(_words(rng))]])))
+    more: Body = {}
+    if rng.random() < 0.4:
+        more["tools"] = [COHERE_TOOL]
+    if rng.random() < 0.3:
+        more["documents"] = [_words(rng), {"data": {"text": _words(rng)}}]
+    if rng.random() < 0.2:
+        more["thinking"] = {"type": rng.choice(["enabled", "disabled"])}
+    return cohere(*turns, **more)

@@ -31,13 +31,24 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield from _not_compared(result)
 
 
+@engine_check("tokens.family")
+def family(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """Whether chats can be rendered here at all."""
+    if engine.unreadable is not None:
+        yield warning(
+            "this model's chats cannot be read here: an engine or a render server is asked for each",
+            "vLLM renders them with code, not with a template, and what that takes is not here",
+            engine.unreadable,
+        )
+
+
 @engine_check("tokens.speed")
 def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Which library tokenizes here."""
     name = engine.tokenized_by
     if name is None:
         return
-    if name.startswith("fastokens"):
+    if name.startswith(("fastokens", "mistral-common")):
         yield ok(f"tokenized by {name}")
     else:
         yield info(

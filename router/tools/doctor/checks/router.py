@@ -219,14 +219,20 @@ def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
 
 _SELDOM_SHARE = 0.05
 """Below this share of an API's requests, prompts that are not read here are nothing to act on."""
+_RENDER = "give a render server (--renderer: vllm launch render) beside the router"
 _READING_REMEDIES = {
     "no_tokenizer": "configure the model's tokenizer directory (--tokenizer, models.NAME.tokenizer)",
     "no_template": "give the model's chat template (models.NAME.chat_template)",
-    "too_large": "raise prompts.prompt_bytes_max",
-    "busy": "raise prompts.worker_threads",
     "model_unknown": "name the model in [models], or give a tokenizer for all",
     "lora_path_unknown": "name the adapter's path (models.NAME.lora_paths)",
+    "renderer": f"tokens.family says what the model's family needs here; else {_RENDER}",
+    "template_rejected": "tokens.parity says whether the chat template is the engine's",
+    "request_template": f"let clients send no template of their own, or {_RENDER}",
+    "multimodal": f"{_RENDER}: it is asked once for each set of images",
+    "too_large": "raise prompts.prompt_bytes_max",
+    "busy": "raise prompts.worker_threads",
 }
+_OTHERWISE = f"{_RENDER}; docs/exactness.md says what is read here"
 
 
 @fleet_check("router.prompts")
@@ -253,9 +259,14 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
             yield info(
                 summary,
                 f"most often, over all APIs: {often or 'unknown'} (docs/glossary.md says what that means)",
-                _READING_REMEDIES.get(often, "docs/exactness.md says what is read locally"),
+                _READING_REMEDIES.get(often, _OTHERWISE),
                 subject=router.url,
             )
 
 
-_WAYS = {"local": "tokenized here", "engine": "by engines", "affinity": "placed by text"}
+_WAYS = {
+    "local": "tokenized here",
+    "renderer": "by render servers",
+    "engine": "by engines",
+    "affinity": "placed by text",
+}

@@ -143,6 +143,7 @@ class FakeDevice:
         return kept
 
     def scratch(self, size_bytes: int) -> tuple[int, object]:
+        self._check("scratch")
         memory = np.zeros(size_bytes + 64, np.uint8)
         return int(memory.ctypes.data) + -int(memory.ctypes.data) % 64, memory
 

@@ -85,9 +85,10 @@ def test_without_mapped_host_memory_there_is_no_kernel() -> None:
     assert "by its address" in found.note
 
 
-def test_a_kernel_that_cannot_be_run_costs_only_speed() -> None:
+@pytest.mark.parametrize("failing", ["kernel_copy", "scratch"])
+def test_a_kernel_that_cannot_be_run_or_tried_costs_only_speed(failing: str) -> None:
     device = FakeDevice()
-    device.failing.add("kernel_copy")
+    device.failing.add(failing)
     driver = FakeDriver(device)
     found = calibrate(device, driver)
     assert found.kernel_max_piece_bytes == 0

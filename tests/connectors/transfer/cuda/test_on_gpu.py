@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +18,12 @@ from connectors.transfer.host_pool import PinnedHostPool
 from tests.connectors.transfer.contract import PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache
 
-torch = pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+with warnings.catch_warnings(action="ignore"):  # of torch's own modules, in some versions
+    torch = pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore"),  # the same of triton's, which is imported later
+]
 
 
 class GpuMemory:

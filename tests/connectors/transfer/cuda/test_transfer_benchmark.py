@@ -230,6 +230,9 @@ def test_goals_are_judged_by_their_worst_case() -> None:
     assert goals([], [])[4][2] == "-"
 
 
+RUN_TIMEOUT_S = 600
+
+
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
@@ -237,7 +240,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=RUN_TIMEOUT_S,
         check=False,
     )
 
@@ -255,6 +258,7 @@ def test_nothing_but_numpy_is_needed_to_start() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 def test_the_gpus_path_runs_with_its_devices_replaced(tmp_path: Path) -> None:
     """Everything but the device: torch's tensors, the kernel interpreted, the driver's calls by ctypes."""
     pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")

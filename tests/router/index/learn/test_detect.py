@@ -592,6 +592,61 @@ def test_equal_tokens_under_other_keys_are_no_evidence() -> None:
     assert fleet.engine("a").scheme == scheme
 
 
+def test_a_prompt_that_goes_on_otherwise_is_no_evidence_where_hashes_look_ahead() -> None:
+    """Else it would be searched with in vain, and only so many searches are made."""
+    scheme, fleet = HashScheme(seed="42", lookahead=1), fleet_of()
+    shown = PromptExtras(cache_salt="tenant", multimodal=(MultimodalItem("image-1", 3, 10),))
+    engine = feed(fleet, Writer(scheme).stored(tokens(40), shown))
+    for n in range(5):
+        fleet.predict(Prompt(tokens(16) + tokens(40, seed=1 + n), shown), ["a"])
+        assert engine.detection is Detection.WAITING
+    fleet.predict(Prompt(tokens(17) + tokens(40, seed=1), shown), ["a"])
+    assert engine.detection is Detection.SEARCHING
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
+@pytest.mark.parametrize("keep", [[9], [2, 9]])
+def test_other_images_of_the_same_tokens_are_no_evidence_in_masked_events_either(keep: list[int]) -> None:
+    scheme, fleet = HashScheme(seed="42"), fleet_of()
+    images = [PromptExtras(multimodal=(MultimodalItem(f"image-{n}", 20, 135),)) for n in range(4)]
+    engine = feed(fleet, Writer(scheme, kind=WINDOW, window=64).stored(tokens(160), images[0], keep=keep))
+    for other in images[1:]:
+        fleet.predict(Prompt(tokens(160), other), ["a"])
+        assert engine.detection is Detection.WAITING
+    fleet.predict(Prompt(tokens(160), images[0]), ["a"])
+    assert engine.detection is Detection.SEARCHING
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
+def test_blocks_after_another_beginning_use_up_no_other_searches() -> None:
+    scheme, fleet = HashScheme(seed="42"), fleet_of()
+    window = Writer(scheme, kind=WINDOW, window=64)
+    engine = feed(fleet, window.stored(tokens(160), start=6))
+    for n in range(5):
+        fleet.predict(Prompt(tokens(96, seed=1 + n) + tokens(160)[96:]), ["a"])
+        engine.finish_detection()
+    assert engine.detection is Detection.WAITING
+    feed(fleet, window.stored(tokens(160, seed=9), keep=[6, 7, 8, 9]))
+    fleet.predict(Prompt(tokens(160, seed=9)), ["a"])
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
+def test_nothing_is_searched_with_twice() -> None:
+    """One prompt with another beginning is asked for again and again."""
+    scheme, fleet = HashScheme(seed="42"), fleet_of()
+    engine = feed(fleet, Writer(scheme, kind=WINDOW, window=64).stored(tokens(160), start=6))
+    for _ in range(5):
+        fleet.predict(Prompt(tokens(96, seed=1) + tokens(160)[96:]), ["a"])
+        engine.finish_detection()
+    assert engine.detection is Detection.WAITING
+    fleet.predict(Prompt(tokens(160)), ["a"])
+    engine.finish_detection()
+    assert engine.scheme == scheme
+
+
 def test_placed_prompts_are_searched_with_whatever_else_was() -> None:
     scheme, fleet = HashScheme(seed="42"), fleet_of(lora_paths={"sql": "/elsewhere"})
     engine = feed(fleet, *[Writer(scheme).stored(tokens(100, seed=n), LORA) for n in range(30)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -15,10 +16,11 @@ from publisher.events import BlockHash, encode_batch
 from publisher.groups import Family, GroupSpec, SpecClass
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout
-from router.index.base import Plane
+from router.index.base import WORD_BITS, Plane, Rows
 from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from router.index.model import FleetResidency
 from router.index.rules.eagle import order_matters
+from router.index.rules.hits import evaluate
 from tests.router.index.rules.layouts import (
     chunked,
     evaluate_one,
@@ -27,6 +29,7 @@ from tests.router.index.rules.layouts import (
     mamba,
     models,
     residencies,
+    rows_of,
     window,
 )
 from tests.support.examples import examples
@@ -117,6 +120,10 @@ ORDERED = [
     (full(0, 64), window(1, 1, 16, is_eagle=True), window(2, 200, 32, is_eagle=True)),
     (full(0), window(1, 1, is_eagle=True), window(2, 64)),
     (full(0, 32), window(1, 1, 16, is_eagle=True)),
+    (window(0, 1, is_eagle=True), window(1, 1)),
+    (window(0, 1, is_eagle=True), window(1, 64)),
+    (window(0, 1, is_eagle=True), chunked(1, 64)),
+    (mamba(0, "align"), window(1, 1, is_eagle=True)),
     (full(0, is_eagle=True), full(1), window(2, 1, is_eagle=True), mamba(3, "align")),
     (full(0, 48), mamba(1, "align", 32), full(2, 64)),
     (full(0, 64), full(1, 48), full(2, 16), mamba(3, "align", 32)),
@@ -135,6 +142,15 @@ def test_where_the_order_matters_hits_equal_what_the_engine_finds(groups: tuple[
         count, density = num_tokens // layout.hash_block_size, rng.choice([0.5, 0.8, 0.95, 1.0])
         units = {g.group_idx: {n for n in range(count) if rng.random() < density} for g in groups}
         assert evaluate_one(layout, num_tokens, units).hit[0] == engine_hit(layout, num_tokens, units)
+
+
+def test_engines_that_all_hold_the_same_are_asked_as_often_as_one() -> None:
+    layout = make_layout((window(0, 1, is_eagle=True), window(1, 1)), ModelFacts(), None)
+    rows = rows_of({0: [5], 1: [5]}, 96, layout)
+    assert evaluate(rows, layout, 96).hit[0] == engine_hit(layout, 96, {0: {5}, 1: {5}})
+    everyone = np.uint64((1 << WORD_BITS) - 1)
+    alike = {column: np.where(held, everyone, held) for column, held in rows.columns.items()}
+    assert evaluate(Rows(rows.num_hashes, alike), layout, 96).hit == [0] * WORD_BITS
 
 
 @settings(max_examples=examples(80), deadline=None)

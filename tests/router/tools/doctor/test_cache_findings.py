@@ -15,6 +15,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.groups import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
+from router.prompts.families import harmony
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import Findings, at, look, publishing, saying, server, stored
 from tests.support.front import fronting
@@ -164,7 +165,9 @@ def test_blocks_and_typical_prompts(mean: float, severity: Severity) -> None:
     found.expect("cache.block_size", severity, "16 tokens", f"{mean:.0f} on average")
 
 
+@pytest.mark.long
 def test_adapters_whose_path_nobody_told() -> None:
+    """Their hashes are of no scheme without the path, so the whole search is gone through."""
     models = {
         "data": [
             {"id": "m"},
@@ -249,6 +252,29 @@ def test_a_template_that_cannot_be_used_here(tmp_path: Path) -> None:
 def usage(prompt_tokens: int, cached: int | None) -> dict[str, Any]:
     details = None if cached is None else {"cached_tokens": cached}
     return {"usage": {"prompt_tokens": prompt_tokens, "prompt_tokens_details": details}}
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        ({"architectures": ["KimiK3ForConditionalGeneration"]}, "--renderer"),
+        ({"model_type": "gpt_oss"}, "pip install 'kvatlas[harmony]'"),
+    ],
+)
+def test_chats_that_only_code_renders(
+    config: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harmony, "library", None)
+    shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    async def main() -> None:
+        async with running({}) as (engine,):
+            found = await look(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
+            found.expect("tokens.family", Severity.WARNING, remedy)
+            assert not (await look(engine.base_url)).of("tokens.family")
+
+    run(main())
 
 
 @pytest.mark.parametrize(

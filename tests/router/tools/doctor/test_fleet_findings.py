@@ -220,6 +220,8 @@ def test_what_the_routers_metrics_show() -> None:
         b'kvatlas_prompts_reads_total{api="chat",how="local"} 40.0\n'
         b'kvatlas_prompts_reads_total{api="messages",how="local"} 1.0\n'
         b'kvatlas_prompts_reads_total{api="messages",how="affinity"} 3.0\n'
+        b'kvatlas_prompts_reads_total{api="responses",how="renderer"} 1.0\n'
+        b'kvatlas_prompts_reads_total{api="responses",how="engine"} 1.0\n'
         b'kvatlas_prompts_not_local_total{reason="no_tokenizer"} 3.0\n'
     )
 
@@ -232,6 +234,7 @@ def test_what_the_routers_metrics_show() -> None:
             found.expect("router.predictions", Severity.INFO, "2 removals")
             by_text = found.expect("router.prompts", Severity.INFO, "75% placed by text")
             assert "tokenizer" in by_text.remedy
+            found.expect("router.prompts", Severity.INFO, "50% by render servers, 50% by engines")
 
     run(main())
 

@@ -170,6 +170,7 @@ def test_the_choice_is_the_engine_that_holds_most(tmp_path: Path, capsys: pytest
     assert [engine["hit_tokens"] for engine in said["engines"]] == [3 * BLOCK, 7 * BLOCK]
 
 
+@pytest.mark.long
 def test_a_redacted_capture_needs_the_scheme_and_is_exact_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,12 +42,15 @@ class Stream:
             self.written += self.order.take()
 
     def serve(self, hole: int | None = None) -> None:
-        """Begin to answer the open request from the ring as it is, perhaps without its nth frame."""
+        """Begin to answer the open request from the ring as it is, perhaps without its nth frame.
+
+        Not without the stream's first one: a ring that has dropped it looks the same.
+        """
         if self.order.request is not None and self.serving is None:
             self.serving = self.order.request
             first = max(self.serving.from_seq, self.sent - self.ring)
             self.answer = [frame(seq, self.run) for seq in range(first, self.sent)]
-            if hole is not None and hole < len(self.answer):
+            if hole is not None and hole < len(self.answer) and self.answer[hole].seq > 0:
                 del self.answer[hole]
 
     def deliver(self, count: int) -> None:
