@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ async def busy(rig: Rig) -> AsyncIterator[None]:
 
 def asks(rig: Rig, text: str = "hi", **fields: Any) -> asyncio.Task[Any]:
     return asyncio.ensure_future(rig.chat(text, **{"max_tokens": 1, **fields}))
+
+
+def ended(order: list[str], name: str, _: asyncio.Task[Any]) -> None:
+    order.append(name)
 
 
 async def waits(room: WaitingRoom, count: int) -> None:
@@ -160,7 +165,7 @@ def test_higher_classes_come_first_by_header_or_body() -> None:
                     "high": asks(rig, extra_headers=HIGH),
                 }
                 for name, task in asked.items():
-                    task.add_done_callback(lambda _, name=name: order.append(name))
+                    task.add_done_callback(partial(ended, order, name))
                 await waits(room, 4)
             await asyncio.gather(*asked.values())
             assert order[:2] == ["high", "normal"]
@@ -190,7 +195,7 @@ def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path: Path) -> N
                 asked.append(asks(rig, TEXT, extra_headers=guest))
                 await waits(room, 7)
                 for task, name in zip(asked, ["flood"] * 6 + ["guest"], strict=True):
-                    task.add_done_callback(lambda _, name=name: order.append(name))
+                    task.add_done_callback(partial(ended, order, name))
             await asyncio.gather(*asked)
             assert order.index("guest") <= 1
 
