@@ -4,7 +4,7 @@
 #   WORKERS=4           how many processes run tests side by side (default 2; 0: none but pytest itself)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-random test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all test-vllm test-envoy test-random test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -30,10 +30,10 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## The fast tests: no long ones, a fifth of the random examples, one of each kind that starts processes
-	@$(BIN)/python -m pytest $(PARALLEL) -m "not vllm and not process and not long" $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not vllm and not envoy and not process and not long" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
-	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
+	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(PARALLEL) -m "not vllm and not envoy" $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \
@@ -45,6 +45,9 @@ test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's schedul
 		KVATLAS_VLLM_PYTHON="$$python" KVATLAS_VLLM_033_PYTHON="$$next" \
 		KVATLAS_RANDOM_MIXES="$(MIXES)" KVATLAS_RANDOM_SEED="$(SEED)" \
 		$(BIN)/python -m pytest -m vllm tests/vllm/test_random_mixes.py --timeout 0 -rP $(ARGS)
+
+test-envoy: $(DEV) ## Tests of the endpoint picker behind a real Envoy (installs it on first use)
+	@envoy=$$(scripts/envoy_env.sh) && KVATLAS_ENVOY="$$envoy" $(BIN)/python -m pytest -m envoy $(ARGS)
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
 	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest tests/connectors --timeout 1200 $(ARGS)

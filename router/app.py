@@ -27,6 +27,7 @@ from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
 from router.config.schema import ANY_MODEL, Config
+from router.epp.server import PickerServer
 from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager
@@ -126,6 +127,7 @@ class Router:
             warm_up_s_max=config.fleet.warm_up_s_max,
         )
         self.admin = self._open_admin()
+        self.picker = self._open_picker()
         self._sources = Sources(
             self.fleet,
             self.scopes,
@@ -140,6 +142,7 @@ class Router:
             self.gate,
             self._aliases,
             None if self.traces is None else self.traces.stats,
+            epp=None if self.picker is None else self.picker.stats,
             others=self._others,
         )
         self._view: WholeView | None = None
@@ -253,6 +256,7 @@ class Router:
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             self._in_crew(),
+            nullcontext() if self.picker is None else self.picker.listening(),
             asyncio.TaskGroup() as tasks,
         ):
             self._tasks = tasks
@@ -272,6 +276,8 @@ class Router:
             try:
                 yield
             finally:
+                if self.picker is not None:
+                    await self.picker.drained()
                 for task in background:
                     task.cancel()
                 if self.shared is not None:
@@ -337,6 +343,8 @@ class Router:
 
     def retire(self) -> None:
         """The server drains: what other replicas can take over, they may take now."""
+        if self.picker is not None:
+            self.picker.drain()
         if self.shared is not None and self._tasks is not None:
             self._tasks.create_task(self.shared.release_leases())
 
@@ -344,6 +352,21 @@ class Router:
         """The roster changed: the fleet is what it says."""
         if self._poller is not None:
             self._poller.assign(self.roster.wanted())
+
+    def _open_picker(self) -> PickerServer | None:
+        """Raises ``TlsError`` for files of no use."""
+        config = self.config
+        if not config.epp.listen:
+            return None
+        return PickerServer(
+            self,
+            config.epp,
+            proxy=config.proxy,
+            listen=config.listen,
+            certificates=self.certificates,
+            clock=self._clock,
+            readiness=lambda: self.readiness().ready,
+        )
 
     def _open_admin(self) -> AdminApi | None:
         if not self.config.admin.enabled:

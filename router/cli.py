@@ -17,8 +17,8 @@ from cyclopts import App, CycloptsError, Parameter
 from router import __version__
 from router.config.checks import LOG_LEVELS
 from router.config.errors import ConfigError
-from router.config.load import load, parse_engine
-from router.config.schema import ANY_MODEL, OPS_PORT, ServerConfig
+from router.config.load import Loaded, load, parse_engine
+from router.config.schema import ANY_MODEL, EPP_LISTEN, OPS_PORT, ServerConfig
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
@@ -128,6 +128,61 @@ def serve(
         engines=tuple(parse_engine(text) for text in engine or []),
         models=models,
     )
+    return _start(loaded, picker=False, print_config=print_config, check_config=check_config)
+
+
+@app.command
+def epp(
+    *,
+    listen: Annotated[
+        str | None,
+        Parameter(help=f"HOST:PORT on which gateways ask; port 0 takes a free one (default {EPP_LISTEN})."),
+    ] = None,
+    health_listen: Annotated[
+        str | None, Parameter(help="HOST:PORT of health checks without TLS (default: none).")
+    ] = None,
+    engine: EngineFlags = None,
+    config: Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")] = None,
+    tokenizer: Annotated[
+        Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
+    ] = None,
+    tls: Annotated[
+        bool | None, Parameter(help="Speak TLS to gateways (default: yes, with a certificate of its own).")
+    ] = None,
+    fallbacks: Annotated[
+        int | None, Parameter(help="Further engines that a gateway is told, in order (default 0).")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
+    ] = None,
+    print_config: Annotated[
+        bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
+    ] = False,
+    check_config: Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")] = False,
+) -> int:
+    """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine is to get each request."""
+    flags = {
+        "epp.listen": listen,
+        "epp.health_listen": health_listen,
+        "epp.tls": tls,
+        "epp.fallbacks": fallbacks,
+    }
+    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
+    given |= _assignments(set_ or [])
+    models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
+    loaded = load(
+        config,
+        defaults={"epp.listen": EPP_LISTEN},
+        flags=given,
+        engines=tuple(parse_engine(text) for text in engine or []),
+        models=models,
+    )
+    return _start(loaded, picker=True, print_config=print_config, check_config=check_config)
+
+
+def _start(loaded: Loaded, *, picker: bool, print_config: bool, check_config: bool) -> int:
+    """Run the router, or the endpoint picker alone, or say what would run."""
     from router import serve as serving
 
     if print_config:
@@ -143,7 +198,7 @@ def serve(
         serving.check(loaded.config)
         print("configuration ok")
         return 0
-    return serving.serve(loaded.config)
+    return serving.pick(loaded.config) if picker else serving.serve(loaded.config)
 
 
 @app.command

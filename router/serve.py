@@ -8,6 +8,7 @@ import gc
 import io
 import logging
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
+import uvloop
 
 from router import __version__
 from router.admission.key_file import KeyFileError
@@ -174,10 +176,45 @@ def share_the_interpreter() -> None:
 
 def serve(config: Config) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
+    router = _prepared(config)
+    workers = cores() if config.server.workers == "auto" else config.server.workers
+    if workers > 1:
+        router.discard()
+        return _supervise(config, min(workers, WORKERS_MAX))
+    return _run(make_server(router))
+
+
+def pick(config: Config) -> int:
+    """The endpoint picker alone, until SIGTERM or SIGINT; returns the exit status."""
+    router = _prepared(config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_picking(router))
+
+
+async def _picking(router: Router) -> int:
+    stop = asyncio.Event()
+    router.draining = stop.is_set
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    started = False
+    try:
+        async with router.running():
+            started = True
+            await stop.wait()
+            router.retire()
+    except OSError as error:  # a port cannot be had
+        if started:
+            raise
+        _log.error("not started", problem=str(error))
+        return 1
+    return 0
+
+
+def _prepared(config: Config) -> Router:
+    """The router of a checked configuration, in a process that is ready for it. Raises ``ConfigError``."""
     configure_logging(config.server.log_level, config.server.log_format)
     router = check(config)
     check_shared_index(config)
-    workers = cores() if config.server.workers == "auto" else config.server.workers
     tame_garbage_collection()
     share_the_interpreter()
     _log.info(
@@ -189,10 +226,7 @@ def serve(config: Config) -> int:
     for model in config.models:
         if (library := router.reader.tokenized_by(model)) is not None:
             _log.info("tokenizer", model=model, library=library)
-    if workers > 1:
-        router.discard()
-        return _supervise(config, min(workers, WORKERS_MAX))
-    return _run(make_server(router))
+    return router
 
 
 def _run(server: RouterServer, sockets: list[socket.socket] | None = None) -> int:

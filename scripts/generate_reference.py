@@ -33,6 +33,7 @@ from router.app import Router
 from router.cli import app
 from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
+from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
 from router.http.server.stats import ListenStats
@@ -295,6 +296,7 @@ def _sources() -> Sources:
         router.proxy.requests,
         _gate(),
         traces=TraceStats(),
+        epp=EppStats(),
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
             *crew_families(1, {0}, {}),

@@ -5,6 +5,7 @@ Each rule names the key, the value and what would be right; nothing is contacted
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import sys
@@ -31,6 +32,7 @@ _MAY_BE_ZERO = frozenset(
         "ageing",
         "drain_delay_s",
         "drain_s_max",
+        "fallbacks",
         "idle_connections_max",
         "inline_blocks_max",
         "inline_chars_max",
@@ -119,11 +121,15 @@ def check_config(config: Config) -> None:
     _check_ops(config)
     _check_access_log(config.access_log)
     _check_listen(config.listen)
-    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log", "queue"):
+    for section in (
+        *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"),
+        *("epp", "queue"),
+    ):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):
         _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
     _check_admin(config)
+    _check_epp(config)
     _check_renderers(config.prompts.renderers)
     _check_by_making("", config.fleet.headers)
     _check_by_making("aliases.", lambda: Aliases(config.alias_shares()))
@@ -181,6 +187,25 @@ def _check_admin(config: Config) -> None:
         path = getattr(admin, key)
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"admin.{key}: there is no file {path}")
+
+
+def _check_epp(config: Config) -> None:
+    if not config.epp.listen:
+        if config.epp.health_listen:
+            raise ConfigError("epp.health_listen: there is no endpoint picker; give epp.listen too")
+        return
+    if config.server.workers != 1:
+        raise ConfigError("epp.listen: the endpoint picker is one process; leave server.workers at 1")
+    for engine in config.engines:
+        parts = urlsplit(engine.base_url)
+        try:
+            ipaddress.ip_address(parts.hostname or "")
+        except ValueError:
+            raise ConfigError(
+                f"engines: {engine.base_url}: gateways take an IP address only; give it instead of the name"
+            ) from None
+        if parts.path not in {"", "/"}:
+            raise ConfigError(f"engines: {engine.base_url}: a gateway knows no path before /v1; leave it out")
 
 
 def _check_kinds(name: str, model: ModelConfig) -> None:

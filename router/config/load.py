@@ -21,6 +21,7 @@ from router.api.admin.settings import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig
+from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
@@ -51,6 +52,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "prompts": PromptSettings,
     "index": IndexSettings,
     "admin": AdminSettings,
+    "epp": EppSettings,
     "keys": KeySettings,
     "queue": QueueSettings,
     "traces": TraceSettings,
@@ -80,17 +82,22 @@ def load(
     path: Path | None = None,
     *,
     environ: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
     index_file: Path | None = None,
     engines: tuple[EngineAddress, ...] = (),
     models: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Loaded:
-    """Merge all sources. ``flags`` maps ``section.key`` to a value; ``index_file`` holds ``index.url``.
+    """Merge all sources. ``flags`` and a command's own ``defaults`` map ``section.key`` to a value;
+    ``index_file`` holds ``index.url``.
 
     Raises ``ConfigError``, also for a password among the flags, which every user of the machine can read.
     """
     tree = _read_toml(path) if path is not None else {}
     sources = dict.fromkeys(_leaves(tree), f"file {path}")
+    for key, value in (defaults or {}).items():
+        if key not in sources:
+            _put(tree, key, value)
     for key, text, name in _environment(environ):
         _put(tree, key, text)
         sources[key] = f"environment {name}"

@@ -15,6 +15,7 @@ from publisher.groups import GroupSpec
 from router.admission.queue.settings import QueueSettings
 from router.admission.settings import KeySettings
 from router.api.admin.settings import AdminSettings
+from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
@@ -33,6 +34,8 @@ from router.replication.settings import IndexSettings
 ANY_MODEL = "*"
 WORKERS_MAX = 32
 """Every worker hears of every request of the others."""
+EPP_LISTEN = "0.0.0.0:9002"
+"""Of `kvatlas epp`, where ``epp.listen`` is not set: as other endpoint pickers."""
 OPS_PORT = 9001
 """Where ``server.ops_port`` is not set."""
 
@@ -242,6 +245,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prompts: PromptSettings = PromptSettings()
     index: IndexSettings = IndexSettings()
     admin: AdminSettings = AdminSettings()
+    epp: EppSettings = EppSettings()
     keys: KeySettings = KeySettings()
     queue: QueueSettings = QueueSettings()
     traces: TraceSettings = TraceSettings()

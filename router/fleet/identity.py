@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NewType
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -33,3 +35,11 @@ class EngineAddress(msgspec.Struct, frozen=True):
     def engine_id(self) -> EngineId:
         """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
         return EngineId(self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}")
+
+
+@lru_cache(maxsize=4096)
+def endpoint_of(base_url: str) -> str:
+    """``host:port`` behind a base URL, IPv6 addresses in brackets, as gateways name it."""
+    url = urlsplit(base_url)
+    host = url.hostname or ""
+    return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"

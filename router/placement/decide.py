@@ -19,6 +19,7 @@ import xxhash
 
 from publisher.block_hash import HashScheme
 from router.admission.queue.settings import QueueSettings
+from router.fleet.identity import endpoint_of
 from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.openai.apis import PROMPT_APIS
@@ -200,15 +201,26 @@ class Planner:
     ) -> list[Engine]:
         """Those of the engines that can go on from an earlier response: the one that made it, where that is
         known. Any other one would say that there is none."""
+        if request.among is not None:
+            engines = self._among(request.among, engines)
         if request.pinned is not None:
             return self._pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
         found = None if holder is None else self._fleet.get(holder)
         if found is None:
             return engines
-        if not found.up or found.engine_id in exclude:
+        elsewhere = request.among is not None and found not in engines
+        if not found.up or found.engine_id in exclude or elsewhere:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
         return [found]
+
+    @staticmethod
+    def _among(endpoints: frozenset[str], engines: list[Engine]) -> list[Engine]:
+        """Those that the gateway would send it to."""
+        found = [engine for engine in engines if endpoint_of(engine.engine.base_url) in endpoints]
+        if not found:
+            raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
+        return found
 
     @staticmethod
     def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:

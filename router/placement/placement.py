@@ -139,6 +139,14 @@ class Placement(Attempt):
             "kvatlas.read": decision.read.source if isinstance(decision.read, Prompt) else None,
         }
 
+    def next_best(self, count: int) -> tuple[str, ...]:
+        """See ``Attempt``."""
+        decision, costs = self.decision, self.decision.choice.costs
+        order = sorted(range(len(costs)), key=lambda i: costs[i].total_s)
+        urls = dict.fromkeys(decision.engines[i].engine.base_url for i in order)
+        urls.pop(self.base_url, None)
+        return tuple(urls)[:count]
+
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""
         if response_id is not None and not self.engine.closed:

@@ -11,7 +11,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from router.admission.gate import KeyGate
 from router.admission.queue.claims import read_claim
@@ -35,7 +35,8 @@ from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
 from router.proxy.aliases import Aliases, with_model
-from router.proxy.forward import Forwarder, Outbound, Placer
+from router.proxy.carrier import Outbound
+from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import POST_PATHS, Verdict, judge
 from router.proxy.screen import Rules, may_be_object, screen
@@ -44,10 +45,13 @@ from router.proxy.stats import ProxyStats
 
 PIN = b"x-kvatlas-engine"
 """A client's choice of an engine; the same name tells it in the answer."""
+CARRIER = "kvatlas.carrier"
+"""``scope["extensions"]``: who takes the request to its engine, where that is not this process."""
 _NO_PEEK = Peek()
 _UNREAD = Peek(guarded=True)
 _LARGE_BYTES = 4 * 1024 * 1024
 _POST = frozenset({"POST", "OPTIONS"})
+_NONE: dict[str, Any] = {}
 
 
 class _ClientGoneError(Exception):
@@ -189,7 +193,10 @@ class ProxyApp:
                 rules=None if entry is None else entry.tenant.rules,
             )
         record.model = model or ""
-        return Outbound(request, head, target, record, entry)
+        carrier = scope.get("extensions", _NONE).get(CARRIER)
+        if carrier is not None:
+            request.among = carrier.among
+        return Outbound(request, head, target, record, entry, carrier)
 
     async def _named(self, body: bytes, model: str) -> bytes:
         try:

@@ -65,6 +65,10 @@ class Attempt:
         """Why this engine, for a trace: attribute -> value."""
         return {}
 
+    def next_best(self, count: int) -> tuple[str, ...]:
+        """Base URLs of up to so many engines that would have been chosen after this one, in order."""
+        return ()
+
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""
         if status < 400:

@@ -10,14 +10,13 @@ other engine and then to none: some requests break every engine they meet. A pla
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import structlog
 
-from router.admission.tenants import TenantRequest
-from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.http.client.connection import UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.disconnect import Send
 from router.observe.requests import RequestRecord
@@ -32,7 +31,8 @@ from router.openai.errors import (
 from router.openai.request import InboundRequest
 from router.proxy.answers.relay import AnswerRelay, engine_failed
 from router.proxy.attempt import Attempt
-from router.proxy.headers import RequestHead, read_answer_headers, request_head
+from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
+from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
@@ -44,18 +44,6 @@ _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
 _BREAK_LINES_MAX = 10
 """Log lines per second on broken engines: one that dies breaks with all its requests."""
-
-
-class Outbound(msgspec.Struct, gc=False):
-    """A client's request as it goes out: the same for every engine but for host and placement headers."""
-
-    request: InboundRequest
-    head: RequestHead
-    target: bytes
-    """Path and query exactly as the client spelled them."""
-    record: RequestRecord
-    entry: TenantRequest | None = None
-    """Of the tenant it came from, where clients have keys."""
 
 
 class Refusal(msgspec.Struct, gc=False):
@@ -87,7 +75,7 @@ class Forwarder:
         clock: Callable[[], float],
     ) -> None:
         self._planner = planner
-        self._client = client
+        self._own = OwnConnections(client)
         self._settings = settings
         self._stats = stats
         self._clock = clock
@@ -103,6 +91,7 @@ class Forwarder:
         exclude: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
         breaks = 0
+        carrier = out.carrier or self._own
         for attempt in range(self._settings.attempts_max):
             if attempt and self._clock() >= retry_end:
                 break
@@ -125,7 +114,7 @@ class Forwarder:
                 out.entry.placed(placement.uncached_tokens)
             if out.record.trace is not None:
                 placement.engine_headers += out.record.trace.asks(placement.engine_id, placement.facts())
-            outcome = await self._attempt(placement, out, send)
+            outcome = await self._attempt(placement, out, carrier, send)
             if outcome is None:
                 return
             exclude |= {placement.engine_id}
@@ -136,8 +125,8 @@ class Forwarder:
                 breaks += 1
                 out.record.explained = True
                 self._tell_break(out.request, placement.engine_id, outcome, last=breaks == _BREAKS_MAX)
-                if breaks == _BREAKS_MAX:
-                    break
+            if breaks == _BREAKS_MAX or not carrier.may_retry():
+                break
         await self._give_up(outcome, out.record, send)
 
     def _tell_retry(
@@ -190,11 +179,15 @@ class Forwarder:
             raise no_ready_engine("All connections to the engines are in use; retry shortly.")
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
-    async def _attempt(self, placement: Attempt, out: Outbound, send: Send) -> Refusal | UpstreamError | None:
+    async def _attempt(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send
+    ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
-        connection: UpstreamConnection | None = None
+        connection: Answer | None = None
+        settings = self._settings
+        timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
         try:
-            connection = await self._ask(placement, out)
+            connection = await carrier.ask(placement, out, timeout_s)
             own = placement.client_headers
             if out.entry is not None:
                 own += out.entry.answer_headers()
@@ -226,26 +219,10 @@ class Forwarder:
             return None
         finally:
             if connection is not None:
-                self._client.done(connection)
+                carrier.done(connection)
             placement.finished(None)
 
-    def _ask(self, placement: Attempt, out: Outbound) -> Awaitable[UpstreamConnection]:
-        request = out.request
-        origin = self._client.origin(placement.base_url)
-        has_body = request.body or out.head.content_length is not None or request.method == "POST"
-        head = request_head(
-            request.method,
-            origin.path_prefix + out.target,
-            origin.host_header,
-            out.head.fields,
-            own=placement.engine_headers,
-            length=len(request.body) if has_body else None,
-        )
-        settings = self._settings
-        timeout_s = settings.stream_head_timeout_s if request.stream else settings.first_byte_timeout_s
-        return self._client.exchange(origin, request.method, head, request.body, timeout_s)
-
-    async def _read_refusal(self, connection: UpstreamConnection) -> bytes:
+    async def _read_refusal(self, connection: Answer) -> bytes:
         """The body of an error answer. One that is too long to keep counts as no answer."""
         body = b""
         while data := await connection.read():

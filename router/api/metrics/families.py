@@ -18,6 +18,8 @@ from router.observe.field_texts import field_texts
 
 GAUGES = frozenset(
     {
+        "epp_connections_open",
+        "epp_streams_open",
         "feed_held_batches",
         "feed_known_batches",
         "feed_waiting_batches",
@@ -43,8 +45,8 @@ GAUGES = frozenset(
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
-_LABELS = {"prompts_reads": ["api", "how"]}
-"""Labels of numbers that are counted by more than one word."""
+_LABELS = {"epp_picks": ["mode"], "prompts_reads": ["api", "how"]}
+"""Labels of numbers that are counted by other words than a reason."""
 _UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
 _NOT_NUMBERS = frozenset({"state", "reason"})
 

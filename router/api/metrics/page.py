@@ -21,6 +21,7 @@ from router.admission.gate import KeyGate
 from router.api.admin.stats import AdminStats
 from router.api.metrics.families import of_each, of_stats, table
 from router.api.metrics.tables import INDEX, RECEIPTS, RESIDENCY, engine_columns
+from router.epp.settings import EppStats
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
 from router.http.server.stats import ListenStats
@@ -56,6 +57,7 @@ class Sources(msgspec.Struct):
     aliases: Aliases | None = None
     """Other names of models."""
     traces: TraceStats | None = None
+    epp: EppStats | None = None
     others: Callable[[], Mapping[str, OthersLoad]] = dict
     """What sibling workers have in flight, by engine."""
     more: Callable[[], Iterable[Metric]] = tuple
@@ -111,6 +113,8 @@ class RouterCollector:
             yield from of_each("source", "source", s.origins.stats)
         if s.admin is not None:
             yield from of_stats("admin", s.admin)
+        if s.epp is not None:
+            yield from of_stats("epp", s.epp)
         if s.traces is not None:
             yield from of_stats("traces", s.traces)
         if s.accounts.room is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.http.client.connection import UpstreamConnection, UpstreamError
+from router.http.client.connection import UpstreamError
 from router.http.server.disconnect import Send
 from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS, RESPONSES
@@ -20,6 +20,7 @@ from router.openai.shapes import error_event
 from router.proxy.answers.sse import SseRelay
 from router.proxy.answers.usage import read_response_id, read_usage
 from router.proxy.attempt import Attempt
+from router.proxy.carrier import Answer
 from router.proxy.headers import AnswerHead
 from router.proxy.stats import ProxyStats
 
@@ -31,7 +32,7 @@ class AnswerRelay:
 
     def __init__(
         self,
-        connection: UpstreamConnection,
+        connection: Answer,
         attempt: Attempt,
         record: RequestRecord,
         head: AnswerHead,

@@ -17,6 +17,7 @@ from router.admission.tenants import TenantStats
 from router.api.admin.stats import AdminStats
 from router.api.metrics.families import GAUGES, exported
 from router.api.metrics.page import Sources, render_metrics
+from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
@@ -58,6 +59,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "mirror": MirrorStats,
     "source": SourceStats,
     "admin": AdminStats,
+    "epp": EppStats,
 }
 
 
@@ -97,6 +99,7 @@ def sources() -> Sources:
         shared,
         origins,
         AdminStats(changes={"drain": 2}),
+        epp=EppStats(picks={"duplex": 2}, calls_refused={"mode": 1}),
     )
 
 

@@ -1,0 +1,1 @@
+"""The endpoint picker of the Gateway API Inference Extension: Envoy asks, kvatlas decides."""

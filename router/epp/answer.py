@@ -1,0 +1,76 @@
+"""An engine's answer as the gateway shows it while passing it on.
+
+Always true: bytes are held until the proxy has taken them; how many there are is known, so that the gateway
+can be made to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from router.http.client.connection import UpstreamError
+
+Header = tuple[bytes, bytes]
+_GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream request timeout")
+"""How a gateway's own error begins, where there is no answer of an engine."""
+
+
+class GatewayAnswer:
+    """Implements ``router.proxy.carrier.Answer``. ``taken``: nothing is held any more; ``changed``:
+    waits for the next thing that happens, and raises ``UpstreamError`` where nothing will."""
+
+    __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
+
+    def __init__(
+        self,
+        status: int,
+        headers: list[Header],
+        *,
+        taken: Callable[[], None],
+        changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.status = status
+        self.headers = headers
+        self.complete = False
+        """The gateway has shown all of it."""
+        self.held_bytes = 0
+        self._pieces: list[bytes] = []
+        self._taken = taken
+        self._changed = changed
+
+    def add(self, piece: bytes) -> None:
+        """The next bytes of the body."""
+        if piece:
+            self._pieces.append(piece)
+            self.held_bytes += len(piece)
+
+    @property
+    def finished(self) -> bool:
+        """See ``Answer``."""
+        return self.complete and not self._pieces
+
+    def take(self) -> bytes | None:
+        """See ``Answer``."""
+        pieces = self._pieces
+        if not pieces:
+            return b"" if self.complete else None
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self.held_bytes = 0
+        self._taken()
+        return data
+
+    async def read(self) -> bytes:
+        """See ``Answer``."""
+        while (data := self.take()) is None:
+            await self._changed()
+        return data
+
+    async def check_origin(self) -> None:
+        """Raises ``UpstreamError`` where the gateway speaks for an engine that it could not reach."""
+        if self.status not in (503, 504) or (b"content-type", b"text/plain") not in self.headers:
+            return
+        while not self._pieces and not self.complete:
+            await self._changed()
+        if self._pieces and self._pieces[0].startswith(_GATEWAYS_OWN):
+            raise UpstreamError("timeout" if self.status == 504 else "refused", sent=False)

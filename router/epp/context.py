@@ -1,0 +1,56 @@
+"""What the requests of one endpoint picker share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import structlog
+
+from router.epp.settings import EppSettings, EppStats
+from router.http.deadlines import Sweeper
+from router.http.server.capacity import Capacity
+from router.observe.log_throttle import LogThrottle
+from router.proxy.settings import ProxySettings
+
+_log = structlog.get_logger()
+_TELL_EVERY_S = 5.0
+_MESSAGE_BYTES = 1024 * 1024
+"""Of a message beyond a body: heads and metadata."""
+
+
+class PickerContext(msgspec.Struct):
+    """``app`` is the router as an ASGI application; ``tasks`` is there while the picker listens."""
+
+    app: Any
+    settings: EppSettings
+    proxy: ProxySettings
+    header_bytes_max: int
+    capacity: Capacity
+    clock: Callable[[], float]
+    sweeper: Sweeper
+    readiness: Callable[[], bool]
+    stats: EppStats = msgspec.field(default_factory=EppStats)
+    draining: bool = False
+    tasks: asyncio.TaskGroup | None = None
+    seldom: LogThrottle = msgspec.field(default_factory=lambda: LogThrottle(_TELL_EVERY_S))
+
+    @property
+    def message_bytes_max(self) -> int:
+        """Longest message of a gateway; a buffered body is one."""
+        return self.proxy.body_bytes_max + _MESSAGE_BYTES
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A request's task. Only while the picker listens."""
+        if self.tasks is None:
+            work.close()
+            raise RuntimeError("the endpoint picker does not listen")
+        return self.tasks.create_task(work)
+
+    def warn(self, event: str, about: str, **more: Any) -> None:
+        """A warning, one in a few seconds at most for each event and ``about``."""
+        unsaid = self.seldom.due(f"{event} {about}", self.clock())
+        if unsaid is not None:
+            _log.warning(event, **more, **({"unsaid": unsaid} if unsaid else {}))

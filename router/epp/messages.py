@@ -1,0 +1,236 @@
+"""The messages of ``envoy.service.ext_proc.v3.ExternalProcessor`` that are used, read and made.
+
+Pure. Field numbers are those of Envoy's API (stable within v3). What a gateway sends and nobody here needs is
+skipped; what is made is complete for Envoy 1.34 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+import msgspec
+
+from router.epp.protobuf import as_bytes, as_int, as_text, bytes_field, fields, number_field
+
+Header = tuple[bytes, bytes]
+Kind = Literal[
+    "request_headers",
+    "response_headers",
+    "request_body",
+    "response_body",
+    "request_trailers",
+    "response_trailers",
+]
+
+_KINDS: Final[dict[int, Kind]] = {
+    2: "request_headers",
+    3: "response_headers",
+    4: "request_body",
+    5: "response_body",
+    6: "request_trailers",
+    7: "response_trailers",
+}
+_ANSWERS: Final[dict[Kind, int]] = {
+    "request_headers": 1,
+    "response_headers": 2,
+    "request_body": 3,
+    "response_body": 4,
+    "request_trailers": 5,
+    "response_trailers": 6,
+}
+_IMMEDIATE, _DYNAMIC_METADATA = 7, 8
+_APPEND, _OVERWRITE = 0, 2
+NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
+"""Body modes."""
+MODES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
+
+LB: Final = "envoy.lb"
+SUBSET: Final = "envoy.lb.subset_hint"
+
+
+class Modes(msgspec.Struct, frozen=True, gc=False):
+    """How the gateway sends bodies; it tells so in its first message."""
+
+    request_body: int = FULL_DUPLEX
+    response_body: int = FULL_DUPLEX
+
+
+class ProcessingRequest(msgspec.Struct, gc=False):
+    """One message of a gateway; ``kind`` None: of a kind that is not known here."""
+
+    kind: Kind | None = None
+    headers: list[Header] = []
+    body: bytes = b""
+    end_of_stream: bool = False
+    metadata: bytes = b""
+    """Read by ``endpoints``."""
+    modes: Modes | None = None
+    observes: bool = False
+    """The gateway waits for no answer."""
+
+
+def read_request(message: bytes) -> ProcessingRequest:
+    """Raises ``ProtobufError``."""
+    found = ProcessingRequest()
+    for number, value in fields(message):
+        kind = _KINDS.get(number)
+        if kind is not None:
+            found.kind = kind
+            found.headers, found.body, found.end_of_stream = [], b"", False
+            if kind.endswith("headers"):
+                found.headers, found.end_of_stream = _read_headers(as_bytes(value))
+            elif kind.endswith("body"):
+                found.body, found.end_of_stream = _read_body(as_bytes(value))
+        elif number == 8:
+            found.metadata += as_bytes(value)  # the parts of a message that came in two are one
+        elif number == 10:
+            found.observes = bool(as_int(value))
+        elif number == 11:
+            found.modes = _read_modes(as_bytes(value))
+    return found
+
+
+def _read_headers(message: bytes) -> tuple[list[Header], bool]:
+    headers: list[Header] = []
+    ends = False
+    for number, value in fields(message):
+        if number == 1:
+            headers += [_read_header(as_bytes(each)) for at, each in fields(as_bytes(value)) if at == 1]
+        elif number == 3:
+            ends = bool(as_int(value))
+    return headers, ends
+
+
+def _read_header(message: bytes) -> Header:
+    key = text = raw = b""
+    for number, value in fields(message):
+        if number == 1:
+            key = as_bytes(value)
+        elif number == 2:
+            text = as_bytes(value)
+        elif number == 3:
+            raw = as_bytes(value)
+    return key.lower(), raw or text
+
+
+def _read_body(message: bytes) -> tuple[bytes, bool]:
+    body, ends = b"", False
+    for number, value in fields(message):
+        if number == 1:
+            body = as_bytes(value)
+        elif number == 2:
+            ends = bool(as_int(value))
+    return body, ends
+
+
+def _read_modes(message: bytes) -> Modes:
+    found = {number: as_int(value) for number, value in fields(message) if number in (1, 2)}
+    return Modes(found.get(1, NONE), found.get(2, NONE))
+
+
+def endpoints(metadata: bytes, namespace: str, key: str) -> list[str] | None:
+    """The text, or list of texts, that ``filter_metadata`` has under this name; None: it has none. Raises
+    ``ProtobufError``."""
+    found = None
+    for number, value in fields(metadata):
+        if number == 1 and (struct := _entry(as_bytes(value), namespace)) is not None:
+            for at, member in fields(struct):
+                if at == 1 and (content := _entry(as_bytes(member), key)) is not None:
+                    found = _texts(content)
+    return found
+
+
+def _entry(message: bytes, key: str) -> bytes | None:
+    """The value of a map's entry if it has this key."""
+    name, content = "", b""
+    for number, value in fields(message):
+        if number == 1:
+            name = as_text(value)
+        elif number == 2:
+            content = as_bytes(value)
+    return content if name == key else None
+
+
+def _texts(message: bytes) -> list[str]:
+    """Of a ``google.protobuf.Value``."""
+    found: list[str] = []
+    for number, value in fields(message):
+        if number == 3:
+            found = [as_text(value)]
+        elif number == 6:
+            found = [
+                each for at, item in fields(as_bytes(value)) if at == 1 for each in _texts(as_bytes(item))
+            ]
+    return found
+
+
+def answer(kind: Kind, *, common: bytes = b"", metadata: bytes = b"") -> bytes:
+    """A ``ProcessingResponse`` to a message of this kind: go on, with these changes."""
+    inner = bytes_field(1, common) if common else b""
+    return bytes_field(_ANSWERS[kind], inner) + metadata
+
+
+def trailers_answer(kind: Kind) -> bytes:
+    """The same to trailers, which are never changed."""
+    return bytes_field(_ANSWERS[kind], b"")
+
+
+def common_response(
+    *,
+    headers: bytes = b"",
+    body: bytes | None = None,
+    clear_route_cache: bool = False,
+) -> bytes:
+    """Changes: of headers (``header_mutation``), and of a buffered body."""
+    return b"".join(
+        (
+            bytes_field(2, headers) if headers else b"",
+            bytes_field(3, bytes_field(1, body)) if body is not None else b"",
+            number_field(5, 1) if clear_route_cache else b"",
+        )
+    )
+
+
+def streamed_body(body: bytes, *, end_of_stream: bool) -> bytes:
+    """A ``CommonResponse`` with a piece of the body, for what goes on in full duplex."""
+    ends = number_field(2, 1) if end_of_stream else b""
+    return bytes_field(3, bytes_field(3, (bytes_field(1, body) if body else b"") + ends))
+
+
+def header_mutation(sets: Iterable[Header], removes: Iterable[bytes] = ()) -> bytes:
+    """Fields to be set, replacing those of the same name but for repeated ones, and names to be removed."""
+    out: list[bytes] = []
+    seen: set[bytes] = set()
+    for name, value in sets:
+        field = bytes_field(1, bytes_field(1, name) + bytes_field(3, value))
+        action = _APPEND if name in seen else _OVERWRITE
+        out.append(bytes_field(1, field + number_field(3, action)))
+        seen.add(name)
+    out.extend(bytes_field(2, name) for name in removes)
+    return b"".join(out)
+
+
+def dynamic_metadata(namespace: str, key: str, text: str) -> bytes:
+    """The part of a ``ProcessingResponse`` that gives the filters behind this text."""
+    inner = _map_entry(key, bytes_field(3, text.encode()))
+    outer = _map_entry(namespace, bytes_field(5, inner))
+    return bytes_field(_DYNAMIC_METADATA, outer)
+
+
+def _map_entry(key: str, value: bytes) -> bytes:
+    """A ``google.protobuf.Struct`` of one member."""
+    return bytes_field(1, bytes_field(1, key.encode()) + bytes_field(2, value))
+
+
+def immediate(status: int, headers: Iterable[Header], body: bytes, details: str) -> bytes:
+    """A ``ProcessingResponse`` that is the answer to the client; ``details`` is for the gateway's log."""
+    content = b"".join(
+        (
+            bytes_field(1, number_field(1, status)),
+            bytes_field(2, header_mutation(headers)),
+            bytes_field(3, body) if body else b"",
+            bytes_field(5, details.encode()),
+        )
+    )
+    return bytes_field(_IMMEDIATE, content)

@@ -1,0 +1,111 @@
+"""Protocol Buffers' wire format, as far as the picker needs it: numbers, bytes, messages within messages.
+
+Pure. Reading skips what it does not know and gives fields in their order; of a field that must be single the
+last one counts, as in every runtime. Always true: the work is linear in the bytes; whatever is wrong is a
+``ProtobufError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT_BYTES_MAX: Final = 10
+
+
+class ProtobufError(ValueError):
+    """The bytes are no message."""
+
+
+Value = int | bytes
+"""Of a field: its number, or its bytes."""
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Value]]:
+    """Number and value of every field; fixed-size numbers, which no message here has, are left out. Raises
+    ``ProtobufError``."""
+    at, size = 0, len(message)
+    while at < size:
+        key, at = _varint(message, at)
+        number, kind = key >> 3, key & 7
+        if not 0 < number < 1 << 29:
+            raise ProtobufError(f"field {number}")
+        if kind == _BYTES:
+            length, at = _varint(message, at)
+            end = at + length
+            if end > size:
+                raise ProtobufError(f"field {number} is longer than its message")
+            yield number, message[at:end]
+            at = end
+        elif kind == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+            if at > size:
+                raise ProtobufError(f"field {number} is longer than its message")
+        else:
+            raise ProtobufError(f"field {number} is of kind {kind}")
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    try:
+        byte = message[at]
+        if byte < 0x80:
+            return byte, at + 1
+        value = shift = 0
+        for _ in range(_VARINT_BYTES_MAX):
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value & 0xFFFF_FFFF_FFFF_FFFF, at
+            shift += 7
+    except IndexError:
+        raise ProtobufError("a number that is not whole") from None
+    raise ProtobufError("a number that is too long")
+
+
+def as_bytes(value: Value) -> bytes:
+    """A value that must be bytes. Raises ``ProtobufError``."""
+    if isinstance(value, int):
+        raise ProtobufError("a number where bytes belong")
+    return value
+
+
+def as_int(value: Value) -> int:
+    """A value that must be a number. Raises ``ProtobufError``."""
+    if not isinstance(value, int):
+        raise ProtobufError("bytes where a number belongs")
+    return value
+
+
+def as_text(value: Value) -> str:
+    """A value that must be text. Raises ``ProtobufError``."""
+    try:
+        return as_bytes(value).decode()
+    except UnicodeDecodeError as error:
+        raise ProtobufError(f"text that is not UTF-8: {error}") from None
+
+
+def varint(value: int) -> bytes:
+    """A number that is not negative."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def number_field(number: int, value: int) -> bytes:
+    """A field with a number."""
+    return varint(number << 3) + varint(value)
+
+
+def bytes_field(number: int, value: bytes) -> bytes:
+    """A field with bytes, text or a message."""
+    return b"%b%b%b" % (varint(number << 3 | _BYTES), varint(len(value)), value)

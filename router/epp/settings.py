@@ -1,0 +1,81 @@
+"""Settings and counters of the endpoint picker. Names carry units; all defaults live here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.http.h2.settings import H2Settings, H2Stats
+from router.http.tls import TlsFiles, check_tls_files
+
+
+class EppSettings(H2Settings, frozen=True):
+    """The endpoint picker that gateways ask by ext_proc ([gateway.md](gateway.md)). Limits of bodies and
+    heads are those of `proxy` and `listen`, time-outs of engines those of `proxy`.
+    """
+
+    listen: str = ""
+    """`HOST:PORT` on which gateways ask (gRPC); port 0 takes a free one. Empty: there is no endpoint picker.
+    `kvatlas epp` listens on `0.0.0.0:9002` where this is not set."""
+    health_listen: str = ""
+    """`HOST:PORT` of a port without TLS that answers gRPC health checks alone, for probes that speak no TLS.
+    Empty: checks are answered on `listen` only."""
+    tls: bool = True
+    """Speak TLS on `listen`; without `tls_cert_file` with a certificate made at the start (by openssl), which
+    gateways can only take unverified."""
+    tls_cert_file: str | None = None
+    """Certificate chain of `listen`, PEM. Read again when it changes, as its key."""
+    tls_key_file: str | None = None
+    """Private key of that certificate, PEM."""
+    client_ca_file: str | None = None
+    """Certificate authority of gateways, PEM: each must present a certificate it signed (mTLS)."""
+    fallbacks: int = 0
+    """How many further engines are named behind the chosen one, in the order in which they would have been
+    chosen. 0 where the gateway's cluster is of type ORIGINAL_DST, which takes no list."""
+    request_timeout_s: float = 30.0
+    """Longest pause between two messages with a request's head and body, in seconds."""
+    drain_delay_s: float = 0.0
+    """Seconds from SIGTERM until gateways are told to go elsewhere (GOAWAY): the time they need to notice
+    that health checks fail. Requests that come meanwhile are answered."""
+    drain_s_max: float = 30.0
+    """Seconds from then on that running requests may take before they are cut."""
+
+    def __post_init__(self) -> None:
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
+        if self.tls_cert_file is not None and not self.tls:
+            raise ValueError("tls: false, but there is a tls_cert_file; leave one of them out")
+        for key in ("listen", "health_listen"):
+            if text := getattr(self, key):
+                try:
+                    parse_listen(text)
+                except ValueError as error:
+                    raise ValueError(f"{key}: {error}") from None
+
+    @property
+    def files(self) -> TlsFiles:
+        """Of `listen`; none given: a certificate of its own, or no TLS."""
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
+
+
+class EppStats(H2Stats):
+    """What gateways asked, and how it went."""
+
+    picks: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests sent to an engine, by the gateway's mode: duplex or buffered."""
+    immediate: int = 0
+    """Requests answered by the picker itself: errors, and what no engine is asked for."""
+    fallbacks_served: int = 0
+    """Requests that another engine served than the one that was chosen."""
+    calls_refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """Calls ended with a gRPC error, by its reason: the gateway is set up in a way that cannot work, or broke
+    the protocol."""
+    cut_before_answer: int = 0
+    """Calls that ended after the choice and before an answer was seen: the client left, or the gateway does
+    not send responses here."""
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Host and port. Raises ``ValueError``."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+        raise ValueError(f"{text!r}: expected HOST:PORT, e.g. 0.0.0.0:9002")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,1 @@
+"""HTTP/2 for servers of few, long connections: frames, header compression, flow control, limits."""

@@ -1,0 +1,426 @@
+"""One HTTP/2 connection of a gateway, the server's side (RFC 9113), on asyncio.
+
+Every stream goes to the handler that ``opener`` gives it. What always holds: whatever the peer sends beyond a
+limit, or against the protocol, ends the connection with a GOAWAY that says why; each state that waits for
+the peer alone has a deadline; the work for one read is linear in its bytes; a stream whose peer does not read
+it holds no other one up. Priorities and unknown frames are ignored. Nothing is pushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from router.http.deadlines import NEVER, Sweeper
+from router.http.h2 import frames as h2
+from router.http.h2.frames import FrameReader, H2Error, H2Frame
+from router.http.h2.hpack import Field, HeaderDecoder
+from router.http.h2.settings import H2Settings, H2Stats
+from router.http.h2.stream import Stream, StreamHandler
+
+_WINDOW_BYTES = 16 * 1024 * 1024
+"""Of the whole connection, granted again as bytes come: what is held is bounded by stream."""
+_FRAME_BYTES = 64 * 1024
+_RESET_COST = 10
+_DRAIN = b"\0draining"[:8]
+Opener = Callable[[Stream, list[Field]], StreamHandler | None]
+"""Takes a new stream with its header fields; None: it has been answered, or reset, already."""
+
+
+class H2Connection(asyncio.Protocol):
+    """See the module. ``members`` are the connections of one server."""
+
+    def __init__(
+        self,
+        opener: Opener,
+        settings: H2Settings,
+        *,
+        stats: H2Stats,
+        clock: Callable[[], float],
+        sweeper: Sweeper,
+        members: set[H2Connection],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.deadline = NEVER
+        self._opener = opener
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+        self._sweeper = sweeper
+        self._members = members
+        self._transport: asyncio.Transport  # from connection_made on
+        self._preface = b""
+        self._reader = FrameReader(_FRAME_BYTES)
+        self._decoder = HeaderDecoder(settings.header_bytes_max)
+        self._streams: dict[int, Stream] = {}
+        self._waiting: dict[Stream, None] = {}  # have something to send, in the order of their turns
+        self._last_id = 0
+        self._settled = False  # the peer's settings have come
+        self._block: tuple[H2Frame, list[bytes], int] | None = None  # a header block that is not whole
+        self._send_window = h2.WINDOW_DEFAULT
+        self._stream_window = h2.WINDOW_DEFAULT
+        self._frame_bytes_max = h2.FRAME_BYTES_MIN
+        self._received = 0
+        self._out: list[bytes] = []
+        self._write_paused = False
+        self._draining = self._final = False
+        self._control_left, self._control_from = settings.control_frames_per_s_max, 0.0
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if len(self._members) >= self._settings.connections_max:
+            self._stats.connections_refused += 1
+            self._transport.abort()
+            return
+        self._members.add(self)
+        self._stats.connections += 1
+        self._stats.connections_open += 1
+        self._sweeper.add(self)
+        self._control_from = self._clock()
+        self.deadline = self._control_from + self._settings.handshake_timeout_s
+        ours = {
+            h2.SETTINGS_MAX_CONCURRENT_STREAMS: self._settings.streams_max,
+            h2.SETTINGS_INITIAL_WINDOW_SIZE: self._settings.stream_window_bytes,
+            h2.SETTINGS_MAX_FRAME_SIZE: _FRAME_BYTES,
+            h2.SETTINGS_MAX_HEADER_LIST_SIZE: self._settings.header_bytes_max,
+        }
+        self._write(h2.settings_frame(ours) + h2.window_frame(0, _WINDOW_BYTES - h2.WINDOW_DEFAULT))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self not in self._members:
+            return
+        self._members.discard(self)
+        self._stats.connections_open -= 1
+        self._sweeper.discard(self)
+        self._out.clear()
+        for stream in list(self._streams.values()):
+            self._lose(stream)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        try:
+            if len(self._preface) < len(h2.PREFACE):
+                data = self._take_preface(data)
+            for found in self._reader.feed(data):
+                self._take(found)
+        except H2Error as error:
+            self._stats.connections_broken += 1
+            self._end(error.code, str(error))
+        else:
+            self._pump()
+
+    def _take_preface(self, data: bytes) -> bytes:
+        """What follows the preface."""
+        need = len(h2.PREFACE) - len(self._preface)
+        self._preface += data[:need]
+        if not h2.PREFACE.startswith(self._preface):
+            raise H2Error(h2.PROTOCOL_ERROR, "this port speaks HTTP/2 only")
+        return data[need:]
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        self.deadline = self._clock() + self._settings.stall_timeout_s
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self.deadline = NEVER
+        self._pump()
+
+    def expire(self) -> None:
+        """The deadline passed; what it was for follows from the state."""
+        self.deadline = NEVER
+        if self._settled:
+            self._stats.stalled_connections += 1
+        else:
+            self._stats.handshake_timeouts += 1
+        self._transport.abort()
+
+    # What the peer sends.
+
+    def _take(self, found: H2Frame) -> None:
+        kind = found.kind
+        if self._block is not None and kind != h2.CONTINUATION:
+            raise H2Error(h2.PROTOCOL_ERROR, "a frame within a header block")
+        if not self._settled and kind != h2.SETTINGS:
+            raise H2Error(h2.PROTOCOL_ERROR, "the first frame is no SETTINGS")
+        if kind == h2.DATA:
+            self._on_data(found)
+        elif kind == h2.HEADERS:
+            self._on_headers(found)
+        elif kind == h2.CONTINUATION:
+            self._on_continuation(found)
+        else:
+            self._spend(_RESET_COST if kind == h2.RST_STREAM else 1)
+            self._on_control(found)
+
+    def _spend(self, cost: int) -> None:
+        """A frame without content. Raises ``H2Error`` where there were too many in this second."""
+        self._control_left -= cost
+        if self._control_left >= 0:
+            return
+        now = self._clock()
+        if now - self._control_from < 1.0:
+            raise H2Error(h2.ENHANCE_YOUR_CALM, "too many control frames")
+        self._control_from = now
+        self._control_left = self._settings.control_frames_per_s_max
+
+    def _on_control(self, found: H2Frame) -> None:
+        kind, stream_id = found.kind, found.stream_id
+        if kind == h2.WINDOW_UPDATE:
+            self._on_window(stream_id, h2.word(found.payload) & h2.WINDOW_MAX)
+        elif kind == h2.RST_STREAM:
+            h2.word(found.payload)
+            self._known(stream_id)
+            stream = self._streams.get(stream_id)
+            if stream is not None:
+                self._stats.streams_reset += 1
+                self._lose(stream)
+        elif kind in (h2.SETTINGS, h2.PING, h2.GOAWAY):
+            if stream_id:
+                raise H2Error(h2.PROTOCOL_ERROR, "a frame of the connection on a stream")
+            if kind == h2.SETTINGS:
+                self._on_settings(found)
+            elif kind == h2.PING:
+                self._on_ping(found)
+        elif kind == h2.PUSH_PROMISE:
+            raise H2Error(h2.PROTOCOL_ERROR, "a client pushes nothing")
+
+    def _known(self, stream_id: int) -> None:
+        if stream_id > self._last_id or not stream_id % 2:
+            raise H2Error(h2.PROTOCOL_ERROR, "a frame of a stream that was never opened")
+
+    def _on_settings(self, found: H2Frame) -> None:
+        if found.flags & h2.ACK:
+            if found.payload:
+                raise H2Error(h2.FRAME_SIZE_ERROR, "an acknowledgement with content")
+            return
+        values = h2.read_settings(found.payload)
+        window = values.get(h2.SETTINGS_INITIAL_WINDOW_SIZE, self._stream_window)
+        if window > h2.WINDOW_MAX:
+            raise H2Error(h2.FLOW_CONTROL_ERROR, f"a window of {window} bytes")
+        size = values.get(h2.SETTINGS_MAX_FRAME_SIZE, self._frame_bytes_max)
+        if not h2.FRAME_BYTES_MIN <= size <= h2.FRAME_BYTES_MAX:
+            raise H2Error(h2.PROTOCOL_ERROR, f"frames of {size} bytes")
+        self._frame_bytes_max = min(size, _FRAME_BYTES)
+        for stream in self._streams.values():
+            stream.send_window += window - self._stream_window
+            if stream.send_window > h2.WINDOW_MAX:
+                raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
+            if stream.queued_bytes:
+                self._waiting[stream] = None
+        self._stream_window = window
+        if not self._settled:
+            self._settled = True
+            self.deadline = NEVER
+        self._write(h2.frame(h2.SETTINGS, h2.ACK, 0))
+
+    def _on_ping(self, found: H2Frame) -> None:
+        if len(found.payload) != 8:
+            raise H2Error(h2.FRAME_SIZE_ERROR, "a PING of another size")
+        if not found.flags & h2.ACK:
+            self._write(h2.frame(h2.PING, h2.ACK, 0, found.payload))
+        elif self._draining and found.payload == _DRAIN:
+            self._final = True  # the peer knows: streams that it opened before have come
+            self._write(h2.goaway_frame(self._last_id, h2.NO_ERROR))
+            self._close_if_done()
+
+    def _on_window(self, stream_id: int, increment: int) -> None:
+        if not increment:
+            raise H2Error(h2.PROTOCOL_ERROR, "a window update of nothing")
+        if not stream_id:
+            self._send_window += increment
+            if self._send_window > h2.WINDOW_MAX:
+                raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
+            return
+        self._known(stream_id)
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        stream.send_window += increment
+        if stream.send_window > h2.WINDOW_MAX:
+            stream.reset(h2.FLOW_CONTROL_ERROR)
+        elif stream.queued_bytes:
+            self._waiting[stream] = None
+
+    def _on_data(self, found: H2Frame) -> None:
+        self._known(found.stream_id)
+        size = len(found.payload)
+        self._received += size
+        if self._received * 2 >= _WINDOW_BYTES:
+            self._write(h2.window_frame(0, self._received))
+            self._received = 0
+        data = h2.unpadded(found)
+        ends = bool(found.flags & h2.END_STREAM)
+        if not data and not ends:
+            self._spend(1)
+        stream = self._streams.get(found.stream_id)
+        if stream is None or stream.peer_ended:
+            return  # of one that has ended here: was under way
+        stream.receive_window -= size
+        if stream.receive_window < 0:
+            raise H2Error(h2.FLOW_CONTROL_ERROR, "more data than the window allows")
+        if size > len(data):
+            stream.taken(size - len(data))
+        if data and stream.handler is not None:
+            stream.handler.on_data(data)
+        if ends:
+            self._peer_ended(stream)
+
+    def _on_headers(self, found: H2Frame) -> None:
+        block = h2.fragment(found)
+        if found.flags & h2.END_HEADERS:
+            self._on_block(found, block)
+        else:
+            self._block = found, [block], len(block)
+
+    def _on_continuation(self, found: H2Frame) -> None:
+        if self._block is None or self._block[0].stream_id != found.stream_id:
+            raise H2Error(h2.PROTOCOL_ERROR, "a continuation of nothing")
+        first, pieces, size = self._block
+        size += len(found.payload)
+        if size > self._settings.header_bytes_max or len(pieces) > 64:
+            raise H2Error(h2.ENHANCE_YOUR_CALM, "a header block that is too long")
+        pieces.append(found.payload)
+        self._block = first, pieces, size
+        if found.flags & h2.END_HEADERS:
+            self._block = None
+            self._on_block(first, b"".join(pieces))
+
+    def _on_block(self, found: H2Frame, block: bytes) -> None:
+        fields = self._decoder.decode(block)  # also of a stream that is refused: the tables must stay equal
+        stream_id, ends = found.stream_id, bool(found.flags & h2.END_STREAM)
+        if stream_id > self._last_id and stream_id % 2:
+            self._last_id = stream_id
+            self._open(stream_id, fields, ends=ends)
+            return
+        self._known(stream_id)
+        stream = self._streams.get(stream_id)
+        if stream is not None and not stream.peer_ended:  # trailers
+            if not ends:
+                raise H2Error(h2.PROTOCOL_ERROR, "trailers that end nothing")
+            self._peer_ended(stream)
+
+    def _open(self, stream_id: int, fields: list[Field], *, ends: bool) -> None:
+        if self._final or len(self._streams) >= self._settings.streams_max:
+            self._stats.streams_refused += 1
+            self._write(h2.reset_frame(stream_id, h2.REFUSED_STREAM))
+            return
+        stream = Stream(
+            self,
+            stream_id,
+            send_window=self._stream_window,
+            receive_window=self._settings.stream_window_bytes,
+        )
+        self._streams[stream_id] = stream
+        self._stats.streams += 1
+        self._stats.streams_open += 1
+        handler = self._opener(stream, fields)
+        if handler is not None and not stream.closed:
+            stream.handler = handler
+            if ends:
+                self._peer_ended(stream)
+
+    def _peer_ended(self, stream: Stream) -> None:
+        stream.peer_ended = True
+        if stream.handler is not None:
+            stream.handler.on_end()
+
+    # What is sent.
+
+    def ready(self, stream: Stream) -> None:
+        """See ``StreamLine``."""
+        self._waiting[stream] = None
+        if not self._out:
+            self.loop.call_soon(self._pump)
+
+    def write_headers(self, stream_id: int, block: bytes, *, end: bool) -> None:
+        """See ``StreamLine``."""
+        self._write(h2.frame(h2.HEADERS, h2.END_HEADERS | (h2.END_STREAM if end else 0), stream_id, block))
+
+    def grant(self, stream: Stream, size: int) -> None:
+        """See ``StreamLine``."""
+        stream.receive_window += size
+        self._write(h2.window_frame(stream.stream_id, size))
+
+    def drop(self, stream: Stream, code: int | None) -> None:
+        """See ``StreamLine``."""
+        if code is None and not stream.peer_ended:
+            code = h2.NO_ERROR  # the answer is whole; what the peer still sends is not needed
+        if code is not None:
+            self._write(h2.reset_frame(stream.stream_id, code))
+        self._forget(stream)
+
+    def _lose(self, stream: Stream) -> None:
+        self._forget(stream)
+        if stream.handler is not None:
+            stream.handler.on_lost()
+
+    def _forget(self, stream: Stream) -> None:
+        if self._streams.pop(stream.stream_id, None) is not None:
+            self._stats.streams_open -= 1
+        self._waiting.pop(stream, None)
+        stream.lost()
+        self._close_if_done()
+
+    def _pump(self) -> None:
+        """Send what waits, each stream in its turn, as far as the windows and the socket allow."""
+        for stream in list(self._waiting):
+            if self._write_paused:
+                break
+            if stream.queued_bytes and not self._send_window:
+                continue  # waits for the connection's window, unlike those that only end
+            del self._waiting[stream]
+            limit = min(self._frame_bytes_max, self._send_window)
+            if stream.queued_bytes and stream.send_window > 0:
+                piece = stream.next_piece(limit)
+                self._send_window -= len(piece)
+                self._write(h2.frame(h2.DATA, 0, stream.stream_id, piece))
+                if stream.queued_bytes and stream.send_window > 0:
+                    self._waiting[stream] = None
+            if not stream.queued_bytes and stream.trailers is not None:
+                self.write_headers(stream.stream_id, stream.trailers, end=True)
+                self.drop(stream, None)
+        self._flush()
+        if self._waiting and self._send_window > 0 and not self._write_paused:
+            self.loop.call_soon(self._pump)
+
+    def _write(self, data: bytes) -> None:
+        if not self._out:
+            self.loop.call_soon(self._pump)
+        self._out.append(data)
+
+    def _flush(self) -> None:
+        if self._out and not self._transport.is_closing():
+            self._transport.write(b"".join(self._out))
+        self._out.clear()
+
+    # Its end.
+
+    def drain(self) -> None:
+        """Let the peer open its streams elsewhere; close when those that are open have ended. Idempotent."""
+        if not self._draining and self._settled:
+            self._draining = True
+            self._write(h2.goaway_frame(h2.WINDOW_MAX, h2.NO_ERROR, "draining"))
+            self._write(h2.frame(h2.PING, 0, 0, _DRAIN))
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def _close_if_done(self) -> None:
+        if self._final and not self._streams:
+            self._close()
+
+    def _end(self, code: int, why: str) -> None:
+        self._write(h2.goaway_frame(self._last_id, code, why))
+        self._close()
+
+    def _close(self) -> None:
+        """Once what was said has been taken."""
+        self._flush()
+        self.deadline = self._clock() + self._settings.stall_timeout_s
+        self._transport.close()

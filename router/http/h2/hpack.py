@@ -1,0 +1,168 @@
+"""Header compression of HTTP/2 (RFC 7541): decoding of what peers send, and the plain form of what we send.
+
+Pure. Peers may use the dynamic table up to the default size, as they do before our settings have reached
+them. What we send is never indexed: our header blocks are few and made once. A block that changes no table
+and has been seen since the table last changed is not decoded again: proxies send the same few over and over.
+
+Always true: the table, one block and the cache are bounded; an error of any kind is an ``H2Error``, after
+which the connection cannot go on, as the tables would differ.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from router.http.h2.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, H2Error
+from router.http.h2.huffman import HuffmanError, decode
+
+Field = tuple[bytes, bytes]
+
+_TABLE_BYTES_MAX: Final = 4096
+"""The default of every peer; we ask for nothing else."""
+_FIELD_BYTES: Final = 32
+"""What a field counts beyond name and value (RFC 7541, section 4.1)."""
+_CACHED_BLOCKS_MAX: Final = 64
+_CACHED_BYTES_MAX: Final = 1024
+_STATIC_TEXT: Final = (
+    ":authority; :method=GET; :method=POST; :path=/; :path=/index.html; :scheme=http; :scheme=https; "
+    ":status=200; :status=204; :status=206; :status=304; :status=400; :status=404; :status=500; "
+    "accept-charset; accept-encoding=gzip, deflate; accept-language; accept-ranges; accept; "
+    "access-control-allow-origin; age; allow; authorization; cache-control; content-disposition; "
+    "content-encoding; content-language; content-length; content-location; content-range; "
+    "content-type; cookie; date; etag; expect; expires; from; host; if-match; if-modified-since; "
+    "if-none-match; if-range; if-unmodified-since; last-modified; link; location; max-forwards; "
+    "proxy-authenticate; proxy-authorization; range; referer; refresh; retry-after; server; "
+    "set-cookie; strict-transport-security; transfer-encoding; user-agent; vary; via; "
+    "www-authenticate; "
+)
+_STATIC: Final[tuple[Field, ...]] = tuple(
+    (name.encode(), value.encode())
+    for name, _, value in (item.partition("=") for item in _STATIC_TEXT.rstrip("; ").split("; "))
+)
+"""RFC 7541, appendix A; the first one has the index 1."""
+
+
+class HeaderDecoder:
+    """One direction of one connection. ``list_bytes_max``: most bytes of one block's fields, each with
+    ``_FIELD_BYTES`` more."""
+
+    def __init__(self, list_bytes_max: int) -> None:
+        self._list_bytes_max = list_bytes_max
+        self._table: deque[Field] = deque()
+        self._table_bytes = 0
+        self._table_bytes_max = _TABLE_BYTES_MAX
+        self._seen: dict[bytes, list[Field]] = {}
+
+    def decode(self, block: bytes) -> list[Field]:
+        """The fields of a block, in order; not to be changed. Raises ``H2Error``."""
+        found = self._seen.get(block)
+        if found is not None:
+            return found
+        self._changed = False
+        try:
+            fields = self._fields(block)
+        except (IndexError, HuffmanError) as error:
+            raise H2Error(COMPRESSION_ERROR, f"header block: {error}") from None
+        if self._changed or len(self._seen) >= _CACHED_BLOCKS_MAX:
+            self._seen.clear()
+        if not self._changed and len(block) <= _CACHED_BYTES_MAX:
+            self._seen[block] = fields
+        return fields
+
+    def _fields(self, block: bytes) -> list[Field]:
+        fields: list[Field] = []
+        at, size, total = 0, len(block), 0
+        while at < size:
+            first = block[at]
+            if first & 0x80:
+                index, at = _integer(block, at, 7)
+                field = self._at(index)
+            elif first & 0x60 == 0x20:
+                if fields:
+                    raise H2Error(COMPRESSION_ERROR, "a table size within a header block")
+                limit, at = _integer(block, at, 5)
+                self._resize(limit)
+                continue
+            else:
+                keeps = first & 0x40
+                index, at = _integer(block, at, 6 if keeps else 4)
+                name, at = (self._at(index)[0], at) if index else self._string(block, at)
+                value, at = self._string(block, at)
+                field = (name, value)
+                if keeps:
+                    self._keep(field)
+            total += len(field[0]) + len(field[1]) + _FIELD_BYTES
+            if total > self._list_bytes_max:
+                raise H2Error(ENHANCE_YOUR_CALM, f"more than {self._list_bytes_max} bytes of header fields")
+            fields.append(field)
+        return fields
+
+    def _at(self, index: int) -> Field:
+        if not index:
+            raise IndexError("no field has the index 0")
+        if index <= len(_STATIC):
+            return _STATIC[index - 1]
+        return self._table[index - len(_STATIC) - 1]
+
+    def _string(self, block: bytes, at: int) -> tuple[bytes, int]:
+        coded = block[at] & 0x80
+        length, at = _integer(block, at, 7)
+        if length > len(block) - at:
+            raise IndexError("a string longer than its block")
+        text = block[at : at + length]
+        return (decode(text) if coded else text), at + length
+
+    def _keep(self, field: Field) -> None:
+        self._changed = True
+        self._table.appendleft(field)
+        self._table_bytes += len(field[0]) + len(field[1]) + _FIELD_BYTES
+        self._evict()
+
+    def _resize(self, limit: int) -> None:
+        if limit > _TABLE_BYTES_MAX:
+            raise H2Error(COMPRESSION_ERROR, f"a table of {limit} bytes")
+        self._changed = True
+        self._table_bytes_max = limit
+        self._evict()
+
+    def _evict(self) -> None:
+        while self._table_bytes > self._table_bytes_max:
+            name, value = self._table.pop()
+            self._table_bytes -= len(name) + len(value) + _FIELD_BYTES
+
+
+def _integer(block: bytes, at: int, prefix_bits: int) -> tuple[int, int]:
+    """A number and where the next thing begins (RFC 7541, section 5.1)."""
+    mask = (1 << prefix_bits) - 1
+    value = block[at] & mask
+    at += 1
+    if value < mask:
+        return value, at
+    shift = 0
+    while True:
+        byte = block[at]
+        at += 1
+        value += (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            return value, at
+        if shift > 28:
+            raise IndexError("a number of more than 32 bits")
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A field as we send it: never indexed, never Huffman coded."""
+    return b"\0%b%b%b%b" % (_length(len(name)), name, _length(len(value)), value)
+
+
+def _length(size: int) -> bytes:
+    if size < 0x7F:
+        return bytes((size,))
+    size -= 0x7F
+    out = bytearray(b"\x7f")
+    while size > 0x7F:
+        out.append(size & 0x7F | 0x80)
+        size >>= 7
+    out.append(size)
+    return bytes(out)

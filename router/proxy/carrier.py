@@ -1,0 +1,91 @@
+"""Who takes a request to its engine and brings the answer: our own connections, or a gateway that has the
+client already and is told where to send it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, Protocol
+
+import msgspec
+
+from router.admission.tenants import TenantRequest
+from router.http.client.pool import UpstreamClient
+from router.observe.requests import RequestRecord
+from router.openai.request import InboundRequest
+from router.proxy.attempt import Attempt
+from router.proxy.headers import RequestHead, request_head
+
+
+class Outbound(msgspec.Struct, gc=False):
+    """A client's request as it goes out: the same for every engine but for host and placement headers."""
+
+    request: InboundRequest
+    head: RequestHead
+    target: bytes
+    """Path and query exactly as the client spelled them."""
+    record: RequestRecord
+    entry: TenantRequest | None = None
+    """Of the tenant it came from, where clients have keys."""
+    carrier: Carrier | None = None
+    """None: our own connections."""
+
+
+class Answer(Protocol):
+    """An engine's answer while it comes: status and header fields first, then ``read`` until ``finished``."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    @property
+    def finished(self) -> bool:
+        """Everything has been read."""
+
+    def take(self) -> bytes | None:
+        """What ``read`` would give without waiting; None: nothing yet."""
+
+    async def read(self) -> bytes:
+        """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""
+
+
+class Carrier(Protocol):
+    """Takes a request to the engine of an attempt, and brings the answer."""
+
+    def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> Awaitable[Answer]:
+        """Send it, and wait for the answer's head. Raises ``UpstreamError``."""
+
+    def done(self, answer: Answer) -> None:
+        """The answer is not needed any more."""
+
+    def may_retry(self) -> bool:
+        """Whether another engine may be asked after a failure."""
+
+
+class OwnConnections:
+    """The carrier of one attempt after another over our own connections to engines."""
+
+    def __init__(self, client: UpstreamClient) -> None:
+        self._client = client
+
+    def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> Awaitable[Any]:
+        """See ``Carrier``."""
+        request = out.request
+        origin = self._client.origin(attempt.base_url)
+        has_body = request.body or out.head.content_length is not None or request.method == "POST"
+        head = request_head(
+            request.method,
+            origin.path_prefix + out.target,
+            origin.host_header,
+            out.head.fields,
+            own=attempt.engine_headers,
+            length=len(request.body) if has_body else None,
+        )
+        return self._client.exchange(origin, request.method, head, request.body, timeout_s)
+
+    def done(self, answer: Any) -> None:
+        """See ``Carrier``."""
+        self._client.done(answer)
+
+    def may_retry(self) -> bool:
+        """See ``Carrier``."""
+        return True
