@@ -196,6 +196,7 @@ class Router:
             expose_decision=self.config.server.expose_decision,
             check_every=self.config.server.check_every,
             shared=self.gossip if self.shared is None else self.shared.lookup,
+            queue=self.config.queue,
         )
         requests = RequestTracker(
             self._clock,
@@ -211,6 +212,7 @@ class Router:
             gate=self.gate,
             aliases=self._aliases,
             tls=self._engine_tls,
+            claims=planner.hold is not None,
         )
         return planner, proxy
 

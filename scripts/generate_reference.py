@@ -26,6 +26,7 @@ from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
+from router.admission.queue.settings import QueueSettings
 from router.api.admin.stats import AdminStats
 from router.api.metrics.page import RouterCollector, Sources
 from router.app import Router
@@ -275,6 +276,7 @@ def _sources() -> Sources:
             engines=(EngineAddress("http://engine:8000"),),
             index=index,
             access_log=AccessLogSettings(path="log"),
+            queue=QueueSettings(saturation_s=1.0),
         )
     )
     for engine in router.fleet:

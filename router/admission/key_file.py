@@ -14,7 +14,7 @@ import secrets
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import structlog
@@ -44,6 +44,10 @@ class TenantRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     uncached_tokens_per_minute: _Positive | None = None
     """Prompt tokens that engines had to compute, since no cache held them."""
     concurrent_requests: _Positive | None = None
+    priority: Literal["high", "normal", "low"] = "normal"
+    """Class of its requests where they wait for engines; they may ask for a lower one, not for a higher."""
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    """Its share beside other tenants of the class, where they wait for engines."""
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

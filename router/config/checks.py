@@ -29,6 +29,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _MAY_BE_ZERO = frozenset(
     {
+        "ageing",
         "drain_delay_s",
         "drain_s_max",
         "fallbacks",
@@ -120,7 +121,10 @@ def check_config(config: Config) -> None:
     _check_ops(config)
     _check_access_log(config.access_log)
     _check_listen(config.listen)
-    for section in ("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log", "epp"):
+    for section in (
+        *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"),
+        *("epp", "queue"),
+    ):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):
         _check_numbers(f"fleet.{source}", getattr(config.fleet, source))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from router.admission.queue.settings import QueueSettings
 from router.admission.settings import KeySettings
 from router.api.admin.settings import AdminSettings
 from router.config.checks import check_config, check_engine
@@ -53,6 +54,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "admin": AdminSettings,
     "epp": EppSettings,
     "keys": KeySettings,
+    "queue": QueueSettings,
     "traces": TraceSettings,
     "access_log": AccessLogSettings,
 }

@@ -12,6 +12,7 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.groups import GroupSpec
+from router.admission.queue.settings import QueueSettings
 from router.admission.settings import KeySettings
 from router.api.admin.settings import AdminSettings
 from router.epp.settings import EppSettings
@@ -246,6 +247,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     admin: AdminSettings = AdminSettings()
     epp: EppSettings = EppSettings()
     keys: KeySettings = KeySettings()
+    queue: QueueSettings = QueueSettings()
     traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 

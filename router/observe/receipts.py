@@ -60,6 +60,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Who tokenized the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
+    waited_s: float = 0.0
+    """Seconds that the request waited in the router before an engine was asked."""
     index_problem: str = ""
     """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
 

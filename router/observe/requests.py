@@ -167,6 +167,7 @@ class RequestRecord:
         "trace",
         "tracker",
         "usage",
+        "waited_s",
         "why",
     )
 
@@ -189,6 +190,7 @@ class RequestRecord:
         self.broken = False
         self.bytes_in = 0
         self.bytes_out = 0
+        self.waited_s = 0.0
         self.first_s: float | None = None
         self.last_s = 0.0
         self.usage: Usage | None = None
@@ -202,17 +204,18 @@ class RequestRecord:
         self.read_s = self.tracker.clock()
         self.bytes_in = size
 
-    def placed(self, engine_id: str, *, completion: bool) -> None:
-        """An engine is asked now."""
+    def placed(self, engine_id: str, *, completion: bool, waited_s: float = 0.0) -> None:
+        """An engine is asked now; the request waited for it in the queue."""
         self.engine = engine_id
         self.attempts += 1
+        self.waited_s += waited_s
         if self.attempts == 1:
             tracker = self.tracker
             self.label = tracker.label(self.model)
             times = tracker.times(self.label)
             if completion:
                 self.times = times
-                times.overhead.observe(tracker.clock() - self.read_s)
+                times.overhead.observe(tracker.clock() - self.read_s - waited_s)
 
     def piece(self) -> None:
         """A piece of a successful stream came, the first one with its first token."""
@@ -265,6 +268,7 @@ class RequestRecord:
             "status": self.status,
             "outcome": self.outcome,
             "attempts": self.attempts,
+            **({"waited_s": round(self.waited_s, 6)} if self.waited_s else {}),
             "request_bytes": self.bytes_in,
             "answer_bytes": self.bytes_out,
             "first_token_s": None if first is None else round(first - self.arrived_s, 6),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, Final
 
 import msgspec
@@ -40,9 +41,14 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """It has a field that ``router.proxy.screen`` looks into; of a large body: it may have."""
     previous_response: str | None = None
     """The response that it goes on from (Responses API)."""
+    priority: int | None = None
+    """The whole number that it has there, for engines that schedule by it."""
 
 
 _ABSENT = msgspec.Raw(b"null")
+_SEEN = ("model", "stream", "previous_response_id", "priority")
+_WHOLE = re.compile(rb"-?[0-9]{1,18}")
+_PRIORITY_END = 10**18
 
 
 class _Peek(msgspec.Struct, gc=False):
@@ -54,6 +60,7 @@ class _Peek(msgspec.Struct, gc=False):
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     previous_response_id: msgspec.Raw = _ABSENT
+    priority: msgspec.Raw = _ABSENT
 
 
 _PEEK = msgspec.json.Decoder(_Peek)
@@ -65,7 +72,7 @@ async def peek_any_size(body: bytes) -> Peek:
     if len(body) <= _INLINE_BYTES_MAX:
         return peek(body)
     try:
-        found = await asyncio.to_thread(top_level, body, ("model", "stream", "previous_response_id"))
+        found = await asyncio.to_thread(top_level, body, _SEEN)
     except OutlineError as error:
         raise invalid_json(error) from None
     guarded = await asyncio.to_thread(_may_be_guarded, body)
@@ -73,6 +80,7 @@ async def peek_any_size(body: bytes) -> Peek:
         found.get("model", b""),
         found.get("stream", b""),
         found.get("previous_response_id", b""),
+        found.get("priority", b""),
         guarded=guarded,
     )
 
@@ -97,10 +105,17 @@ def peek(body: bytes) -> Peek:
             found.get("stream") is True,
             not _GUARDED.isdisjoint(found),
             _plain_text(found.get("previous_response_id")),
+            _whole(found.get("priority")),
         )
     unset = msgspec.UNSET
     guarded = not (seen.kv_transfer_params is seen.vllm_xargs is seen.sampling_params is unset)
-    return _read(bytes(seen.model), bytes(seen.stream), bytes(seen.previous_response_id), guarded=guarded)
+    return _read(
+        bytes(seen.model),
+        bytes(seen.stream),
+        bytes(seen.previous_response_id),
+        b"" if seen.priority is _ABSENT else bytes(seen.priority),
+        guarded=guarded,
+    )
 
 
 def _plain_text(value: Any) -> str | None:
@@ -108,13 +123,18 @@ def _plain_text(value: Any) -> str | None:
     return value.encode(errors="replace").decode() if isinstance(value, str) else None
 
 
-def _read(model: bytes, stream: bytes, previous: bytes, *, guarded: bool) -> Peek:
+def _read(model: bytes, stream: bytes, previous: bytes, priority: bytes, *, guarded: bool) -> Peek:
     try:
         name = _TEXT.decode(model) if model.startswith(b'"') else None
         earlier = _TEXT.decode(previous) if previous.startswith(b'"') else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid_json(error) from None
-    return Peek(name, stream == b"true", guarded, earlier)
+    number = int(priority) if _WHOLE.fullmatch(priority) else None
+    return Peek(name, stream == b"true", guarded, earlier, number)
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and abs(value) < _PRIORITY_END else None
 
 
 def decode_leniently(body: bytes, first_error: Exception) -> dict[str, Any]:

@@ -220,6 +220,26 @@ def rate_limited(tenant: str, setting: str, limit: int, wait_s: float, headers: 
     return ApiError(429, "rate_limit_exceeded", message, kind=kind, headers=(retry, *headers))
 
 
+def queue_full(limit: int, ahead_s: float) -> ApiError:
+    """429: too many wait already; ``ahead_s`` until one like this could be placed."""
+    message = f"All engines are busy, and queue.requests_max = {limit} requests wait; retry later."
+    return ApiError(429, "queue_full", message, kind="rate_limit_error", headers=_retry_in(ahead_s))
+
+
+def queue_timeout(waited_s: float, limit: str, ahead_s: float) -> ApiError:
+    """503: no engine had room in the time there was; ``limit`` says what ended the wait."""
+    message = f"All engines are busy: no room within {waited_s:.1f} s ({limit}); retry later."
+    headers = _retry_in(ahead_s)
+    return ApiError(503, "queue_timeout", message, kind="service_unavailable_error", headers=headers)
+
+
+def _retry_in(seconds: float) -> Headers:
+    return ((b"retry-after", b"%d" % min(max(1, math.ceil(seconds)), _RETRY_S_MAX)),)
+
+
+_RETRY_S_MAX = 600
+
+
 def head_too_large(limit_bytes: int) -> ApiError:
     """431: headers or trailers over the limit."""
     message = f"The request head or trailer is larger than header_bytes_max = {limit_bytes} bytes."

@@ -14,6 +14,22 @@ class Phases(Protocol):
         """This begins, and what was before ends."""
 
 
+class Claim(msgspec.Struct, frozen=True, gc=False):
+    """What a request may claim where requests wait for each other."""
+
+    tenant: str = ""
+    """Whose key it came with; "" where nobody has one."""
+    weight: float = 1.0
+    """Share of its tenant beside others'."""
+    priority: int = 1
+    """Class: 0 is high, 1 normal, 2 low."""
+    until_s: float | None = None
+    """When its client gives up (monotonic seconds), if it said so."""
+
+
+NO_CLAIM = Claim()
+
+
 class InboundRequest(msgspec.Struct, gc=False):
     """One client request, read whole. ``model`` and ``stream`` are peeked from the body where it is JSON.
 
@@ -37,6 +53,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """``host:port`` of the engines that may take it, where a gateway says so."""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
+    claim: Claim = NO_CLAIM
+    """Read only where requests may have to wait."""
 
 
 class Usage(msgspec.Struct, gc=False):

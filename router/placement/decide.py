@@ -18,6 +18,7 @@ import structlog
 import xxhash
 
 from publisher.block_hash import HashScheme
+from router.admission.queue.settings import QueueSettings
 from router.fleet.identity import endpoint_of
 from router.fleet.status import Fleet
 from router.index.models import Scopes
@@ -27,6 +28,7 @@ from router.openai.request import InboundRequest
 from router.placement.affinity import text_tokens
 from router.placement.candidate import Ask, PolicySettings, ask
 from router.placement.engine import NO_LOOK, Accounts, Engine, Look, PromptView, SharedView
+from router.placement.holding.hold import Hold
 from router.placement.placement import Decision, Placement
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
@@ -36,6 +38,7 @@ from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
 
 _log = structlog.get_logger()
+_NO_QUEUE = QueueSettings()
 
 
 class Planner:
@@ -54,6 +57,7 @@ class Planner:
         expose_decision: bool,
         check_every: int = 0,
         shared: SharedView | None = None,
+        queue: QueueSettings = _NO_QUEUE,
     ) -> None:
         self._fleet = fleet
         self._scopes = scopes
@@ -67,18 +71,40 @@ class Planner:
         self._shared = shared
         self._policy = policy(settings.policy)
         self._arm_state = ArmState()
+        self.hold: Hold | None = None
+        """Keeps requests while engines are saturated, where they are to wait."""
+        if queue.saturation_s is not None:
+            self.hold = Hold(queue, queue.saturation_s, fleet, now=accounts.now)
+            accounts.room = self.hold.room
 
     async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Placement:
-        """Choose an engine and open its entries. Raises ``ApiError`` where nobody can be asked."""
+        """Choose an engine and open its entries. Raises ``ApiError`` where nobody can be asked, or not soon
+        enough. Who is placed again has waited already."""
         decision = await self._decide(request, exclude)
         if self._check_every:
             self._check()
+        hold = self.hold
+        if hold is None or exclude or not hold.holds(request, decision):
+            return self._placed(request, decision, 0.0)
+        if request.trace is not None:
+            request.trace.phase("queue")
+        began_s = self._accounts.now()
+        ticket = await hold.wait(request, decision)
+        try:
+            waited_s = self._accounts.now() - began_s
+            decision = await self._decide(request, exclude, decision.read)
+            return self._placed(request, decision, waited_s)
+        finally:
+            hold.room.leave(ticket)
+
+    def _placed(self, request: InboundRequest, decision: Decision, waited_s: float) -> Placement:
         return Placement(
             request,
             decision,
             self._accounts,
             retention=self._retention,
             client_headers=self._client_headers(decision) if self._expose else (),
+            waited_s=waited_s,
         )
 
     def _check(self) -> None:
@@ -95,15 +121,23 @@ class Planner:
 
     async def explain(self, request: InboundRequest) -> Decision:
         """The decision ``place`` would make now, with per-class detail; it leaves no trace."""
-        return await self._decide(request, frozenset(), rehearsal=True)
+        decision = await self._decide(request, frozenset(), rehearsal=True)
+        if self.hold is not None and self.hold.holds(request, decision):
+            return msgspec.structs.replace(decision, waits=True)
+        return decision
 
     async def _decide(
-        self, request: InboundRequest, exclude: frozenset[str], *, rehearsal: bool = False
+        self,
+        request: InboundRequest,
+        exclude: frozenset[str],
+        read: Prompt | TextAffinity | None = None,
+        *,
+        rehearsal: bool = False,
     ) -> Decision:
+        """``read``: what the prompt has been found to be, where that is known."""
         engines = self._holders(request, self._askable(request.model, exclude), exclude)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
-        read: Prompt | TextAffinity | None = None
-        if request.method == "POST" and request.path in PROMPT_APIS:
+        if read is None and request.method == "POST" and request.path in PROMPT_APIS:
             if request.trace is not None:
                 request.trace.phase("read prompt")
             read = await self._reader.read(request)
@@ -115,6 +149,8 @@ class Planner:
         if request.trace is not None:
             request.trace.phase("decide")
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
+        if self.hold is not None:
+            self.hold.others(look.load)
         engines = [engine for engine in engines if not engine.closed]
         if not engines:  # they left while the prompt was being read
             raise no_ready_engine("The engines that serve this model have just been removed; retry shortly.")

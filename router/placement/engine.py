@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from publisher.block_hash import HashScheme
+from router.admission.queue.room import WaitingRoom
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.trust import expected_hit
 from router.fleet.identity import EngineAddress, EngineId
@@ -107,6 +108,8 @@ class Accounts:
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
         self.access = AccessLog(access) if access.path else None
+        self.room: WaitingRoom | None = None
+        """Where requests wait for engines; None where they do not."""
 
         self.integrity_problems = 0
         """Contradictions found so far, where they are looked for (``server.check_every``)."""

@@ -27,6 +27,7 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
             "uncached_tokens": decision.choice.uncached_tokens,
         },
         "index_problem": decision.index_problem,
+        "waits": decision.waits,
         "engines": [
             _engine(engine, candidate, msgspec.to_builtins(cost), decision.prompt_tokens)
             for engine, candidate, cost in zip(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from publisher.groups import Family
+from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
@@ -41,6 +42,8 @@ class Decision(msgspec.Struct, frozen=True):
     choice: Choice
     index_problem: str = ""
     """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
+    waits: bool = False
+    """Explained: the request would have to wait in the queue now."""
 
     @property
     def engine(self) -> Engine:
@@ -76,6 +79,7 @@ class Placement(Attempt):
         *,
         retention: Callable[[str], int | None],
         client_headers: Fields,
+        waited_s: float = 0.0,
     ) -> None:
         engine, choice = decision.engine, decision.choice
         rank = engine.engine.dp_rank
@@ -90,6 +94,7 @@ class Placement(Attempt):
             uncached_tokens=choice.uncached_tokens,
             engine_headers=() if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),),
             client_headers=client_headers,
+            waited_s=waited_s,
         )
         self.decision = decision
         self.engine = engine
@@ -102,6 +107,8 @@ class Placement(Attempt):
             streams=request.stream,
             load_s=cost.load_s,
         )
+        if accounts.room is not None:
+            accounts.room.charge(request.claim, engine.base_model or "", choice.uncached_tokens)
         self._flying: InflightPrompt | None = None
         read = decision.read
         if isinstance(read, Prompt):
@@ -127,6 +134,7 @@ class Placement(Attempt):
             "kvatlas.prompt_tokens": decision.prompt_tokens,
             "kvatlas.predicted_hit_tokens": candidate.hit.whole_tokens if known else None,
             "kvatlas.queue_s": candidate.queue_s,
+            "kvatlas.waited_s": self.waited_s or None,
             "kvatlas.engines": len(decision.engines),
             "kvatlas.read": decision.read.source if isinstance(decision.read, Prompt) else None,
         }
@@ -161,6 +169,8 @@ class Placement(Attempt):
         if self._flying is not None:
             self._accounts.inflight.prefilled(self._flying)
         self._served()
+        if self._accounts.room is not None:
+            self._accounts.room.changed()
 
     def _served(self) -> None:
         """The engine has computed the prompt: so has its shadow."""
@@ -174,6 +184,8 @@ class Placement(Attempt):
             engine.load.fail(self._ticket, now)
         else:
             engine.load.finish(self._ticket, now)
+        if accounts.room is not None:
+            self._settle(accounts.room, usage)
         if self._flying is not None:
             if self._answered:
                 accounts.inflight.end(self._flying, now)
@@ -193,6 +205,15 @@ class Placement(Attempt):
                 engine.residency.writer.doubt()
         if accounts.access is not None and self.request.path in PROMPT_APIS:
             self._log_access(accounts.access, usage, now)
+
+    def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:
+        """What its tenant was charged for is now known; and there may be room for others."""
+        claim, pool, charged = self.request.claim, self.engine.base_model or "", self.uncached_tokens
+        if self._answered:
+            room.settle(claim, pool, charged, usage)
+        else:
+            room.charge(claim, pool, -charged)
+        room.changed()
 
     def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
         read, candidate = self.decision.read, self.decision.candidate
@@ -241,6 +262,7 @@ class Placement(Attempt):
             read=read.source if isinstance(read, Prompt) else "",
             reason=decision.choice.reason,
             index_problem=decision.index_problem,
+            waited_s=self.waited_s,
             ttft_s=self._ttft_s,
         )
 

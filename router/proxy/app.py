@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from router.admission.gate import KeyGate
+from router.admission.queue.claims import read_claim
 from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
@@ -58,7 +59,8 @@ class _ClientGoneError(Exception):
 
 
 class ProxyApp:
-    """ASGI 3 application for everything that engines answer. ``close`` it in the loop it ran in."""
+    """ASGI 3 application for everything that engines answer. ``close`` it in the loop it ran in. ``claims``:
+    what requests say of their turn is read, for where they may have to wait."""
 
     def __init__(
         self,
@@ -71,12 +73,14 @@ class ProxyApp:
         gate: KeyGate | None = None,
         aliases: Aliases | None = None,
         tls: ssl.SSLContext | None = None,
+        claims: bool = False,
     ) -> None:
         self.settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
         self.requests = requests or RequestTracker(clock)
         self._gate = gate
         self._aliases = aliases
+        self._claims = claims
         self.client = UpstreamClient(self.settings, self.stats, clock, tls)
         self._rules = Rules(
             not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
@@ -180,6 +184,14 @@ class ProxyApp:
             request.pinned = _pinned(scope["headers"])
         if path.startswith(RESPONSES):
             request.earlier_response = look.previous_response if path == RESPONSES else _response_id(path)
+        if self._claims:
+            request.claim = read_claim(
+                scope["headers"],
+                in_body=look.priority,
+                arrived_s=record.arrived_s,
+                tenant=record.tenant,
+                rules=None if entry is None else entry.tenant.rules,
+            )
         record.model = model or ""
         carrier = scope.get("extensions", _NONE).get(CARRIER)
         if carrier is not None:

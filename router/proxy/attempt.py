@@ -26,7 +26,7 @@ class Attempt:
 
     __slots__ = (
         *("_breaker", "_heard", "_open", "asked_s", "base_url", "client_headers", "engine_headers"),
-        *("engine_id", "expected_s", "now", "request", "uncached_tokens"),
+        *("engine_id", "expected_s", "now", "request", "uncached_tokens", "waited_s"),
     )
 
     def __init__(
@@ -41,6 +41,7 @@ class Attempt:
         uncached_tokens: int = 0,
         engine_headers: Fields = (),
         client_headers: Fields = (),
+        waited_s: float = 0.0,
     ) -> None:
         self.engine_id = engine_id
         self.base_url = base_url
@@ -51,6 +52,8 @@ class Attempt:
         self.expected_s = expected_s
         self.uncached_tokens = uncached_tokens
         """Prompt tokens that the engine should have to compute."""
+        self.waited_s = waited_s
+        """Seconds that it waited in the router for an engine with room."""
         self.now = now
         self._breaker = breaker
         self._heard = False

@@ -104,7 +104,11 @@ class Forwarder:
             if attempt:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
-            out.record.placed(placement.engine_id, completion=out.request.path in PROMPT_APIS)
+            out.record.placed(
+                placement.engine_id,
+                completion=out.request.path in PROMPT_APIS,
+                waited_s=placement.waited_s,
+            )
             out.record.why = placement.facts
             if out.entry is not None:
                 out.entry.placed(placement.uncached_tokens)

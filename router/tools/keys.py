@@ -14,7 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from router.admission.key_file import KeyFileError, check_tenant_name, digest_of, new_key, read_key_file
+from router.admission.key_file import (
+    KeyFileError,
+    TenantRules,
+    check_tenant_name,
+    digest_of,
+    new_key,
+    read_key_file,
+)
 from router.config.errors import ConfigError
 
 _KEY_LENGTH_MIN = 16
@@ -58,8 +65,10 @@ def run_list(path: Path) -> int:
     except KeyFileError as error:
         raise ConfigError(str(error)) from None
     for tenant, rules in sorted(table.tenants.items()):
-        limits = {key: value for key, value in msgspec.to_builtins(rules).items() if value is not None}
-        models = ", ".join(limits.pop("models"))
+        unset = msgspec.to_builtins(TenantRules())
+        said = msgspec.to_builtins(rules)
+        models = ", ".join(said.pop("models"))
+        limits = {key: value for key, value in said.items() if value != unset[key]}
         shown = ", ".join(f"{key} = {value}" for key, value in limits.items()) or "no limits"
         print(f"{tenant}: models {models}; {shown}")
         for entry in table.keys:

@@ -121,4 +121,4 @@ def test_hits_by_medium_are_the_engines_to_the_token(
     ]
     assert not wrong, f"{len(wrong)} of {len(told)}:\n" + "\n".join(wrong[:20])
     total = sum(told, Counter[str]())
-    assert min(total["GPU"], total["CPU"]) > 2_000, f"too few hits to say anything: {total}"
+    assert min(total["GPU"], total["CPU"]) > 1_000, f"too few hits to say anything: {total}"

@@ -215,6 +215,10 @@ class FairQueue(Generic[T]):
         bands = self._bands
         return sum(bands[key].work_s for key in bands if key[0] <= priority and key[1] == pool)
 
+    def alone(self, tenant: str, pool: str) -> bool:
+        """Whether no other tenant waits for this pool, in any class."""
+        return all(key[1] != pool or band.lines.keys() <= {tenant} for key, band in self._bands.items())
+
     def lanes(self) -> set[Lane]:
         """Those that somebody waits for."""
         return {lane for band in self._bands.values() for line in band.lines.values() for lane in line.lanes}

@@ -37,6 +37,7 @@ GAUGES = frozenset(
         "prompts_media_bytes",
         "prompts_prefix_bytes",
         "proxy_requests_active",
+        "queue_waiting",
         "source_engines",
         "source_failing",
         "source_synced",

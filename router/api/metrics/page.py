@@ -117,6 +117,8 @@ class RouterCollector:
             yield from of_stats("epp", s.epp)
         if s.traces is not None:
             yield from of_stats("traces", s.traces)
+        if s.accounts.room is not None:
+            yield from of_stats("queue", s.accounts.room.stats)
         if s.gate is not None:
             yield from of_stats("keys", s.gate.stats)
             yield from of_each("tenant", "tenant", s.gate.tenants())

@@ -16,7 +16,8 @@ from rich.table import Table
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
-from router.simulate.advise.trials import Advice, TrialResult, doubt, judge, reusable_share, told_of, trials
+from router.simulate.advise.judge import Advice, doubt, judge
+from router.simulate.advise.trials import TrialResult, reusable_share, told_of, trials
 from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, read_tiers, refused
 from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture

@@ -18,7 +18,7 @@ from router.placement.candidate import EVICTION_PREMIUM_MAX
 ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True):
+class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The router keeps requests while every engine has more than ``hold_s`` seconds of prompts queued."""
 
     hold_s: float
@@ -40,7 +40,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """With view ``truth``: whether it sees the memory outside the GPUs too."""
     beta: float | None = None
     premium: float | None = None
-    hold: Hold | None = None
+    hold: HoldSetup | None = None
     what: str
 
 
@@ -86,7 +86,7 @@ ARMS: dict[str, Arm] = {
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
     """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs,
-    ``kvatlas:hold=1+ageing=2+siblings=0.5`` those of ``Hold``. Raises ``ValueError``."""
+    ``kvatlas:hold=1+ageing=2+siblings=0.5`` those of ``HoldSetup``. Raises ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")
@@ -117,5 +117,5 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
     if held and "hold" not in held:
         raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS beside")
     if held:
-        arm = msgspec.structs.replace(arm, hold=Hold(hold_s=held.pop("hold"), **held))
+        arm = msgspec.structs.replace(arm, hold=HoldSetup(hold_s=held.pop("hold"), **held))
     return msgspec.structs.replace(arm, **values)

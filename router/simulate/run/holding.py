@@ -1,8 +1,8 @@
 """Requests that a simulated router holds while every engine is saturated, in the router's own queue.
 
 An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or as many
-requests as it runs at once. Whoever shares enough of its prompt with one in flight is not held: the engine
-that has the other one should get it while the prefix is there.
+requests as it runs at once; which siblings are not held is the router's own rule
+(``router.placement.holding.saturation``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 from router.admission.queue.fair import FairQueue, Priority, Waiting
 from router.placement.candidate import Candidate
+from router.placement.holding.saturation import gap_s, joins_sibling
 from router.placement.load import LoadAccount
-from router.simulate.run.arms import Hold
+from router.simulate.run.arms import HoldSetup
 from router.simulate.workload.requests import Request
 
 _SOONEST_S = 0.001
@@ -26,7 +27,7 @@ Held = tuple[int, Request]
 class Holding:
     """Who waits, and who is next. ``loads`` are the router's accounts of the engines."""
 
-    def __init__(self, hold: Hold, loads: Sequence[LoadAccount], seqs_max: int) -> None:
+    def __init__(self, hold: HoldSetup, loads: Sequence[LoadAccount], seqs_max: int) -> None:
         self._hold = hold
         self._loads = loads
         self._seqs_max = seqs_max
@@ -43,9 +44,10 @@ class Holding:
         """Whether a request that comes now has to wait."""
         if not self._queue and self.room(now):
             return False
-        share = self._hold.siblings
-        common = max(candidate.hit.common_tokens for candidate in candidates)
-        return share is None or common < share * request.input_tokens
+        share, hold_s = self._hold.siblings, self._hold.hold_s
+        if share is None or not self._queue.alone(request.tenant, _POOL):
+            return True
+        return not joins_sibling(candidates, request.input_tokens, share=share, hold_s=hold_s)
 
     def add(self, index: int, request: Request, candidates: Sequence[Candidate], now: float) -> None:
         work_s = min(
@@ -75,7 +77,6 @@ class Holding:
         gaps = []
         for account in self._loads:
             load = account.at(now)
-            gap_s = load.queue_s - self._hold.hold_s
-            full = load.running + load.waiting >= self._seqs_max
-            gaps.append(max(gap_s, _SOONEST_S) if full else gap_s)
+            requests, hold_s = load.running + load.waiting, self._hold.hold_s
+            gaps.append(gap_s(load.queue_s, requests, hold_s=hold_s, requests_max=self._seqs_max))
         return min(gaps)

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
+from router.admission.queue.room import QueueStats
 from router.admission.tenants import TenantStats
 from router.api.admin.stats import AdminStats
 from router.api.metrics.families import GAUGES, exported
@@ -150,7 +151,7 @@ def test_units_are_spelled_out(sources: Sources) -> None:
 
 
 def test_gauges_are_numbers_that_exist() -> None:
-    parts = PARTS | {"tenant": TenantStats}
+    parts = PARTS | {"tenant": TenantStats, "queue": QueueStats}
     known = {f"{part}_{name}" for part, struct in parts.items() for name in struct.__struct_fields__}
     assert known >= GAUGES
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from router.simulate.run.arms import ARMS, Hold, arms_of
+from router.simulate.run.arms import ARMS, HoldSetup, arms_of
 from router.simulate.run.fleet import FleetRun
 from router.simulate.workload.requests import Request
 from tests.router.simulate.support import fleet_run, request
@@ -58,15 +58,15 @@ def test_a_tenant_that_floods_does_not_hold_up_another() -> None:
 
 def test_a_sibling_of_a_prompt_in_flight_is_not_held() -> None:
     requests = [*burst(12), request(0.02, 1000, 20, 0)]
-    waits = fleet_run(requests, "kvatlas:hold=0.1").rows[-1]
-    goes = fleet_run(requests, "kvatlas:hold=0.1+siblings=0.5").rows[-1]
+    waits = fleet_run(requests, "kvatlas:hold=0.5").rows[-1]
+    goes = fleet_run(requests, "kvatlas:hold=0.5+siblings=0.5").rows[-1]
     assert goes.ttft_s < waits.ttft_s
 
 
 def test_knobs_are_read_and_bad_ones_named() -> None:
     name = "kvatlas:hold=1+ageing=2+siblings=0.5+beta=1"
     arm = arms_of([name])[name]
-    assert (arm.hold, arm.beta) == (Hold(hold_s=1.0, ageing=2.0, siblings=0.5), 1.0)
+    assert (arm.hold, arm.beta) == (HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5), 1.0)
     assert ARMS["kvatlas"].hold is None
     for bad in ("kvatlas:hold=-1", "kvatlas:hold=61", "kvatlas:ageing=1", "kvatlas:siblings=2+hold=1"):
         with pytest.raises(ValueError, match=re.escape(bad)):

@@ -1,0 +1,125 @@
+"""Two tenants, one flooding: what the other one's first tokens take, against what they take when it is alone.
+
+    python benchmarks/fairness.py [--seeds 5] [--engines 4] [--out F]
+
+Simulated engines of 8,000 prompt tokens per second behind the router's own placement and queue
+(``router.simulate``). The guest sends chats of its own at a tenth of what the fleet can compute; the flood
+sends prompts nobody has, at ten times an equal share (five times what the fleet can compute), for the whole
+time. Three routers: none of it held (today's default), held first come first served, and held with shares by
+tenant. The report, Markdown, gives the guest's mean and p99 first-token time, and what the flood got.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+
+from publisher.groups import GroupSpec
+from router.observe.prefix_ids import UNIT_TOKENS
+from router.simulate.run.arms import arms_of
+from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.timing import Timing
+from router.simulate.workload.requests import Request
+
+SECONDS = 60.0
+TIMING = Timing(chunk_tokens=2048)
+TOKENS = 2048
+SHARES = (0.1, 0.25, 0.4)
+ANSWER = 128
+GUEST, FLOOD = "guest", "flood"
+ARMS = {
+    "no queue": ("kvatlas", True),
+    "`saturation_s` 0.05, first come first served": ("kvatlas:hold=0.05", False),
+    "`saturation_s` 1, shares by tenant": ("kvatlas:hold=1", True),
+    "`saturation_s` 0.25, shares by tenant": ("kvatlas:hold=0.25", True),
+    "`saturation_s` 0.05, shares by tenant": ("kvatlas:hold=0.05", True),
+}
+
+
+def arrivals(tenant: str, per_s: float, tokens: int, rng: random.Random, first_id: int) -> list[Request]:
+    """Poisson arrivals of prompts of half to one and a half times so many tokens, nothing shared."""
+    found: list[Request] = []
+    at_s, number = 0.0, first_id
+    while (at_s := at_s + rng.expovariate(per_s)) < SECONDS:
+        asked = max(UNIT_TOKENS, int(tokens * rng.uniform(0.5, 1.5)))
+        units = -(-(asked + ANSWER) // UNIT_TOKENS)
+        ids = tuple(range(number, number + units))
+        number += units
+        found.append(Request(at_s=at_s, input_tokens=asked, output_tokens=ANSWER, ids=ids, tenant=tenant))
+    return found
+
+
+def simulate(requests: list[Request], arm: str, engines: int) -> FleetRun:
+    setup = FleetSetup(
+        groups=(GroupSpec(0, "full_attention", 64),), num_blocks=8192, engines=engines, timing=TIMING
+    )
+    ordered = sorted(requests, key=lambda one: one.at_s)
+    return FleetSim(setup, arms_of([arm])[arm], mean_prompt_tokens=TOKENS).run(ordered)
+
+
+def waits_of(requests: list[Request], run: FleetRun, tenant: str) -> list[float]:
+    ordered = sorted(requests, key=lambda one: one.at_s)
+    return [row.ttft_s for one, row in zip(ordered, run.rows, strict=True) if one.tenant == tenant]
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+
+
+def report(engines: int, share: float, seeds: range) -> str:
+    capacity = engines / TIMING.prefill_s_per_token
+    rows: dict[str, list[tuple[float, float, float, float]]] = {}
+    for seed in seeds:
+        rng = random.Random(seed)
+        guest = arrivals(GUEST, share * capacity / TOKENS, TOKENS, rng, 1)
+        flood = arrivals(FLOOD, 5.0 * capacity / TOKENS, TOKENS, rng, 10_000_000)
+        alone = waits_of(guest, simulate(guest, "kvatlas", engines), GUEST)
+        base = _p99(alone)
+        rows.setdefault("the guest alone", []).append((statistics.mean(alone), base, 1.0, 0.0))
+        for name, (arm, by_tenant) in ARMS.items():
+            asked = guest + flood
+            if not by_tenant:
+                asked = [msgspec.structs.replace(one, tenant="") for one in asked]
+            run = simulate(asked, arm, engines)
+            both = guest + flood
+            waits = waits_of(both, run, GUEST)
+            tail = _p99(waits)
+            flooded = statistics.mean(waits_of(both, run, FLOOD))
+            rows.setdefault(name, []).append((statistics.mean(waits), tail, tail / base, flooded))
+    lines = [
+        f"{engines} simulated engines, {SECONDS:.0f} s of arrivals, {len(seeds)} seeds; {TOKENS} tokens a",
+        f"prompt on average, none cached; the guest asks for {share:.0%} of what the fleet can compute, the",
+        "flood for 500 % (ten times an equal share).",
+        "",
+        "| router | guest: mean s | guest: p99 s | p99 over alone | worst seed | flood: mean s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in rows.items():
+        mean, tail, ratio, flooded = (statistics.mean(column) for column in zip(*found, strict=True))
+        worst = max(one[2] for one in found)
+        lines.append(f"| {name} | {mean:.2f} | {tail:.2f} | {ratio:.2f} | {worst:.2f} | {flooded:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="the report; default: standard output")
+    options = parser.parse_args()
+    seeds = range(1, 1 + options.seeds)
+    text = "\n".join(report(options.engines, share, seeds) for share in SHARES)
+    if options.out is None:
+        sys.stdout.write(text)
+    else:
+        options.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Where requests wait for an engine with room: the fair queue with futures, a timer and limits of time.
+
+Whoever waits is let go one at a time: the next one only after the one before has been placed, so that each
+sees the load that the one before made. Room shows when something ends or begins (``changed``), or when time
+has passed, for which there is one timer. Always true: a ticket that ``wait`` gave leaves by ``leave``; one
+that was refused, timed out or whose client went away has left; nobody waits longer than ``wait_s_max``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from router.admission.queue.fair import GENERATED_WORTH, FairQueue, Lane, Priority, Waiting
+from router.admission.queue.settings import QueueSettings
+from router.openai.errors import ApiError, queue_full, queue_timeout
+from router.openai.request import Claim, Usage
+
+Ticket = Waiting[asyncio.Future[None]]
+_LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25
+
+
+class QueueStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    waiting: int = 0
+    """Gauge: requests that wait for an engine with room."""
+    waited: int = 0
+    """Requests that had to wait and were then placed."""
+    waited_s: float = 0.0
+    """Seconds that they waited, together."""
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests refused: `full` on arrival, `shed` for another one while they waited, `wait_s_max`, or
+    `x-request-timeout`."""
+    left: int = 0
+    """Requests whose client went away while they waited."""
+
+
+class WaitingRoom:
+    """``gap_s`` tells for a lane how many seconds of work are in the way of the next request; 0 or less:
+    there is room."""
+
+    def __init__(
+        self, settings: QueueSettings, *, clock: Callable[[], float], gap_s: Callable[[Lane], float]
+    ) -> None:
+        self.settings = settings
+        self.stats = QueueStats()
+        self._clock = clock
+        self._gap_s = gap_s
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(
+            settings.requests_max, ageing=settings.ageing
+        )
+        self._let_go: Ticket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Who comes now has so many before it."""
+        return len(self._queue) + (self._let_go is not None)
+
+    def alone(self, tenant: str, pool: str) -> bool:
+        """Whether no other tenant waits for this pool."""
+        return self._queue.alone(tenant, pool)
+
+    async def wait(self, claim: Claim, *, work_s: float, pool: str, lane: Lane, engines: int) -> Ticket:
+        """Until it is this request's turn; ``leave`` when it has been placed, or will not be. So many
+        ``engines`` share the work of the pool. Raises ``ApiError`` (429, 503)."""
+        now = self._clock()
+        ticket: Ticket = Waiting(
+            asyncio.get_running_loop().create_future(),
+            arrived_s=now,
+            work_s=work_s,
+            tenant=claim.tenant,
+            weight=claim.weight,
+            priority=Priority(claim.priority),
+            pool=pool,
+            lane=lane,
+        )
+        self._enter(ticket, engines)
+        limit_s, why = self.settings.wait_s_max, "wait_s_max"
+        if claim.until_s is not None and claim.until_s - now < limit_s:
+            limit_s, why = claim.until_s - now, "x-request-timeout"
+        self.changed()
+        try:
+            async with asyncio.timeout(limit_s):
+                await ticket.item
+        except TimeoutError:
+            self.leave(ticket)
+            self._count(why)
+            raise queue_timeout(self._clock() - now, why, self._ahead_s(ticket, engines)) from None
+        except asyncio.CancelledError:
+            self.leave(ticket)
+            self.stats.left += 1
+            raise
+        self.stats.waited += 1
+        self.stats.waited_s += self._clock() - now
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """It has been placed, or will not be."""
+        if self._let_go is ticket:
+            self._let_go = None
+        self._queue.remove(ticket)
+        self.stats.waiting = len(self._queue)
+        self.changed()
+
+    def changed(self) -> None:
+        """There may be room now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._let_go is not None or not self._queue:
+            return
+        one = self._queue.take(lambda lane: self._gap_s(lane) <= 0)
+        if one is not None:
+            self.stats.waiting = len(self._queue)
+            self._let_go = one
+            one.item.set_result(None)
+            return
+        gap_s = min(self._gap_s(lane) for lane in self._queue.lanes())
+        later_s = min(max(gap_s, _LOOK_S_MIN), _LOOK_S_MAX)
+        self._timer = asyncio.get_running_loop().call_later(later_s, self.changed)
+
+    def charge(self, claim: Claim, pool: str, tokens: float) -> None:
+        """So many tokens are computed for a tenant; negative: less than was charged before."""
+        self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
+
+    def settle(self, claim: Claim, pool: str, charged: int, usage: Usage | None) -> None:
+        """Its engine has ended a request that was ``charged`` for; ``usage``: what the engine reported."""
+        if usage is None:
+            return
+        prompt = charged if usage.cached_tokens is None else max(0, usage.prompt_tokens - usage.cached_tokens)
+        self.charge(claim, pool, prompt - charged + GENERATED_WORTH * usage.completion_tokens)
+
+    def _enter(self, ticket: Ticket, engines: int) -> None:
+        gone = self._queue.add(ticket)
+        self.stats.waiting = len(self._queue)
+        if gone is None:
+            return
+        self._count("full" if gone is ticket else "shed")
+        error = self._full(gone, engines)
+        if gone is ticket:
+            raise error
+        gone.item.set_exception(error)
+
+    def _full(self, ticket: Ticket, engines: int) -> ApiError:
+        return queue_full(self.settings.requests_max, self._ahead_s(ticket, engines))
+
+    def _ahead_s(self, ticket: Ticket, engines: int) -> float:
+        """Until a request like this one could be placed."""
+        waits_s = self._queue.ahead_s(ticket.priority, ticket.pool) / max(1, engines)
+        gap_s = self._gap_s(ticket.lane)
+        return waits_s + (gap_s if 0 < gap_s < math.inf else 0.0)
+
+    def _count(self, reason: str) -> None:
+        self.stats.refused[reason] = self.stats.refused.get(reason, 0) + 1

@@ -1,0 +1,98 @@
+"""Holds requests back while every engine that could take them is saturated, and tells when there is room.
+
+What is asked of the fleet is what a decision asks: the load accounts, the engines' gauges, and what other
+replicas said last. Which engines count for a request is its lane: those that serve its model, or the one
+engine that it must go to. Always true: a request that finds room, and nobody before it, costs a few
+comparisons; with no engine left those that wait are let go, and are told so by the decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from router.admission.queue.fair import Lane
+from router.admission.queue.room import Ticket, WaitingRoom
+from router.admission.queue.settings import QueueSettings
+from router.fleet.status import Fleet
+from router.openai.apis import PROMPT_APIS
+from router.openai.request import InboundRequest
+from router.placement.engine import Engine
+from router.placement.holding.saturation import any_room, gap_s, joins_sibling
+from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.placement import Decision
+
+_OTHERS_FRESH_S = 1.0
+"""What other replicas had in flight longer ago is over: nobody is to wait for it."""
+
+
+class Hold:
+    """The waiting room of a fleet. ``hold_s``: seconds of prompts queued that make an engine saturated."""
+
+    def __init__(
+        self, settings: QueueSettings, hold_s: float, fleet: Fleet[Engine], *, now: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._hold_s = hold_s
+        self._fleet = fleet
+        self._now = now
+        self._others: Mapping[str, OthersLoad] = {}
+        self._others_s = -math.inf
+        self.room = WaitingRoom(settings, clock=now, gap_s=self._gap_s)
+
+    def others(self, load: Mapping[str, OthersLoad]) -> None:
+        """What other replicas have in flight, as just heard."""
+        self._others, self._others_s = load, self._now()
+
+    def holds(self, request: InboundRequest, decision: Decision) -> bool:
+        """Whether it has to wait."""
+        if request.method != "POST" or request.path not in PROMPT_APIS:
+            return False
+        settings, candidates = self._settings, decision.candidates
+        if not len(self.room) and any_room(
+            candidates, hold_s=self._hold_s, requests_max=settings.engine_requests_max
+        ):
+            return False
+        together = joins_sibling(
+            candidates, decision.prompt_tokens, share=settings.sibling_share, hold_s=self._hold_s
+        )
+        return not (together and self.room.alone(request.claim.tenant, pool_of(decision)))
+
+    async def wait(self, request: InboundRequest, decision: Decision) -> Ticket:
+        """Until it is its turn. Raises ``ApiError``."""
+        engines = decision.engines
+        bound = request.pinned is not None or request.earlier_response is not None
+        only = engines[0].engine_id if bound and len(engines) == 1 else None
+        cost = decision.choice.cost
+        return await self.room.wait(
+            request.claim,
+            work_s=cost.prefill_s + cost.load_s,
+            pool=pool_of(decision),
+            lane=(request.model, only),
+            engines=len(engines),
+        )
+
+    def _gap_s(self, lane: Lane) -> float:
+        assert isinstance(lane, tuple)  # noqa: S101  # made in ``wait``
+        model, only = lane
+        now = self._now()
+        ready = [one for one in self._fleet.ready(model) if only is None or one.engine_id == only]
+        gaps = [self._gap_at(one, now) for one in ready if one.breaker.allows(now)]
+        return min(gaps) if gaps else 0.0
+
+    def _gap_at(self, engine: Engine, now: float) -> float:
+        others = NO_OTHERS
+        if now - self._others_s <= _OTHERS_FRESH_S:
+            others = self._others.get(engine.engine_id, NO_OTHERS)
+        load = engine.load.at(now, others)
+        return gap_s(
+            load.queue_s,
+            load.running + load.waiting,
+            hold_s=self._hold_s,
+            requests_max=self._settings.engine_requests_max,
+        )
+
+
+def pool_of(decision: Decision) -> str:
+    """The engines that tenants compete for: those of one base model."""
+    return decision.engine.base_model or ""

@@ -1,0 +1,213 @@
+"""What to set, by the outcomes of trials (``trials.py``): one piece of advice per topic.
+
+A change is advised where it shortens the mean time to first token by at least ``GAIN_MIN`` (or the topic's
+own) on average, and shortens it for every seed. Pure: the same outcomes give the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.simulate.advise.trials import (
+    BLIND,
+    Topic,
+    TrialResult,
+    gbit_s,
+    knobs_name,
+    more_tiers,
+    retention_name,
+)
+from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.tier_setup import TierSetup, TierSpec
+
+GAIN_MIN = 0.03
+ROUTING_GAIN_MIN = 0.05
+MEMORY_GAIN_MIN = 0.10
+AS_GOOD = 0.02
+REQUESTS_MIN = 200
+"""Fewer requests are too few for advice: differences between runs are then mostly chance."""
+BUSY_MAX = 0.9
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """``value`` is what to set ``setting`` to, None where it may stay as it is."""
+
+    topic: Topic
+    setting: str
+    value: str | None
+    text: str
+    firm: bool = True
+    """False: the runs say too little to set anything by them; ``value`` is None."""
+
+
+def judge(
+    setup: FleetSetup,
+    told: Sequence[TrialResult],
+    *,
+    reusable: float,
+    num_requests: int,
+    ttft_target_s: float | None = None,
+) -> list[Advice]:
+    """One piece of advice per topic, in the order of ``Topic``; ``told`` is in the order of ``trials``.
+
+    Where there is ``doubt``, none of it is firm.
+    """
+    base = told[0]
+    by_topic: dict[Topic, list[TrialResult]] = {}
+    for one in told[1:]:
+        by_topic.setdefault(one.topic, []).append(one)
+    found = [_routing(base, by_topic["routing"], reusable)]
+    found.append(_retention(setup, base, by_topic.get("retention", [])))
+    found.append(_memory(setup, base, by_topic["memory"]))
+    found += _tiers(setup, base, by_topic.get("tiers", []))
+    found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
+    found.append(_knobs(setup, base, by_topic["knobs"]))
+    if doubt(told, num_requests):
+        return [msgspec.structs.replace(one, value=None, firm=False) for one in found]
+    return found
+
+
+def doubt(told: Sequence[TrialResult], num_requests: int) -> str:
+    """Why nothing firm follows from these runs; "" where it does."""
+    if num_requests < REQUESTS_MIN:
+        return f"{num_requests} requests are too few for advice, which takes {REQUESTS_MIN}"
+    if told[0].refused:
+        return f"{told[0].refused} requests fit into no engine's cache and are left out: --pool is too small"
+    return ""
+
+
+def _routing(base: TrialResult, others: Sequence[TrialResult], reusable: float) -> Advice:
+    blind = min((one for one in others if one.value in BLIND), key=lambda one: one.mean_s)
+    shares = (
+        ""
+        if base.refused
+        else (
+            f"; an endless cache would hit at most {reusable:.0%} of the prompt tokens, this fleet hits "
+            f"{base.hit_share:.0%}, and {blind.hit_share:.0%} under {blind.value}"
+        )
+    )
+    gain = 1 - base.mean_s / blind.mean_s if blind.mean_s else 0.0
+    if gain >= ROUTING_GAIN_MIN:
+        text = (
+            f"Prefix routing pays: mean time to first token {base.mean_s:.3f} s, {gain:.0%} less than "
+            f"{blind.value} ({blind.mean_s:.3f} s){shares}."
+        )
+        return Advice(topic="routing", setting="policy", value=None, text=text)
+    text = (
+        f"Prefix routing does not pay on this traffic: {blind.value} has {blind.mean_s:.3f} s, the serving "
+        f"policy {base.mean_s:.3f} s on average{shares}. {blind.value} does as well and needs no events."
+    )
+    return Advice(topic="routing", setting="policy", value=blind.value, text=text)
+
+
+def _retention(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
+    setting, now = "prefix_cache_retention_interval", retention_name(setup.retention)
+    if not others:
+        text = f"{setting} has no effect: every group of this model is full attention."
+        return Advice(topic="retention", setting=setting, value=None, text=text)
+    shortest_s = min(one.mean_s for one in others)
+    near = [one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD)]
+    best = near[0]  # of what does as well, dense is the last choice: it takes the most pages
+    listed = ", ".join(f"{one.value}: {one.change:+.0%}, hit {one.hit_share:.0%}" for one in others)
+    if -best.change >= GAIN_MIN and best.every_seed:
+        names = " or ".join(one.value for one in near)
+        also = f" ({names}: within {AS_GOOD:.0%} of each other)" if len(near) > 1 else ""
+        text = (
+            f"Set {setting} to {best.value} on the engines (now {now}){also}: mean {base.mean_s:.3f} -> "
+            f"{best.mean_s:.3f} s ({best.change:+.0%}), hit {base.hit_share:.0%} -> {best.hit_share:.0%}."
+        )
+        return Advice(topic="retention", setting=setting, value=best.value, text=text)
+    text = f"Leave {setting} at {now}: mean {base.mean_s:.3f} s, hit {base.hit_share:.0%}; {listed}."
+    return Advice(topic="retention", setting=setting, value=None, text=text)
+
+
+def _memory(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
+    half, double = others
+    listed = (
+        f"half: {half.mean_s:.3f} s ({half.change:+.0%}), now: {base.mean_s:.3f} s, double: "
+        f"{double.mean_s:.3f} s ({double.change:+.0%})"
+    )
+    setting = "KV cache memory"
+    if -double.change >= MEMORY_GAIN_MIN and double.every_seed:
+        text = (
+            f"More KV memory pays (gpu_memory_utilization, a smaller KV dtype, or offloading): {listed}, hit "
+            f"{base.hit_share:.0%} -> {double.hit_share:.0%} with {2 * setup.num_blocks} blocks per engine."
+        )
+        return Advice(topic="memory", setting=setting, value="200%", text=text)
+    if half.change <= AS_GOOD and not half.refused:
+        text = f"Half the KV memory would do: {listed}."
+        return Advice(topic="memory", setting=setting, value="50%", text=text)
+    text = f"The KV memory is about right: {listed}."
+    return Advice(topic="memory", setting=setting, value=None, text=text)
+
+
+def _tiers(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> list[Advice]:
+    """What memory behind the GPUs would bring; nothing where the fleet has both kinds."""
+    if not others:
+        return []
+    words = {name: _tier_words(tiers, setup.tiers) for name, tiers in more_tiers(setup).items()}
+    shortest_s = min(one.mean_s for one in others)
+    best = next(one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD))
+    pays = -best.change >= MEMORY_GAIN_MIN and best.every_seed
+    verdict = f"pays, first {words[best.value]}" if pays else "would bring little"
+    listed = "; ".join(f"{words[one.value]} {_brings(one)}" for one in others)
+    text = (
+        f"Memory behind the GPUs {verdict}: {listed}. "
+        f"Now: mean {base.mean_s:.3f} s, hit {base.hit_share:.0%}."
+    )
+    return [Advice(topic="tiers", setting="KV connector", value=best.value if pays else None, text=text)]
+
+
+def _brings(one: TrialResult) -> str:
+    gain = f"brings {-one.change:.0%}" if one.change <= 0 else f"costs {one.change:.0%}"
+    return f"{gain} (mean {one.mean_s:.3f} s, hit {one.hit_share:.0%})"
+
+
+def _tier_words(tiers: TierSetup, now: TierSetup | None) -> str:
+    """Of the kind that ``now`` has not."""
+    added = tiers.host if now is None or now.host is None else None
+    if added is not None:
+        return f"host memory of {_gib(added, tiers)} per engine"
+    if tiers.store is None:
+        return ""
+    return f"a shared store of {_gib(tiers.store, tiers)} over {gbit_s(tiers.store)}"
+
+
+def _gib(spec: TierSpec, tiers: TierSetup) -> str:
+    return f"{spec.blocks * tiers.block_bytes / (1 << 30):.0f} GiB"
+
+
+def _engines(
+    setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult], target_s: float | None
+) -> Advice:
+    by_count = {int(one.value): one for one in others} | {setup.engines: base}
+    listed = ", ".join(f"{count}: {by_count[count].p90_s:.2f} s" for count in sorted(by_count))
+    over = f" The engines are busy with prompts {base.busy_share:.0%} of the time." * (
+        base.busy_share > BUSY_MAX
+    )
+    if target_s is None:
+        text = f"p90 of the time to first token by number of engines: {listed}.{over} --ttft-target chooses."
+        return Advice(topic="engines", setting="engines", value=None, text=text)
+    enough = [count for count in sorted(by_count) if by_count[count].p90_s <= target_s]
+    if not enough:
+        most = max(by_count)
+        text = f"Not even {most} engines keep the p90 within {target_s:g} s: {listed}.{over}"
+        return Advice(topic="engines", setting="engines", value=None, text=text)
+    value = None if enough[0] == setup.engines else str(enough[0])
+    text = f"{enough[0]} engines (now {setup.engines}) keep the p90 within {target_s:g} s: {listed}.{over}"
+    return Advice(topic="engines", setting="engines", value=value, text=text)
+
+
+def _knobs(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
+    best = min(others, key=lambda one: one.mean_s)
+    setting, now = "policy.beta, policy.eviction_premium", knobs_name(setup.policy)
+    if -best.change >= ROUTING_GAIN_MIN and best.every_seed:
+        text = (
+            f"Try {best.value} (now {now}): mean {base.mean_s:.3f} -> {best.mean_s:.3f} s "
+            f"({best.change:+.0%})."
+        )
+        return Advice(topic="knobs", setting=setting, value=best.value, text=text)
+    text = f"Leave {now}: the best other setting tried, {best.value}, changes the mean by {best.change:+.0%}."
+    return Advice(topic="knobs", setting=setting, value=None, text=text)

@@ -1,0 +1,79 @@
+"""What a request may claim of its turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.admission.key_file import TenantRules
+from router.admission.queue.claims import read_claim
+from router.openai.body import peek
+from router.openai.errors import ApiError
+from router.openai.request import Claim
+
+HIGH, NORMAL, LOW = 0, 1, 2
+
+
+@pytest.mark.parametrize(
+    ("header", "in_body", "expected"),
+    [
+        (None, None, NORMAL),
+        (b"high", None, HIGH),
+        (b" Low ", -5, LOW),
+        (None, -1, HIGH),
+        (None, 0, NORMAL),
+        (None, 7, LOW),
+    ],
+)
+def test_the_header_comes_before_the_body(header: bytes | None, in_body: int | None, expected: int) -> None:
+    fields = [] if header is None else [(b"x-kvatlas-priority", header)]
+    assert read_claim(fields, in_body=in_body, arrived_s=0.0) == Claim(priority=expected)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, NORMAL), (b"high", NORMAL), (b"low", LOW)])
+def test_a_tenants_request_may_step_back_but_not_forward(asked: bytes | None, expected: int) -> None:
+    fields = [] if asked is None else [(b"x-kvatlas-priority", asked)]
+    rules = TenantRules(weight=3.0)
+    claim = read_claim(fields, in_body=None, arrived_s=0.0, tenant="acme", rules=rules)
+    assert claim == Claim("acme", 3.0, expected)
+
+
+def test_a_deadline_counts_from_the_requests_arrival() -> None:
+    claim = read_claim([(b"x-request-timeout", b"2.5")], in_body=None, arrived_s=10.0)
+    assert claim.until_s == 12.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (b"x-kvatlas-priority", b"urgent"),
+        (b"x-kvatlas-priority", b""),
+        (b"x-request-timeout", b"soon"),
+        (b"x-request-timeout", b"0"),
+        (b"x-request-timeout", b"-1"),
+        (b"x-request-timeout", b"inf"),
+        (b"x-request-timeout", b"nan"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_by_name(name: bytes, value: bytes) -> None:
+    with pytest.raises(ApiError, match=name.decode()) as refused:
+        read_claim([(name, value)], in_body=None, arrived_s=0.0)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"priority": -3}', -3),
+        (b'{"priority": 0, "x": NaN}', 0),
+        (b'{"priority": 4, "x": NaN}', 4),
+        (b"{}", None),
+        (b'{"priority": null}', None),
+        (b'{"priority": "1"}', None),
+        (b'{"priority": 1.5}', None),
+        (b'{"priority": true, "x": NaN}', None),
+        (b'{"priority": 99999999999999999999999999}', None),
+        (b'{"priority": 99999999999999999999999999, "x": NaN}', None),
+    ],
+)
+def test_the_bodys_priority_is_read_where_it_is_a_whole_number(body: bytes, expected: int | None) -> None:
+    assert peek(body).priority == expected
