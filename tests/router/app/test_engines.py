@@ -25,6 +25,7 @@ from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
 from router.prompts.config import PromptSettings
 from tests.support.front import Front, fronting
+from tests.support.ports import free_ports
 from tests.support.waiting import run, until
 from tests.support.whole_router import (
     LOCAL,
@@ -67,14 +68,9 @@ async def started(**changes: Any) -> AsyncIterator[SimulatedEngine]:
         yield engine
 
 
-def same_ports(engine: SimulatedEngine) -> dict[str, int]:
-    assert engine.events_endpoint is not None
-    assert engine.replay_endpoint is not None
-    return {
-        "port": number(engine.base_url),
-        "events_port": number(engine.events_endpoint),
-        "replay_port": number(engine.replay_endpoint),
-    }
+def own_ports() -> dict[str, int]:
+    """For an engine that comes back: nobody else is given these meanwhile."""
+    return dict(zip(("port", "events_port", "replay_port"), free_ports(3), strict=True))
 
 
 def test_engines_without_events_are_predicted_by_a_shadow_of_their_pool() -> None:
@@ -176,13 +172,13 @@ def test_engine_that_breaks_the_connection_when_asked_for_tokens_costs_no_reques
 @pytest.mark.parametrize("moved", [False, True], ids=["same-ports", "other-event-ports"])
 def test_a_restarted_engine_is_known_to_be_empty(moved: bool) -> None:
     async def main() -> None:
-        first = SimulatedEngine(EngineSettings(**QUICK))
+        ports = own_ports()
+        first = SimulatedEngine(EngineSettings(**QUICK, **ports))
         await first.start()
         async with routing(configure(first)) as rig:
             assert await check_exact(rig, [first], TEXT * 20) > 100
             held = rig.router.scopes.scope(MODEL).stats().residencies
             assert held > 10
-            ports = same_ports(first)
             await first.stop()
             await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
             with pytest.raises(openai.InternalServerError):
@@ -230,11 +226,11 @@ def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
 
 def test_an_engine_that_comes_back_with_another_model_starts_empty() -> None:
     async def main() -> None:
-        first = SimulatedEngine(EngineSettings(**QUICK))
+        ports = own_ports()
+        first = SimulatedEngine(EngineSettings(**QUICK, **ports))
         await first.start()
         async with routing(configure(first)) as rig:
             await check_exact(rig, [first], TEXT * 20)
-            ports = same_ports(first)
             await first.stop()
             await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
             async with started(model="other", **ports) as second:
@@ -254,12 +250,12 @@ def test_an_engine_that_comes_back_with_another_model_starts_empty() -> None:
 def test_while_an_engine_is_away_the_other_serves() -> None:
     async def main() -> None:
         async with running({}) as (stays,):
-            goes = SimulatedEngine(EngineSettings(**QUICK))
+            ports = own_ports()
+            goes = SimulatedEngine(EngineSettings(**QUICK, **ports))
             await goes.start()
             async with routing(configure(stays, goes)) as rig:
                 used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
                 assert used == {stays.base_url, goes.base_url}
-                ports = same_ports(goes)
                 await goes.stop()
                 # Also before the poller sees it: refused connections are tried elsewhere.
                 used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
@@ -281,10 +277,10 @@ def test_while_an_engine_is_away_the_other_serves() -> None:
 def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
     async def main() -> None:
         async with running({}) as (stays,):
-            goes = SimulatedEngine(EngineSettings(**QUICK))
+            ports = own_ports()
+            goes = SimulatedEngine(EngineSettings(**QUICK, **ports))
             await goes.start()
             async with routing(configure(stays, goes, fleet=NEVER)) as rig:
-                ports = same_ports(goes)
                 await goes.stop()
                 for n in range(30):
                     assert (await hits(rig, f"{n} {TEXT * 10}"))[2] == stays.base_url

@@ -46,6 +46,7 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url, engines=2) as made:
@@ -69,7 +70,7 @@ def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
             assert "generation" in kvatlas("index", "stats", index=server.url).stdout
 
     with Server(any_program()) as server:
-        run(main(server))
+        run(main(server), wait_s=280)  # five commands, two routers and two engines, one after the other
 
 
 @pytest.mark.process
