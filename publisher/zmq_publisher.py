@@ -114,7 +114,10 @@ class ZmqPublisher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pump_handle: asyncio.Handle | None = None
         self._replay: zmq.Socket[bytes] | None = None
-        context = context or zmq.Context.instance()
+        self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None
+        """Ended with the publisher, which waits for its sockets: then the ports are free again."""
+        if context is None:
+            context = self._own_context = zmq.Context()
         self._pub = context.socket(zmq.PUB)
         try:
             self._pub.set_hwm(hwm)
@@ -179,7 +182,8 @@ class ZmqPublisher:
         self._take_requests(self._replay)
 
     def close(self) -> None:
-        """Stop at once and close the sockets; a second call does nothing."""
+        """Stop at once and close the sockets; a second call does nothing. Without a ``context`` that others
+        use too, the ports are free when it returns."""
         if self._pump_handle is not None:
             self._pump_handle.cancel()
             self._pump_handle = None
@@ -194,6 +198,8 @@ class ZmqPublisher:
                 self._loop.remove_reader(self._replay.fileno())
             self._replay.close(linger=0)
         self._pub.close(linger=0)
+        if self._own_context is not None:
+            self._own_context.term()
 
     def _take_requests(self, replay: zmq.Socket[bytes]) -> None:
         """Read every waiting request; the descriptor signals only once, so nothing may be left."""
