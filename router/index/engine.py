@@ -1,7 +1,7 @@
 """One engine's events turned into residency: the writer's side of the index.
 
 For every event in order: its plane (medium, group) is found, the group learned, the hash scheme detected,
-and the index told of one more or one less copy. Blocks outside the GPU teach nothing; ``outside.py`` counts
+and the index told of one more or one less copy. Blocks outside the GPU teach nothing; ``offloaded.py`` counts
 them. Events that make no sense (unknown medium or kind) cost
 themselves only and are counted by reason. Copies are counted, never merged; re-reports of a
 ``kv_cache_report_mode=full`` engine are recognised and not counted where the operator says they occur.
