@@ -41,7 +41,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_after_the_gpu_forgot(url: str, tokens: int) -> None:
     """Prompts beyond 256 tokens are computed in chunks."""
-    asked = prompt(tokens, tokens)
+    asked = prompt(10_000 + tokens, tokens)  # of no other test of this server
     cold = complete(url, asked)
     warm = complete(url, asked)
     settled(url)
@@ -73,7 +73,7 @@ def test_after_other_prompts_took_the_gpu_blocks(url: str) -> None:
     asked = prompt(11, 900)
     cold = complete(url, asked)
     for seed in range(8):
-        complete(url, prompt(100 + seed, 1000), max_tokens=1)
+        complete(url, prompt(4000 + seed, 1000), max_tokens=1)
     hits = metric(url, "hit_tokens")
     again = complete(url, asked)
     assert same(cold, again)
@@ -93,8 +93,8 @@ def test_a_reset_that_names_the_connector_empties_the_host_too(url: str) -> None
 def test_a_hundred_and_twenty_at_once_in_a_pool_for_three(url: str) -> None:
     """Five beginnings, every request asked three times in random order: preemptions, evictions, loads."""
     rng = random.Random(5)
-    trunks = [prompt(200 + seed, 640) for seed in range(5)]
-    asked = [trunk[: rng.randint(200, 640)] + prompt(300 + i, 40) for i, trunk in enumerate(trunks * 8)]
+    trunks = [prompt(2000 + seed, 640) for seed in range(5)]
+    asked = [trunk[: rng.randint(200, 640)] + prompt(3000 + i, 40) for i, trunk in enumerate(trunks * 8)]
     reference = [complete(url, one, max_tokens=12) for one in asked]
     settled(url)
     forget(url)
