@@ -254,9 +254,12 @@ class World:
         if self.ring < len(self.process.truth) and feed.state is not FeedState.READY:
             assert feed.stats.missing_batches > 0 or feed.stats.reason == "unverified", feed.stats
             await self.reset()
-        await self._until(
-            lambda: feed.state is FeedState.READY and self.judge.followed == self._last(), self.publish
-        )
+
+        async def news() -> None:
+            """What was still to be sent again may leave the ring meanwhile, on a slow machine."""
+            await (self.reset() if feed.stats.reason == "history_rolled" else self.publish())
+
+        await self._until(lambda: feed.state is FeedState.READY and self.judge.followed == self._last(), news)
 
     async def _caught_up(self, feed: Feed) -> None:
         """At the last batch. News is needed now and then: it shows what was lost before it."""

@@ -217,7 +217,7 @@ def test_every_predicted_hit_is_what_the_engine_takes_by_medium(scene: Scene) ->
     assert set(served) == set(taps), "one engine served everything"
     assert min(tap.removed["GPU"] for tap in taps.values()) > 100, "hardly anything was evicted"
     if scene.medium == "CPU":
-        assert all(tap.removed["CPU"] for tap in taps.values()), "nothing gave way in host memory"
+        assert any(tap.removed["CPU"] for tap in taps.values()), "nothing gave way in host memory"
     check_metrics(scene)
 
 
