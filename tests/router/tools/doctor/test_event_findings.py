@@ -62,7 +62,7 @@ def test_http_ports_given_as_event_sockets() -> None:
     async def main() -> None:
         async with saying(server()) as url:
             port = url.replace("http://", "tcp://")
-            found = await look(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=0.5)
+            found = await look(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=2.0)
             found.expect("events.reach", Severity.ERROR, "no ZMQ publisher")
             found.expect("events.replay", Severity.ERROR, "no replay socket")
 
@@ -74,7 +74,7 @@ def test_events_and_replay_exchanged() -> None:
         async with saying(server()) as url:
             with publishing() as publisher:
                 engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
-                found = await look(engine, seconds=0.5, timeout_s=0.5)
+                found = await look(engine, seconds=0.5, timeout_s=2.0)
                 found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
                 found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
 
