@@ -51,6 +51,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """The engine that the client has chosen, where it may."""
     among: frozenset[str] | None = None
     """``host:port`` of the engines that may take it, where a gateway says so."""
+    whole: bool = False
+    """One engine must take it, since it is not we who carry it there."""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     claim: Claim = NO_CLAIM

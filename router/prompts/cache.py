@@ -27,7 +27,8 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 
 _CHAIN_BYTES_PER_TOKEN: Final = 8
-"""A block of 16 tokens has a 32-byte hash object (65 B), its integer (32 B) and two list slots."""
+"""A block of 16 tokens has a 32-byte hash object (65 B), its integer (32 B), two list slots, and its row in
+the index (8 B)."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 CHUNK_TOKENS: Final = 256
@@ -72,7 +73,8 @@ class Entry(msgspec.Struct, eq=False, gc=True):
 
 
 class PrefixCache:
-    """All entries, least recently used first."""
+    """All entries, least recently used first. A prefix is indexed by the latest used entry that has it, which
+    goes last: so as long as any has it, it is found."""
 
     def __init__(self, stats: PromptStats, bytes_max: int) -> None:
         self._stats = stats
@@ -89,6 +91,8 @@ class PrefixCache:
             entry = self._index.get(keys[length - 1])
             if entry is not None:
                 self._entries.move_to_end(id(entry))
+                for key in entry.keys:
+                    self._index[key] = entry
                 return entry, length
         return None
 

@@ -5,8 +5,8 @@ whole text (cheap), compares it with the former text up to the last cut that agr
 what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
 
 Measured by ``python -m benchmarks.prompts`` (microseconds of CPU on a busy shared core, hashing included,
-DeepSeek V3's vocabulary, fastokens / ``tokenizers``): 1 KB cold 185 / 1840, 32 KB 2,100 / 22,000, 400 KB
-18,500 / 267,000; next turn of 140 new characters 120, 210 and 1,600 / 540, 340 and 2,800; exact repeat 8-240.
+DeepSeek V3's vocabulary, fastokens / ``tokenizers``): 1 KB cold 115 / 900, 32 KB 2,200 / 18,000, 400 KB
+14,000 / 185,000; next turn of 140 new characters 86, 180 and 1,900 / 170, 300 and 2,300; exact repeat 8-240.
 
 Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
 ``inline_chars_max`` new characters runs in a worker thread.
@@ -86,9 +86,9 @@ class LocalModel:
         self._cache = cache
         self._workers = workers
         self._settings = settings
-        self._renderer = directory.renderer
-        self.family = family_of(directory.renderer, directory.folder)
-        self._special_tokens = directory.special_tokens
+        self._renderer = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
+        self.family = family_of(self._renderer, directory.folder, config.chat_template)
+        self._special_tokens = directory.special_tokens if self.family is None else {}
         self._format = config.chat_template_content_format
         takes_defaults = self.family is None or self.family.takes_defaults
         self._defaults = config.default_chat_template_kwargs if takes_defaults else {}
@@ -102,6 +102,8 @@ class LocalModel:
             return PromptTokenizer(directory.tokenizer, self._stats, fast=fast)
         if isinstance(self.family, MissingFamily):
             raise ModelDirError(self.family.name)
+        if self._renderer == "cohere":
+            raise ModelDirError(f"{directory.folder}: no tokenizer.json, which tokenizer_mode = cohere takes")
         return cast("TextTokenizer", self.family)  # Mistral's, which does both
 
     def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
@@ -152,7 +154,7 @@ class LocalModel:
         effort = self._config.anthropic_disabled_thinking_effort
         if effort == "auto":
             effort = disabled_effort(self._short_chat)
-        return TemplateTraits(any(map(wants_system_first, sources)), effort)
+        return TemplateTraits(any(map(wants_system_first, sources)), effort, self._renderer == "cohere")
 
     def _short_chat(self, effort: str) -> str | list[int] | None:
         body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
@@ -296,7 +298,8 @@ class LocalModel:
             images.append(tuple(seen))
             conversation.append(message)
             weights.append(kept_bytes(message) + sys.getsizeof(raws[index]))
-            shapes.add(message_shape(message))
+            if isinstance(template, ChatTemplate):
+                shapes.add(message_shape(message))
         frozen = frozenset(shapes)
         if not conversation:
             raise NotLocalError("template_rejected")

@@ -8,7 +8,7 @@ import pytest
 
 from router.openai.errors import ApiError
 from router.prompts.reader import Prompt, PromptSettings
-from tests.support.prompts.family_cases import FAMILIES, family_dir
+from tests.support.prompts.family_cases import FAMILIES, family_dir, family_settings
 from tests.support.prompts.readers import local_reader, read
 from tests.vllm.record_families import DATE, ask_vllm
 
@@ -21,9 +21,8 @@ def test_every_local_prompt_of_families_is_vllms(
     monkeypatch.setenv("VLLM_SYSTEM_START_DATE", DATE)
     answers = ask_vllm(vllm_python, list(FAMILIES), 2, 40, tmp_path / "vllm")
     for family, requests in answers.items():
-        reader = local_reader(
-            family_dir(tmp_path / family, family), PromptSettings(fast_tokenizer="off"), max_model_len=4096
-        )
+        folder, slow = family_dir(tmp_path / family, family), PromptSettings(fast_tokenizer="off")
+        reader = local_reader(folder, slow, **family_settings(family))
         equal, answered = 0, 0
         for path, body, expected in requests:
             try:

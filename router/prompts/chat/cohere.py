@@ -1,14 +1,16 @@
-"""``POST /cohere/v2/chat`` as the chat completion vLLM makes of it, for models with a chat template.
+"""``POST /cohere/v2/chat`` as the chat completion vLLM makes of it.
 
 Source: ``_convert_v2_to_chat_completion`` in vllm/entrypoints/cohere/serving.py of 0.32. Thinking and tool
 plan become reasoning, documents within a tool's result become JSON text; documents, safety mode, citation
 options and thinking are template arguments, where the request's own ``chat_template_kwargs`` do not name
-them. The request types are those of Cohere's SDK: what it would coerce, fill in or pass on beyond them is not
-converted.
+them. With ``--tokenizer-mode cohere`` all parts of a tool's result become documents; citations of earlier
+answers are not converted then. The request types are those of Cohere's SDK: what it would coerce, fill in or
+pass on beyond them is not converted.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Final
 
@@ -56,15 +58,16 @@ class CohereBody(msgspec.Struct, gc=False):
         yield bytes(self.documents)
         yield from map(bytes, self.messages)
 
-    def as_chat(self, memory: Conversions, _traits: Callable[[], TemplateTraits]) -> ChatBody:
+    def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
         """The chat completion that it becomes. Raises ``NotLocalError``."""
         if not isinstance(self.strict_tools, bool | None) or not isinstance(self.tool_choice, str | None):
             raise NotLocalError("field")
         if self.tool_choice not in _TOOL_CHOICES:
             raise NotLocalError("field")
+        convert = _cited_message if traits().keeps_documents else _message
         tools = memory.get(_strict_tools if self.strict_tools else _tools, bytes(self.tools))
         return ChatBody(
-            messages=[msgspec.Raw(memory.get(_message, bytes(raw))) for raw in self.messages],
+            messages=[msgspec.Raw(memory.get(convert, bytes(raw))) for raw in self.messages],
             tools=msgspec.Raw(tools),
             tool_choice=_TOOL_CHOICES[self.tool_choice],
             chat_template_kwargs=self._arguments(),
@@ -121,6 +124,32 @@ def _message(message: Any) -> bytes:
     if make is None:
         raise NotLocalError("message_shape")
     return bytes(encoded({"role": role, **make(message)}))
+
+
+def _cited_message(message: Any) -> bytes:
+    """A message of which answers may cite documents, as families take it that know them."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(message, dict) and message.get("citations"):
+        raise NotLocalError("message_shape")
+    if not isinstance(content, list) or not content or message.get("role") != "tool":
+        return _message(message)
+    parts = [{"type": "document", "document": _result_fields(part)} for part in items_of(content)]
+    return bytes(encoded({"role": "tool", **_tool_result({**message, "content": ""}), "content": parts}))
+
+
+def _result_fields(part: dict[str, Any]) -> dict[str, Any]:
+    """What a tool found, as fields: a document's data, or the object that a text is."""
+    if part.get("type") == "document":
+        data: dict[str, Any] = _document(part.get("document"))["data"]
+        return data
+    text = _text(part)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    except RecursionError:
+        raise NotLocalError("message_shape") from None
+    return found if isinstance(found, dict) else {"content": text}
 
 
 def _system(message: dict[str, Any]) -> dict[str, Any]:

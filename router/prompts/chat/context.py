@@ -8,6 +8,7 @@ own fields, None and "auto" count as not given, and only names the template read
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from threading import Lock
 from typing import Any, Final, Protocol
 
@@ -38,7 +39,7 @@ class ReadsArguments(Protocol):
     """A template, or a family's code: what it reads of the arguments."""
 
     @property
-    def variables(self) -> frozenset[str]: ...
+    def variables(self) -> Container[str]: ...
 
 
 class ChatContext(msgspec.Struct, frozen=True):

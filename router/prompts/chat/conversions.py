@@ -31,14 +31,16 @@ _Key = tuple[Callable[[Any], Any], int]
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
-    """What vLLM finds out about a model's chat template for ``/v1/messages``.
+    """What conversions depend on besides the request, mostly what vLLM finds out about a chat template.
 
     ``merge_system``: later system messages go into the first one. ``disabled_effort``: the reasoning effort
-    that ``thinking: {"type": "disabled"}`` stands for.
+    that ``thinking: {"type": "disabled"}`` stands for. ``keeps_documents``: tool results in Cohere's API
+    stay the documents that they are.
     """
 
     merge_system: bool = False
     disabled_effort: str = "none"
+    keeps_documents: bool = False
 
 
 class _Known(msgspec.Struct, frozen=True, gc=False):

@@ -8,11 +8,13 @@ changes; any thread may call them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Protocol
 
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
+from router.prompts.families.cohere import Cohere
 from router.prompts.families.deepseek import DeepseekV32
 from router.prompts.families.deepseek_v4 import DeepseekV4
 from router.prompts.families.harmony import Harmony
@@ -47,7 +49,7 @@ class Family(Protocol):
     name: str
 
     @property
-    def variables(self) -> frozenset[str]: ...
+    def variables(self) -> Container[str]: ...
 
     """The template arguments it reads."""
     takes_defaults: bool
@@ -71,8 +73,9 @@ class Family(Protocol):
         """The prompt's text, to be tokenized, or its ids."""
 
 
-def family_of(renderer: str, folder: Path) -> Family | None:
-    """The family that vLLM's renderer of this name stands for; None where it is not reproduced."""
+def family_of(renderer: str, folder: Path, template: str | None) -> Family | None:
+    """The family that vLLM's renderer of this name stands for; None where it is not reproduced. ``template``
+    is the engines' own, for families that take one."""
     if renderer == "deepseek_v32":
         return DeepseekV32()
     if renderer == "deepseek_v4":
@@ -80,6 +83,8 @@ def family_of(renderer: str, folder: Path) -> Family | None:
     try:
         if renderer == "harmony":
             return Harmony()
+        if renderer == "cohere":
+            return Cohere(template)
         if renderer == "mistral":
             from router.prompts.families.mistral import Mistral  # noqa: PLC0415  # takes half a second
 

@@ -6,20 +6,24 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from router.openai.errors import ApiError
-from router.prompts.families import harmony
+from router.prompts.families import cohere, harmony
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.reader import Prompt, PromptSettings
-from tests.support.prompts.family_cases import FAMILIES, family_dir
+from tests.support.prompts.family_cases import FAMILIES, family_dir, family_settings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_exact, say
 
 DATA = Path(__file__).parents[2] / "data" / "families"
 RECORDED_ON = "2026-11-22"
-REASONS = {"truncation", "field", "template_kwargs", "message_shape", "template_rejected", "tools_shape"}
+REASONS = {
+    *("truncation", "field", "template_kwargs", "message_shape", "template_rejected", "tools_shape"),
+    *("multimodal", "request_template"),
+}
 SLOW = PromptSettings(fast_tokenizer="off")
 """Vocabularies load in a second less without fastokens."""
 
@@ -32,7 +36,8 @@ def date(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chats_become_vllms_tokens(family: str, tmp_path: Path) -> None:
     requests = json.loads(gzip.decompress((DATA / f"{family}.json.gz").read_bytes()))
-    reader = local_reader(family_dir(tmp_path / family, family), SLOW, max_model_len=4096)
+    folder = family_dir(tmp_path / family, family)
+    reader = local_reader(folder, SLOW, **family_settings(family))
     wrong, reasons, equal = [], Counter[str](), 0
     for path, body, expected in requests:
         try:
@@ -64,18 +69,53 @@ def test_a_next_turn_reuses_hashes_and_says_what_read_it(tmp_path: Path) -> None
     reader.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "module", "missing"),
+    [
+        ("harmony", harmony, "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"),
+        ("cohere", cohere, "Cohere's formats need a package: pip install 'kvatlas[cohere]'"),
+    ],
+)
 def test_what_is_missing_is_said_and_chats_are_left_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, module: ModuleType, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harmony, "library", None)
-    reader = local_reader(family_dir(tmp_path / "h", "harmony"), SLOW)
+    monkeypatch.setattr(module, "library", None)
+    reader = local_reader(family_dir(tmp_path / family, family), SLOW, **family_settings(family))
     found = read(reader, chat(say("user", "Hello")))
     assert not isinstance(found, Prompt)
     assert found.reason == "renderer"
     assert reader.stats.not_local["renderer"] == 1
-    assert (reader.tokenized_by("m") or "").startswith(
-        "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"
+    assert (reader.tokenized_by("m") or "").startswith(missing)
+    reader.close()
+
+
+def test_coheres_formats_are_for_engines_of_that_mode_only(tmp_path: Path) -> None:
+    folder = model_dir(tmp_path / "both", "chatml")
+    said = chat(say("user", "Hello"))
+    for mode, by in (("cohere", "cohere (cohere-melody "), ("auto", "tokenizers ")):
+        reader = local_reader(folder, SLOW, tokenizer_mode=mode)
+        assert read_exact(reader, said).by.startswith(by)
+        reader.close()
+    own = local_reader(
+        folder, SLOW, tokenizer_mode="cohere", chat_template="{{ messages[0].content[0].text }}"
     )
+    assert (
+        read_exact(own, said).token_ids == read_exact(own, {"prompt": "Hello"}, "/v1/completions").token_ids
+    )
+    own.close()
+    (folder / "tekken.json").write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelDirError, match=r"no tokenizer.json, which tokenizer_mode = cohere takes"):
+        local_reader(folder, SLOW, tokenizer_mode="cohere")
+
+
+def test_citations_of_earlier_answers_are_refused(tmp_path: Path) -> None:
+    reader = local_reader(family_dir(tmp_path / "c", "cohere"), SLOW, **family_settings("cohere"))
+    cited = {"start": 0, "end": 1, "text": "A", "sources": [{"type": "document", "id": "doc_0"}]}
+    body = chat(say("user", "Q"), say("assistant", "A", citations=[cited]), say("user", "Q"))
+    found = read(reader, {**body, "documents": ["text"]}, "/cohere/v2/chat")
+    assert not isinstance(found, Prompt)
+    assert found.reason == "message_shape"
     reader.close()
 
 

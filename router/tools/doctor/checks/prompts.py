@@ -64,8 +64,14 @@ def _difference(result: PromptParity) -> CheckResult:
         f"the first difference at token {result.differs_at}"
     )
     if "chat" in result.name:
-        cause = "another chat template (--chat-template, a newer model revision) or another tokenizer"
-        remedy = "give the engine's tokenizer directory and models.NAME.chat_template, as it was started"
+        cause = (
+            "another chat template (--chat-template, --tokenizer-mode, a newer model revision), another "
+            "version of the package that renders, or another tokenizer"
+        )
+        remedy = (
+            "give the engine's tokenizer directory, models.NAME.chat_template and tokenizer_mode as it was "
+            "started, and install its version of the package"
+        )
     else:
         cause = "another tokenizer than the engine's"
         remedy = "give the directory the engine loaded its tokenizer from, of the same revision"
