@@ -1,4 +1,4 @@
-"""What plain blocks are serialized to, many at once: half the time that one at a time takes.
+"""What plain blocks are serialized to, many at once: a quarter less time for a thousand.
 
 A block is hashed over ``dumps((parent, tokens, None))``. Of that only the parent's hash has to wait for the
 block before: the tokens of many blocks are written by one call of the same library and cut into blocks, and

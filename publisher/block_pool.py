@@ -165,12 +165,14 @@ class HybridBlockPool:
         return hit.length
 
     def loaded(self, request: PoolRequest) -> None:
-        """The load that ``start`` began has ended: what it filled is stored, computing goes on behind it.
+        """The load that ``start`` began has ended: what it filled is stored, computing goes on behind it, or
+        with the last token again where nothing is left: the next one comes from it.
         Raises ``ValueError`` where none was begun."""
         if not request.loading_to:
             raise ValueError("the request loads nothing")
         self._cache(request, request.loading_to)
-        request.num_computed, request.loading_to = request.loading_to, 0
+        request.num_computed = min(request.loading_to, request.num_tokens - 1)
+        request.loading_to = 0
 
     def due(self, request: PoolRequest) -> list[DueBlock]:
         """What a connector would copy out now: the blocks in use that became full since the last call, or
@@ -196,6 +198,10 @@ class HybridBlockPool:
             raise ValueError("a block is given back that was not pinned")
         self._pinned -= Counter(blocks)
         self._store.free(blocks[::-1])
+
+    def writes(self, blocks: Sequence[int]) -> list[int]:
+        """How often each block has been handed out for new content."""
+        return [self._store.writes[block] for block in blocks]
 
     def blocks_to_finish(self, request: PoolRequest) -> int:
         """Free blocks that the rest of a started prompt will take."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from publisher.simulator.api.protocol import ChatRequest
 from publisher.simulator.model import EngineModel
-from publisher.simulator.scheduler import SimRequest
+from publisher.simulator.request import SimRequest
 from publisher.simulator.server import SimulatedEngine, run
 from publisher.simulator.settings import (
     DEMO_TOKENIZER_DIR,

@@ -3,6 +3,8 @@
 Block 0 is the null block. A free block stays findable by its hash until ``take`` hands it out, which removes
 its hashes, each in an event of its own. Free blocks without a hash are reused last in, first out; the others
 in the order they were freed. Equal content is never merged: a hash may have several copies, the oldest first.
+``writes`` counts how often each block was handed out: who still reads it after giving it up can tell by that
+whether it holds what it held.
 Facts: ``BlockPool`` and ``FreeKVCacheBlockQueue`` of vLLM 0.32.
 
 Every operation is O(1) per block. The queue of hashed blocks is a deque in which a block taken out of the
@@ -50,6 +52,7 @@ class BlockStore:
         "num_free",
         "refs",
         "span_of",
+        "writes",
     )
 
     def __init__(self, num_blocks: int, num_groups: int, *, events: bool) -> None:
@@ -62,6 +65,7 @@ class BlockStore:
         self.group_of = [0] * num_blocks
         self.hash_of: list[WireHash | None] = [None] * num_blocks
         self.span_of = [0] * num_blocks
+        self.writes = [0] * num_blocks
         self._extra: dict[int, list[WireHash]] = {}
         self._front: list[int] = []
         self._back: deque[int] = deque(range(1, num_blocks))
@@ -71,13 +75,14 @@ class BlockStore:
     def take(self, count: int) -> list[int]:
         """``count`` free blocks, each used once; what they held is gone. The caller checked ``num_free``."""
         front, back, stale = self._front, self._back, self._stale
-        refs, hash_of = self.refs, self.hash_of
+        refs, hash_of, writes = self.refs, self.hash_of, self.writes
         blocks: list[int] = []
         if front and count:
             blocks = front[-count:][::-1]
             del front[-count:]
             for block in blocks:
                 refs[block] = 1
+                writes[block] += 1
         missing = count - len(blocks)
         while missing:
             block = back.popleft()
@@ -87,6 +92,7 @@ class BlockStore:
             missing -= 1
             blocks.append(block)
             refs[block] = 1
+            writes[block] += 1
             if hash_of[block] is not None:
                 self.forget(block)
         self.num_free -= count

@@ -24,10 +24,12 @@ from publisher.simulator.api.protocol import (
     prompt_too_long,
     unknown_model,
 )
-from publisher.simulator.scheduler import SimRequest
-from publisher.simulator.settings import EngineSettings, resolve_groups
+from publisher.simulator.request import Sampler, SimRequest
+from publisher.simulator.settings import EngineSettings, release, resolve_groups
 from publisher.simulator.text import TextSource
 from publisher.simulator.tokenizer import TemplateError, shared_tokenizer
+from publisher.simulator.transfer.params import TransferParams
+from publisher.simulator.transfer.stats import TransferStats
 
 _INLINE_CHARS_MAX = 4096
 """About a millisecond of tokenizing; a thread hop costs a tenth of that."""
@@ -40,6 +42,8 @@ class Prepared(msgspec.Struct, frozen=True):
     max_tokens: int
     ignore_eos: bool
     extras: PromptExtras
+    n: int = 1
+    transfer: TransferParams | None = None
 
 
 def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
@@ -59,6 +63,8 @@ class EngineModel:
     def __init__(self, settings: EngineSettings, max_model_len: int) -> None:
         self.name = settings.model
         self.max_model_len = max_model_len
+        self.version = settings.version
+        self.release = release(settings.version)
         self._dp_rank = settings.dp_rank
         self._cache = _cache_config(settings)
         self._turn = asyncio.Lock()
@@ -89,8 +95,14 @@ class EngineModel:
         asked = COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
         return self._prepared(request, token_ids, asked)
 
+    def sim_requests(self, request_id: str, prepared: Prepared) -> list[SimRequest]:
+        """The scheduler's form of a prepared request, one for each choice."""
+        if prepared.n == 1:
+            return [self.sim_request(request_id, prepared)]
+        return [self.sim_request(f"{index}_{request_id}", prepared) for index in range(prepared.n)]
+
     def sim_request(self, request_id: str, prepared: Prepared) -> SimRequest:
-        """The scheduler's form of a prepared request."""
+        """The same for one choice."""
         return SimRequest(
             request_id,
             prepared.token_ids,
@@ -99,7 +111,12 @@ class EngineModel:
             eos_id=self._tokenizer.eos_id,
             extras=prepared.extras,
             ignore_eos=prepared.ignore_eos,
+            transfer=prepared.transfer,
         )
+
+    def wrong_answer(self) -> Sampler:
+        """What is said where the KV was another prompt's."""
+        return self._source.wrong()
 
     async def tokenize(self, request: TokenizeChatRequest | TokenizeTextRequest) -> list[int]:
         """POST /tokenize. Raises ``EngineError``."""
@@ -121,9 +138,13 @@ class EngineModel:
         """Vocabulary entries of ``token_ids``."""
         return self._tokenizer.token_strings(token_ids)
 
-    def metrics(self, counted: stats.EngineStats, gauges: stats.Gauges) -> bytes:
+    def metrics(
+        self, counted: stats.EngineStats, gauges: stats.Gauges, transfers: TransferStats | None
+    ) -> bytes:
         """Body of GET /metrics."""
-        return stats.render(counted, gauges, self._cache, model=self.name, dp_rank=self._dp_rank)
+        return stats.render(
+            counted, gauges, self._cache, model=self.name, dp_rank=self._dp_rank, transfers=transfers
+        )
 
     async def _chat_tokens(self, request: ChatRequest) -> list[int]:
         request.check_template()
@@ -160,11 +181,16 @@ class EngineModel:
         if max_tokens < 1:
             text = f"max_tokens must be at least 1, got {max_tokens}."
             raise invalid(text, param="max_tokens", value=max_tokens)
+        if request.min_tokens > max_tokens:
+            text = f"min_tokens must be less than or equal to max_tokens={max_tokens}"
+            raise invalid(f"{text}, got {request.min_tokens}.", param="min_tokens", value=request.min_tokens)
         return Prepared(
             token_ids=token_ids,
             max_tokens=max_tokens,
             ignore_eos=request.ignore_eos,
             extras=PromptExtras(cache_salt=request.cache_salt),
+            n=request.n or 1,
+            transfer=None if request.use_beam_search else request.kv_transfer_params,
         )
 
     def _check_model(self, asked: str | None) -> None:

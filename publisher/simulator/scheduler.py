@@ -13,68 +13,25 @@ So decoding is shared by the batch, and a long prefill delays the tokens of ever
 
 Pure: no sockets, no sleeping, the clock is given. The caller alternates ``begin_step`` and ``end_step``,
 with the step's duration in between, and may add or abort requests at any time; one thread only.
-Always true: a request is in exactly one of ``waiting``, ``running``, or finished; only running requests
-hold blocks.
+With a connector (``transfer/connector.py``) a request may first be loaded from another engine: it holds the
+blocks of its prompt meanwhile, others go on, and it runs once ``loaded`` was called.
+Always true: a request is in exactly one of ``waiting``, ``loading``, ``running``, or finished; those that
+wait hold blocks only if they have been loaded.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol
 
 import msgspec
 
-from publisher.block_hash import NO_EXTRAS, PromptExtras
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
+from publisher.simulator.request import FinishReason, SimRequest
 from publisher.simulator.stats import EngineStats, Gauges
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-class Sampler(Protocol):
-    """Where a request's output tokens come from."""
-
-    def token(self, index: int, *, ignore_eos: bool) -> int:
-        """The ``index``-th output token; asked for in order, once each."""
-
-
-class SimRequest:
-    """One generation: its prompt, its limits, and how far it got. ``cached_tokens`` None until admitted."""
-
-    __slots__ = (
-        *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "ignore_eos", "loaded_to"),
-        *("max_tokens", "output", "prompt", "request_id", "sampler"),
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: list[int],
-        sampler: Sampler,
-        *,
-        max_tokens: int,
-        eos_id: int,
-        extras: PromptExtras = NO_EXTRAS,
-        ignore_eos: bool = False,
-    ) -> None:
-        if not prompt or max_tokens < 1:
-            raise ValueError(f"{request_id}: needs a prompt and max_tokens >= 1, got {max_tokens}")
-        self.request_id = request_id
-        self.prompt = prompt
-        self.sampler = sampler
-        self.max_tokens = max_tokens
-        self.eos_id = eos_id
-        self.extras = extras
-        self.ignore_eos = ignore_eos
-        self.output: list[int] = []
-        self.cached_tokens: int | None = None
-        self.loaded_to = 0
-        """Tokens from the start that need no computing, as they were loaded."""
-        self.finish_reason: FinishReason | None = None
-        self.arrival_s = 0.0
+from publisher.simulator.transfer.connector import KvConnector
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -131,8 +88,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         clock: Callable[[], float],
         tier: HostTier | None = None,
+        connector: KvConnector | None = None,
     ) -> None:
         self.stats = EngineStats()
+        self.connector = connector
         self._tier = tier
         self._pool = pool
         self._costs = costs
@@ -140,20 +99,25 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._clock = clock
         self._waiting: deque[tuple[SimRequest, PoolRequest]] = deque()
+        self._loading: dict[SimRequest, PoolRequest] = {}
         self._running: dict[SimRequest, PoolRequest] = {}  # in the order of admission
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request waits for its turn or runs."""
         return bool(self._waiting or self._running)
 
     def gauges(self) -> Gauges:
         """Queue lengths and pool usage now."""
-        return Gauges(len(self._running), len(self._waiting), self._pool.usage)
+        return Gauges(len(self._running), len(self._waiting) + len(self._loading), self._pool.usage)
 
     def add(self, request: SimRequest) -> None:
         """Queue a new request."""
         request.arrival_s = self._clock()
+        if self.connector is None:
+            request.transfer = None
+        else:
+            self.connector.arrived(request)
         self._waiting.append((request, self._pool.request(request.prompt, request.extras)))
 
     def abort(self, request: SimRequest) -> None:
@@ -163,12 +127,38 @@ class Scheduler:
         if request in self._running:
             self._finish(request, "abort")
         else:
-            self._waiting = deque(entry for entry in self._waiting if entry[0] is not request)
-            self._close(request, "abort")
+            self._drop(request, "abort")
+
+    def loaded(self, request: SimRequest, end: int) -> bool:
+        """Its prompt is here up to token ``end``; False where the request was given up meanwhile."""
+        pooled = self._loading.pop(request, None)
+        if pooled is None or self.connector is None or request.transfer is None:
+            return False
+        told = request.transfer.remote_prefill_cached_tokens
+        request.cached_tokens = end if told is None else told
+        self.connector.settle(request)
+        self._pool.loaded(pooled)
+        self._waiting.appendleft((request, pooled))
+        return True
+
+    def load_failed(self, request: SimRequest, *, recompute: bool) -> None:
+        """Its prompt will not come: compute it here, or end it with an error."""
+        pooled = self._loading.get(request)
+        if pooled is None or self.connector is None:
+            return
+        self.connector.settle(request)
+        if not recompute:
+            self._drop(request, "error")
+            return
+        del self._loading[request]
+        self._pool.preempt(pooled)
+        self._waiting.appendleft((request, pooled))
 
     def begin_step(self) -> Step:
         """Choose and allocate what the next iteration computes; may be empty right after a preemption."""
         plan = _Plan(budget=self._budget)
+        if self.connector is not None:
+            self.connector.check()
         if self._schedule_running(plan):
             self._schedule_waiting(plan)
         costs = self._costs
@@ -230,9 +220,13 @@ class Scheduler:
         """Admit from the front of the queue until budget, seats or blocks run out."""
         while self._waiting and plan.budget and len(self._running) < self._max_num_seqs:
             request, pooled = self._waiting[0]
-            hit = self._pool.start(pooled, plan.budget)
+            hit = pooled.num_computed if pooled.started else self._start(request, pooled, plan.budget)
             if hit is None:
                 break
+            if pooled.loading_to:
+                self._loading[request] = pooled
+                self._waiting.popleft()
+                continue
             num_tokens = self._pool.next_chunk(pooled, plan.budget)
             if not self._pool.compute(pooled, num_tokens):
                 self._pool.preempt(pooled)
@@ -244,9 +238,26 @@ class Scheduler:
             plan.loaded_tokens += whole - hit
             plan.take(request, num_tokens, pooled.num_computed, is_prefill=True)
             if request.cached_tokens is None:
-                request.cached_tokens = whole
-                self.stats.prefix_cache_queries += len(request.prompt)
-                self.stats.prefix_cache_hits += hit
+                self._count_hit(request, hit, whole)
+
+    def _start(self, request: SimRequest, pooled: PoolRequest, budget: int) -> int | None:
+        """Take the hit of a waiting request, and begin to load what another engine has of it."""
+        connector = self.connector
+        reach = 0 if connector is None else connector.reach(request)
+        hit = self._pool.start(pooled, budget, reach=(lambda _, hit: max(hit, reach)) if reach else None)
+        if connector is None or not reach or hit is None:
+            return hit
+        connector.begin(request, pooled)
+        if request.cached_tokens is None:
+            self._count_hit(request, hit, hit)
+            self.stats.external_prefix_cache_queries += len(request.prompt) - hit
+            self.stats.external_prefix_cache_hits += max(reach - hit, 0)
+        return hit
+
+    def _count_hit(self, request: SimRequest, hit: int, cached: int) -> None:
+        request.cached_tokens = cached
+        self.stats.prefix_cache_queries += len(request.prompt)
+        self.stats.prefix_cache_hits += hit
 
     def _preempt_newest(self) -> SimRequest:
         request, pooled = self._running.popitem()
@@ -256,7 +267,21 @@ class Scheduler:
         return request
 
     def _finish(self, request: SimRequest, reason: FinishReason) -> None:
-        self._pool.finish(self._running.pop(request))
+        pooled = self._running.pop(request)
+        if self.connector is not None and reason in ("stop", "length"):
+            self.connector.finished(request, pooled)
+        self._pool.finish(pooled)
+        self._close(request, reason)
+
+    def _drop(self, request: SimRequest, reason: FinishReason) -> None:
+        """End a request that does not run."""
+        pooled = self._loading.pop(request, None)
+        if self.connector is not None:
+            self.connector.left(request, loading=pooled is not None)
+        if pooled is None:
+            pooled = next(pooled for waiting, pooled in self._waiting if waiting is request)
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not request)
+        self._pool.finish(pooled)
         self._close(request, reason)
 
     def _close(self, request: SimRequest, reason: FinishReason) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 
 import structlog
@@ -23,6 +24,7 @@ from publisher.events import Event
 from publisher.pool.host_tier import HostTier
 from publisher.simulator.api.answers import Json
 from publisher.simulator.http.app import EngineApp
+from publisher.simulator.http.deaths import Deaths
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import (
@@ -30,26 +32,33 @@ from publisher.simulator.settings import (
     check_settings,
     hash_scheme,
     model_length,
+    release,
     resolve_groups,
 )
 from publisher.simulator.stepper import Stepper
+from publisher.simulator.transfer.connector import KvConnector
+from publisher.simulator.transfer.link import TransferLink
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
 
 _BACKLOG = 2048
 _DRAIN_S = 1
 """How long ``stop`` waits for connections whose requests it has just ended."""
+_LOOK_S = 0.005
+_TICK_S = 0.1
+"""How often uvicorn's own housekeeping (``on_tick``) is due."""
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound by default
 
 log = structlog.get_logger()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn inside somebody's event loop: no signal handlers, and an event for "it listens"."""
+    """uvicorn inside somebody's event loop: no signal handlers, and events for "it listens" and "end now"."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,6 +67,27 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not (self.ending.is_set() or await self.on_tick(ticks)):
+            ticks += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ending.wait(), _TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        connections, tasks = self.server_state.connections, self.server_state.tasks
+        for connection in list(connections):
+            connection.shutdown()
+        end = time.monotonic() + _DRAIN_S
+        while (connections or tasks) and time.monotonic() < end:  # noqa: ASYNC110  # uvicorn has no event for it
+            await asyncio.sleep(_LOOK_S)
+        for task in tasks:
+            task.cancel()
 
 
 class SimulatedEngine:
@@ -83,6 +113,7 @@ class SimulatedEngine:
             events=settings.publish_events,
         )
         host = HostTier(self.pool.layout, settings.host_blocks) if settings.host_blocks else None
+        self.connector = None if settings.role is None else self._connector()
         self.scheduler = Scheduler(
             self.pool,
             costs=StepCosts(
@@ -92,8 +123,17 @@ class SimulatedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             clock=time.monotonic,
             tier=host,
+            connector=self.connector,
         )
-        self.stepper = Stepper(self.scheduler, publish=self._publish, clock=time.monotonic)
+        self.stepper = Stepper(
+            self.scheduler,
+            publish=self._publish,
+            clock=time.monotonic,
+            wrong_answer=self.model.wrong_answer,
+            recomputes_failed_loads=settings.kv_load_failure_policy == "recompute",
+        )
+        self.link = None if self.connector is None else self._link(self.connector)
+        self.deaths = Deaths(settings.dies_at, self.die)
         self.publisher: ZmqPublisher | None = None
         self.base_url = ""
         self._server: _Server | None = None
@@ -128,6 +168,13 @@ class SimulatedEngine:
         except BaseException:
             listener.close()
             raise
+        try:
+            if self.link is not None:
+                await self.link.listen(settings.host, settings.side_channel_port, _host(settings.host))
+        except BaseException:
+            listener.close()
+            self._close_publisher()
+            raise
         port = listener.getsockname()[1]
         self.base_url = f"http://{_reachable(settings.host)}:{port}"
         app = EngineApp(
@@ -135,6 +182,7 @@ class SimulatedEngine:
             self.stepper,
             event_sources=self._event_sources(),
             enable_scale_out=settings.enable_scale_out,
+            deaths=self.deaths,
         )
         self._server = server = _Server(
             uvicorn.Config(
@@ -143,13 +191,14 @@ class SimulatedEngine:
                 ws="none",
                 access_log=False,
                 log_config=None,
-                timeout_graceful_shutdown=_DRAIN_S,
             )
         )
         self._tasks = [
             asyncio.create_task(server.serve([listener]), name="engine-http"),
-            asyncio.create_task(self.stepper.run(), name="engine-steps"),
+            asyncio.create_task(self._step(), name="engine-steps"),
         ]
+        if self.link is not None:
+            self._tasks.append(asyncio.create_task(self.link.run(), name="engine-transfers"))
         await server.listening.wait()
 
     async def stop(self) -> None:
@@ -157,12 +206,64 @@ class SimulatedEngine:
         server, self._server = self._server, None
         if server is None:
             return
-        serving, stepping = self._tasks
+        serving, *others = self._tasks
         self.stepper.abort_all()
-        server.should_exit = True
+        server.ending.set()
         await serving
-        stepping.cancel()
-        await asyncio.gather(stepping, return_exceptions=True)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self.link is not None:
+            self.link.close()
+        self._close_publisher()
+
+    def die(self) -> None:
+        """End at once, as a killed process does: every connection is cut, every port closed. ``stop`` is
+        still to be called."""
+        server = self._server
+        if server is None:
+            return
+        server.should_exit = server.force_exit = True
+        for listening in server.servers:
+            listening.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        for task in self._tasks[1:]:
+            task.cancel()
+        if self.link is not None:
+            self.link.close()
+        self._close_publisher()
+
+    async def _step(self) -> None:
+        """Step until the engine fails; one whose connector fails is gone once it has said so."""
+        await self.stepper.run()
+        if self.connector is not None and self._server is not None:
+            self._server.should_exit = True
+
+    def _connector(self) -> KvConnector:
+        settings = self.settings
+        return KvConnector(
+            self.pool,
+            engine_id=settings.engine_id or str(uuid.uuid4()),
+            lease_s=settings.kv_lease_s,
+            release=release(settings.version),
+            clock=time.monotonic,
+        )
+
+    def _link(self, connector: KvConnector) -> TransferLink:
+        settings = self.settings
+        link = TransferLink(
+            connector,
+            loaded=self.stepper.loaded,
+            failed=self.stepper.load_failed,
+            common=f"{settings.version} {settings.model} {self.groups}",
+            s_per_block=settings.transfer_s_per_block,
+            block_bytes=settings.block_bytes,
+        )
+        self.stepper.kick = link.kick
+        return link
+
+    def _close_publisher(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
 
@@ -232,11 +333,14 @@ def _tcp(host: str, port: int) -> str:
     return f"tcp://{'*' if host in _WILDCARDS else host}:{port or '*'}"
 
 
+def _host(host: str) -> str:
+    """An address by which this machine reaches a listener on ``host``."""
+    return "127.0.0.1" if host in _WILDCARDS else host
+
+
 def _reachable(host: str) -> str:
-    """A host name by which this machine reaches a listener on ``host``."""
-    if host in _WILDCARDS:
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    """The same in a URL."""
+    return f"[{host}]" if ":" in host else _host(host)
 
 
 def _advertised(endpoint: str) -> str:

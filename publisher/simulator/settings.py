@@ -8,7 +8,9 @@ have the layout of a real model family, small enough for a laptop.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -18,12 +20,16 @@ from publisher.groups import Family, GroupSpec
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 MODEL_LENGTH_MAX = 32_768
 """Longest context of the demo model, as its tokenizer_config says."""
+_VERSION = re.compile(r"0\.(30|31|32|33)\.\d+")
 _SIZE_MAX = 1 << 24
 _RATE_S_MAX = 3600
 _PORT_MAX = (1 << 16) - 1
 _MAY_BE_ZERO = frozenset({"host_blocks", "dp_rank", "seed"})
 _ALIGNED_STATES = 4
 """Running state, the one before it, the hit's, and its private copy."""
+
+
+DeathPoint = Literal["before_answer", "after_first_byte", "after_answer"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +88,32 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest answer to a request without `max_tokens`."""
     tokenizer_dir: str = str(DEMO_TOKENIZER_DIR)
     """Directory with `tokenizer.json`."""
+    version: str = "0.32.0"
+    """vLLM's release that `/version` tells; 0.30 to 0.33 differ in what prefill engines answer."""
+    role: Literal["prefill", "decode", "both"] | None = None
+    """What the engine is for where prefill and decode are apart; `none`: it has no connector."""
+    engine_id: str | None = None
+    """Name of the engine among those that exchange blocks; `none`: a new one with each start."""
+    side_channel_port: int = 0
+    """Port at which other engines ask for blocks; 0 takes a free one."""
+    kv_lease_s: float = 30.0
+    """How long blocks are kept for another engine, as NixlConnector's `kv_lease_duration`."""
+    transfer_s_per_block: float = 2e-5
+    """Seconds to read one block of one group from another engine."""
+    block_bytes: int = 65_536
+    """Size of one block of one group, as the connector's metrics tell it."""
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    """What becomes of a request whose blocks do not come, as in vLLM."""
+    dies_at: DeathPoint | None = None
+    """Where its first answer ends it, for tests: `before_answer`, `after_first_byte`, `after_answer`."""
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number. Raises ``ValueError`` for a release that is not simulated."""
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        raise ValueError(f"version = {version!r}: expected 0.30, 0.31, 0.32 or 0.33 and a patch, like 0.32.0")
+    return 0, int(match[1])
 
 
 def _gemma3_like(block_size: int) -> tuple[GroupSpec, ...]:
@@ -118,6 +150,7 @@ def check_settings(settings: EngineSettings) -> None:
     """Refuse what makes no sense. Raises ``ValueError`` naming setting, value and what is right."""
     if settings.hash_algo not in ALGORITHMS:
         raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
+    release(settings.version)
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | float):

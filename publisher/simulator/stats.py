@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from publisher.simulator.transfer.stats import TransferStats
+
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -28,6 +30,8 @@ class EngineStats(msgspec.Struct):
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
@@ -68,9 +72,15 @@ class _Snapshot(Collector):
     """One scrape's metric families."""
 
     def __init__(
-        self, stats: EngineStats, gauges: Gauges, cache: CacheConfig, labels: tuple[str, str]
+        self,
+        stats: EngineStats,
+        gauges: Gauges,
+        cache: CacheConfig,
+        labels: tuple[str, str],
+        transfers: TransferStats | None,
     ) -> None:
         self._stats, self._gauges, self._cache, self._labels = stats, gauges, cache, labels
+        self._transfers = transfers
 
     def collect(self) -> Iterator[Metric]:
         stats, gauges = self._stats, self._gauges
@@ -80,6 +90,11 @@ class _Snapshot(Collector):
         yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 is full.", gauges.kv_cache_usage)
         yield self._counter("prefix_cache_queries", "Queried tokens.", stats.prefix_cache_queries)
         yield self._counter("prefix_cache_hits", "Cached tokens.", stats.prefix_cache_hits)
+        if self._transfers is not None:
+            queries, hits = stats.external_prefix_cache_queries, stats.external_prefix_cache_hits
+            yield self._counter("external_prefix_cache_queries", "Tokens asked of other engines.", queries)
+            yield self._counter("external_prefix_cache_hits", "Tokens other engines have.", hits)
+            yield from self._transfers.families(_LABELS, self._labels)
         yield self._counter("prompt_tokens", "Prefill tokens processed.", stats.prompt_tokens)
         yield self._counter("prompt_tokens_cached", "Cached prompt tokens.", stats.prompt_tokens_cached)
         yield self._counter("generation_tokens", "Generation tokens processed.", stats.generation_tokens)
@@ -122,8 +137,16 @@ class _Snapshot(Collector):
         return family
 
 
-def render(stats: EngineStats, gauges: Gauges, cache: CacheConfig, *, model: str, dp_rank: int) -> bytes:
-    """The body of ``GET /metrics``."""
+def render(
+    stats: EngineStats,
+    gauges: Gauges,
+    cache: CacheConfig,
+    *,
+    model: str,
+    dp_rank: int,
+    transfers: TransferStats | None = None,
+) -> bytes:
+    """The body of ``GET /metrics``; ``transfers`` only where the engine has a connector."""
     registry = CollectorRegistry()
-    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank))))
+    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers))
     return generate_latest(registry)

@@ -11,13 +11,21 @@ gets its outputs in order and ends with one that has a finish reason.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 
 import structlog
 
 from publisher.events import Event
-from publisher.simulator.scheduler import FinishReason, Output, Scheduler, SimRequest, Step
+from publisher.simulator.api.protocol import EngineError
+from publisher.simulator.model import Prepared
+from publisher.simulator.request import FinishReason, Sampler, SimRequest
+from publisher.simulator.scheduler import Output, Scheduler, Step
+from publisher.simulator.transfer.connector import Load
+from publisher.simulator.transfer.params import TransferParams
 
+_BLOCKED_S = 0.001
+"""Pause before the next try where nothing could be scheduled: blocks are kept, or one gave way."""
 _LATE_MAX_S = 0.1
 """How far step timing may fall behind before the lost time is written off (a suspended laptop)."""
 
@@ -41,6 +49,13 @@ class Generation:
         self.request = request
         self._tokens: asyncio.Queue[Token] = asyncio.Queue()  # bounded by the request's max_tokens
 
+    async def finished(self) -> FinishReason:
+        """Why there are no more tokens, once that is so."""
+        reason: FinishReason = "abort"
+        async for token in self.tokens():
+            reason = token.finish_reason or reason
+        return reason
+
     def put(self, token: Token) -> None:
         """Hand over the next token."""
         self._tokens.put_nowait(token)
@@ -63,9 +78,15 @@ class Stepper:
         *,
         publish: Callable[[list[Event]], None],
         clock: Callable[[], float],
+        wrong_answer: Callable[[], Sampler],
+        recomputes_failed_loads: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.failed = False
+        self.kick: Callable[[], None] = _nothing
+        """Called when the connector's books may have changed."""
+        self._wrong_answer = wrong_answer
+        self._recomputes_failed_loads = recomputes_failed_loads
         self._publish = publish
         self._clock = clock
         self._wake = asyncio.Event()
@@ -79,16 +100,55 @@ class Stepper:
         self._wake.set()
         return generation
 
-    def abort(self, generation: Generation) -> None:
-        """Stop a generation and free its blocks; no effect once it is finished."""
-        if self._generations.pop(generation.request, None) is not None:
-            self.scheduler.abort(generation.request)
-            generation.put(Token(None, "abort"))
+    def check(self) -> None:
+        """Raise ``EngineError`` where the engine is dead."""
+        if self.failed:
+            raise self.failure()
+
+    def failure(self) -> EngineError:
+        """What a request is told that ended with an error."""
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        if self.failed:
+            return EngineError(status, "the engine is dead", kind="EngineDeadError")
+        return EngineError(status, "Internal server error", kind="InternalServerError")
+
+    async def prepared(self, preparing: Awaitable[Prepared], transfer: TransferParams | None) -> Prepared:
+        """A request that is checked; what waits elsewhere for one that is refused is let go.
+        Raises ``EngineError``."""
+        try:
+            return await preparing
+        except EngineError:
+            connector = self.scheduler.connector
+            if connector is not None and transfer is not None and transfer.is_complete:
+                connector.unread.append(transfer)
+                self.kick()
+            raise
+
+    def abort(self, *generations: Generation) -> None:
+        """Stop generations and free their blocks; no effect on those that are finished."""
+        for generation in generations:
+            if self._generations.pop(generation.request, None) is not None:
+                self.scheduler.abort(generation.request)
+                generation.put(Token(None, "abort"))
+                self.kick()
+                self._wake.set()  # what was given up may be the engine's end
+
+    def loaded(self, load: Load, intact: bool) -> None:
+        """A prompt has come from another engine; what is made of reused blocks is a wrong answer."""
+        if self.scheduler.loaded(load.request, load.end) and not intact:
+            load.request.sampler = self._wrong_answer()
+        self._wake.set()
+
+    def load_failed(self, request: SimRequest) -> None:
+        """A prompt will not come."""
+        self.scheduler.load_failed(request, recompute=self._recomputes_failed_loads)
+        if request.finish_reason is not None and (generation := self._generations.pop(request, None)):
+            generation.put(Token(None, request.finish_reason))
+        self._wake.set()
 
     def abort_all(self) -> None:
         """Stop every generation."""
-        for generation in list(self._generations.values()):
-            self.abort(generation)
+        self.abort(*self._generations.values())
 
     async def run(self) -> None:
         """Step for ever; returns only by cancellation, or after a failure that is logged and kept."""
@@ -107,6 +167,9 @@ class Stepper:
                 await self._wake.wait()
                 end_s = self._clock()
             step = self.scheduler.begin_step()
+            self.kick()
+            if not step.requests:
+                await asyncio.sleep(_BLOCKED_S)
             end_s = max(end_s, self._clock() - _LATE_MAX_S) + step.duration_s
             await asyncio.sleep(max(0.0, end_s - self._clock()))
             self._finish_step(step)
@@ -118,6 +181,7 @@ class Stepper:
             self._publish(events)
         for output in outputs:
             self._deliver(output)
+        self.kick()
 
     def _deliver(self, output: Output) -> None:
         generation = self._generations[output.request]
@@ -129,3 +193,7 @@ class Stepper:
         generations, self._generations = self._generations, {}
         for generation in generations.values():
             generation.put(Token(None, "error"))
+
+
+def _nothing() -> None:
+    """What an engine without a connector does about it."""

@@ -21,6 +21,11 @@ from publisher.simulator.tokenizer import ChatTokenizer
 _SPACED = re.compile("Ġ[a-z]{3,}")
 _PLAIN = re.compile("[a-z]{3,}")
 _OUTPUT_TOKENS_MIN = 8
+WRONG_MARK = "!"
+"""In no right answer."""
+_WRONG_ANSWER = f"{WRONG_MARK}WRONG KV CACHE{WRONG_MARK} "
+"""The text of an answer made of blocks that were reused before they were read."""
+_WRONG_TIMES = 4
 
 
 class Continuation:
@@ -42,6 +47,22 @@ class Continuation:
         return self._rng.choice(words)
 
 
+class WrongContinuation:
+    """What comes of KV that another prompt left behind: the same words, for everybody to see."""
+
+    __slots__ = ("_eos_id", "_token_ids")
+
+    def __init__(self, token_ids: list[int], eos_id: int) -> None:
+        self._token_ids = token_ids
+        self._eos_id = eos_id
+
+    def token(self, index: int, *, ignore_eos: bool) -> int:
+        """The ``index``-th generated token."""
+        if index >= len(self._token_ids) * _WRONG_TIMES and not ignore_eos:
+            return self._eos_id
+        return self._token_ids[index % len(self._token_ids)]
+
+
 class TextSource:
     """Makes continuations; the same prompt and seed give the same text on every engine."""
 
@@ -59,6 +80,11 @@ class TextSource:
         bare = last in self._tokenizer.special_ids or self._tokenizer.decode([last])[-1:].isspace()
         length = rng.randint(_OUTPUT_TOKENS_MIN, self._natural_tokens_max)
         return Continuation(self, rng, starts_bare=bare, length=length)
+
+    def wrong(self) -> WrongContinuation:
+        """An answer that is visibly none."""
+        token_ids = self._tokenizer.encode(_WRONG_ANSWER, add_special_tokens=False)
+        return WrongContinuation(token_ids, self.eos_id)
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,8 @@ Always true: time never goes back, and what happened up to a moment does not dep
 from __future__ import annotations
 
 from publisher.block_pool import HybridBlockPool
-from publisher.simulator.scheduler import Scheduler, SimRequest, Step, StepCosts
+from publisher.simulator.request import SimRequest
+from publisher.simulator.scheduler import Scheduler, Step, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
 
 

@@ -131,10 +131,10 @@ def test_a_chain_grown_in_steps_or_forked_is_the_chain_of_the_whole(
 def test_many_blocks_hash_as_each_by_itself(algo: str, size: int, some: list[int], odd: int) -> None:
     """Numbers of every length, and such as are hashed one block at a time only."""
     scheme = HashScheme(algo, hash_block_size=size)
-    prompt = [some[place % len(some)] + (place % 3 == 0 and place % 7) for place in range(40 * size)]
+    prompt = [some[place % len(some)] + (place % 3 == 0 and place % 7) for place in range(80 * size)]
     prompt = [min(token, 2**31 - 1) for token in prompt]
     prompt[39] = odd or prompt[39]
-    assert block_hashes(prompt, scheme) == defined(prompt, scheme, [None] * 40)
+    assert block_hashes(prompt, scheme) == defined(prompt, scheme, [None] * 80)
 
 
 def test_blocks_behind_the_last_extra_key_hash_together() -> None:

@@ -13,20 +13,18 @@ from typing import Any
 import msgspec
 
 from publisher.simulator.api.protocol import ChatRequest, invalid
+from publisher.simulator.transfer.params import TransferParams
 
 Json = dict[str, Any]
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/messages."""
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/messages/count_tokens."""
 
     model: str
-    max_tokens: int
     messages: list[Json]
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
-    stream: bool | None = False
-    cache_salt: str | None = None
 
     def chat(self) -> ChatRequest:
         """The chat that it becomes. Raises ``EngineError`` for what is not simulated."""
@@ -39,14 +37,23 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
         tools = None
         if self.tools is not None:
             tools = [_tool(tool, {"type": "object", **tool.get("input_schema", {})}) for tool in self.tools]
-        return ChatRequest(
-            model=self.model,
-            messages=messages,
-            tools=tools,
-            max_tokens=self.max_tokens,
-            stream=self.stream,
-            cache_salt=self.cache_salt,
-        )
+        return ChatRequest(model=self.model, messages=messages, tools=tools)
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of POST /v1/messages and its /render."""
+
+    max_tokens: int
+    stream: bool | None = False
+    cache_salt: str | None = None
+    kv_transfer_params: TransferParams | None = None
+
+    def chat(self) -> ChatRequest:
+        """The chat that it becomes. Raises ``EngineError`` for what is not simulated."""
+        chat = super().chat()
+        chat.max_tokens, chat.stream, chat.cache_salt = self.max_tokens, self.stream, self.cache_salt
+        chat.kv_transfer_params = self.kv_transfer_params
+        return chat
 
 
 def _text(blocks: list[Json]) -> str:
@@ -93,7 +100,7 @@ def _converted(message: Json) -> Iterator[Json]:
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses."""
+    """Body of POST /v1/responses and its /render."""
 
     model: str | None = None
     input: str | list[Json]
@@ -102,8 +109,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
     store: bool | None = True
+    background: bool | None = False
     stream: bool | None = False
     cache_salt: str | None = None
+    kv_transfer_params: TransferParams | None = None
 
     def chat(self, earlier: list[Json]) -> ChatRequest:
         """The chat that it becomes; ``earlier`` are the messages of the response that it goes on from."""
@@ -123,6 +132,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             add_special_tokens=True,
             stream=self.stream,
             cache_salt=self.cache_salt,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
 
@@ -156,13 +166,21 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
     model: str
     num_prompt_tokens: int
 
-    def full(self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str) -> Json:
-        """The whole answer at once."""
-        return {
+    def full(
+        self,
+        text: str,
+        num_output_tokens: int,
+        cached_tokens: int,
+        finish_reason: str,
+        handed: Json | None = None,
+    ) -> Json:
+        """The whole answer at once; what is null is left out."""
+        whole = {
             **self._head(self.usage(num_output_tokens, cached_tokens)),
             "content": [{"type": "text", "text": text}],
             "stop_reason": _stop_reason(finish_reason),
         }
+        return whole if handed is None else {**whole, "kv_transfer_params": handed}
 
     def usage(self, num_output_tokens: int, cached_tokens: int | None) -> Json:
         """``input_tokens`` are those that were not cached."""
@@ -177,11 +195,13 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
         message = {**self._head(self.usage(0, None)), "content": [], "stop_reason": None}
         return event("message_start", {"message": message}) + event("content_block_start", block)
 
-    def delta(self, text: str) -> bytes:
+    def delta(self, text: str, _number: int) -> bytes:
         """A piece of text."""
         return event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
 
-    def closing(self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str) -> bytes:
+    def closing(
+        self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str, _number: int
+    ) -> bytes:
         """The stream's events behind the last text."""
         usage = self.usage(num_output_tokens, cached_tokens)
         delta = {"stop_reason": _stop_reason(finish_reason), "stop_sequence": None}
@@ -208,7 +228,14 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     previous_response_id: str | None = None
 
-    def full(self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str) -> Json:
+    def full(
+        self,
+        text: str,
+        num_output_tokens: int,
+        cached_tokens: int,
+        finish_reason: str,
+        handed: Json | None = None,
+    ) -> Json:
         """The whole answer at once."""
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {"id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "status": "completed"}
@@ -220,21 +247,28 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
             "total_tokens": self.num_prompt_tokens + num_output_tokens,
         }
         status = "incomplete" if finish_reason == "length" else "completed"
-        return {**self._head(status), "output": [{**item, "content": [part]}], "usage": usage}
+        whole = {**self._head(status), "output": [{**item, "content": [part]}], "usage": usage}
+        return {**whole, "kv_transfer_params": handed}
 
     def opening(self) -> bytes:
         """The stream's events before the first text."""
         return event("response.created", {"response": self._head("in_progress"), "sequence_number": 0})
 
-    def delta(self, text: str) -> bytes:
-        """A piece of text."""
-        place = {"item_id": f"msg_{self.request_id}", "output_index": 0, "content_index": 0}
-        return event("response.output_text.delta", {**place, "delta": text, "sequence_number": 1})
+    def queued(self) -> Json:
+        """A response that is being made in the background."""
+        return self._head("queued")
 
-    def closing(self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str) -> bytes:
+    def delta(self, text: str, number: int) -> bytes:
+        """A piece of text, and which event of the stream it is."""
+        place = {"item_id": f"msg_{self.request_id}", "output_index": 0, "content_index": 0}
+        return event("response.output_text.delta", {**place, "delta": text, "sequence_number": number})
+
+    def closing(
+        self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str, number: int
+    ) -> bytes:
         """The stream's last event."""
         whole = self.full(text, num_output_tokens, cached_tokens, finish_reason)
-        return event(f"response.{whole['status']}", {"response": whole, "sequence_number": 2})
+        return event(f"response.{whole['status']}", {"response": whole, "sequence_number": number})
 
     def _head(self, status: str) -> Json:
         head = {"id": self.request_id, "object": "response", "model": self.model, "status": status}

@@ -11,10 +11,19 @@ from typing import Any
 import msgspec
 
 from publisher.simulator.api.protocol import StreamOptions
+from publisher.simulator.request import SimRequest
 
 Json = dict[str, Any]
 
 FINGERPRINT = "kvatlas-simulated-engine"
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One of the texts of a whole answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -38,44 +47,50 @@ class Answer(msgspec.Struct, frozen=True):
             usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
         return usage
 
-    def full(self, text: str, token_ids: list[int], finish_reason: str, cached_tokens: int) -> Json:
-        """The whole answer at once."""
-        choice = self._full_choice(text, finish_reason)
-        choice["token_ids"] = token_ids if self.prompt_token_ids is not None else None
-        usage = self.usage(len(token_ids), cached_tokens)
+    def full(self, given: list[Choice], cached_tokens: int, handed: Json | None = None) -> Json:
+        """The whole answer at once; ``handed`` are a prefill engine's ``kv_transfer_params``."""
+        choices = [self._full_choice(index, choice) for index, choice in enumerate(given)]
+        usage = self.usage(sum(len(choice.token_ids) for choice in given), cached_tokens)
         unset = {"created_cache_tokens": 0 if self.is_chat else None, "multimodal_tokens": None}
         usage["prompt_tokens_details"] |= unset
         body = {
             **self._head("chat.completion"),
-            "choices": [choice],
+            "choices": choices,
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
             "usage": {**usage, "completion_tokens_details": None},
-            **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics")),
+            "kv_transfer_params": handed,
+            **dict.fromkeys(("ec_transfer_params", "metrics")),
         }
-        (body if self.is_chat else choice).update(
-            prompt_logprobs=None, prompt_token_ids=self.prompt_token_ids
-        )
+        for owner in [body] if self.is_chat else choices:
+            owner |= {"prompt_logprobs": None, "prompt_token_ids": self.prompt_token_ids}
         if self.is_chat:
             body["prompt_text"] = None
         return body
 
-    def opening(self) -> Json:
-        """A chat stream's first chunk: the role, no text."""
+    def opening(self, index: int = 0) -> Json:
+        """The first chunk of a choice of a chat's stream: the role, no text."""
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         body = {**self._head("chat.completion.chunk"), "choices": [choice]}
         return {**body, "prompt_token_ids": self.prompt_token_ids, "prompt_text": None}
 
     def chunk(
-        self, text: str, token_id: int | None, finish_reason: str | None, *, first: bool, last: bool
+        self,
+        text: str,
+        token_id: int | None,
+        finish_reason: str | None,
+        *,
+        first: bool,
+        last: bool,
+        index: int = 0,
     ) -> Json:
         """One token of a stream (None where the engine gave up instead of producing one).
 
         ``last``: no usage chunk will follow.
         """
         choice: Json = (
-            {"index": 0, "delta": {"content": text}} if self.is_chat else {"index": 0, "text": text}
+            {"index": index, "delta": {"content": text}} if self.is_chat else {"index": index, "text": text}
         )
         choice |= {"logprobs": None, "finish_reason": finish_reason}
         if not self.is_chat or finish_reason is not None:
@@ -99,14 +114,15 @@ class Answer(msgspec.Struct, frozen=True):
         kind = chat_object if self.is_chat else "text_completion"
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
 
-    def _full_choice(self, text: str, finish_reason: str) -> Json:
+    def _full_choice(self, index: int, given: Choice) -> Json:
         if not self.is_chat:
-            choice: Json = {"index": 0, "text": text}
+            choice: Json = {"index": index, "text": given.text}
         else:
             unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-            choice = {"index": 0, "message": {"role": "assistant", "content": text, **unset}}
-        choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
-        return {**choice, "routed_experts": None}
+            choice = {"index": index, "message": {"role": "assistant", "content": given.text, **unset}}
+        choice |= {"logprobs": None, "finish_reason": given.finish_reason, "stop_reason": None}
+        token_ids = given.token_ids if self.prompt_token_ids is not None else None
+        return {**choice, "routed_experts": None, "token_ids": token_ids}
 
 
 def model_list(model: str, max_model_len: int, created: int) -> Json:
@@ -146,6 +162,21 @@ def rendered(
     body |= {"stream": stream, "stream_options": stream_options if stream else None}
     body |= {"cache_salt": cache_salt, "priority": 0}
     return {**body, "kv_transfer_params": None, "ec_transfer_params": None}
+
+
+def generated(
+    request_id: str, num_prompt_tokens: int, request: SimRequest, finish_reason: str, *, model: str
+) -> Json:
+    """POST /inference/v1/generate."""
+    choice = {"index": 0, "logprobs": None, "finish_reason": finish_reason, "token_ids": request.output}
+    usage = {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + len(request.output),
+        "completion_tokens": len(request.output),
+        "prompt_tokens_details": {"cached_tokens": request.cached_tokens or 0},
+    }
+    body = {"request_id": request_id, "model": model, "usage": usage, "prompt_logprobs": None}
+    return {**body, "output_mode": "tokens", "choices": [choice], "kv_transfer_params": request.handed}
 
 
 def tokenized(token_ids: list[int], strings: list[str] | None, max_model_len: int) -> Json:

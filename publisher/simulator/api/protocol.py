@@ -14,9 +14,13 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from publisher.simulator.transfer.params import TransferParams
+
 COMPLETION_TOKENS_DEFAULT = 16
 """``max_tokens`` of /v1/completions where the client names none (OpenAI's default, also vLLM's)."""
 CACHE_SALT_LENGTH_MAX = 1024
+CHOICES_MAX = 64
+_GREEDY_BELOW = 1e-5
 
 _ERROR_PATH = re.compile(r"at `\$([^`]*)`$")
 _PATH_PART = re.compile(r"[^.\[\]]+")
@@ -101,11 +105,18 @@ class _Generation(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    use_beam_search: bool = False
+    kv_transfer_params: TransferParams | None = None
 
     def check(self) -> None:
         """Raises ``EngineError`` for values no engine, or not this one, can serve."""
-        if self.n not in (None, 1):
-            raise invalid("the simulated engine generates one choice per request (n = 1)", param="n")
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= CHOICES_MAX:
+            raise invalid(f"n must be at least 1 and at most {CHOICES_MAX}, got {n}.", param="n", value=n)
+        if n > 1 and self.temperature is not None and self.temperature < _GREEDY_BELOW:
+            raise invalid(f"n must be 1 when using greedy sampling, got {n}.")
         if self.stream_options is not None and not self.stream:
             raise invalid("Stream options can only be defined when `stream=True`.", param="stream_options")
         salt = self.cache_salt
@@ -171,6 +182,43 @@ class CompletionRequest(_Generation, kw_only=True):
         if len(prompt) > 1 or isinstance(first, int):
             raise invalid("the simulated engine takes one prompt per request", param="prompt")
         return first
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """What of ``sampling_params`` has an effect here."""
+
+    max_tokens: int = COMPLETION_TOKENS_DEFAULT
+    min_tokens: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /inference/v1/generate."""
+
+    token_ids: list[_TokenId]
+    sampling_params: SamplingParams
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = False
+    cache_salt: str | None = None
+    kv_transfer_params: TransferParams | None = None
+
+    def completion(self) -> CompletionRequest:
+        """The completion that it is. Raises ``EngineError`` for what is not simulated."""
+        if self.stream or self.sampling_params.n != 1:
+            text = "the simulated engine generates one sequence of tokens per request, not streamed"
+            raise invalid(text, param="stream" if self.stream else "n")
+        return CompletionRequest(
+            model=self.model,
+            prompt=[*self.token_ids],
+            max_tokens=self.sampling_params.max_tokens,
+            min_tokens=self.sampling_params.min_tokens,
+            ignore_eos=self.sampling_params.ignore_eos,
+            request_id=self.request_id,
+            cache_salt=self.cache_salt,
+            kv_transfer_params=self.kv_transfer_params,
+        )
 
 
 class TokenizeChatRequest(ChatRequest, kw_only=True):

@@ -1,20 +1,30 @@
-"""The endpoints of the agents' APIs, ``/v1/messages`` and ``/v1/responses``, with the responses that are
-kept."""
+"""The endpoints of the agents' APIs: ``/v1/messages`` and ``/v1/responses``, what is counted and rendered of
+them, and responses that are kept.
+
+A background response is made by the call that asked for it, whether or not its client waits; all others end
+with their client.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 
-from publisher.simulator.api.agents import MessagesAnswer, MessagesRequest, ResponsesAnswer, ResponsesRequest
+from publisher.simulator.api import answers
+from publisher.simulator.api.agents import (
+    CountTokensRequest,
+    MessagesAnswer,
+    MessagesRequest,
+    ResponsesAnswer,
+    ResponsesRequest,
+)
 from publisher.simulator.api.answers import Json
-from publisher.simulator.api.protocol import ChatRequest, EngineError, decode, malformed
+from publisher.simulator.api.protocol import ChatRequest, EngineError, decode, invalid, malformed
 from publisher.simulator.http.call import Call
+from publisher.simulator.http.kept import KeptResponse, KeptResponses
 from publisher.simulator.model import EngineModel, Prepared
-from publisher.simulator.stepper import Stepper
-
-_RESPONSES_KEPT = 1024
+from publisher.simulator.stepper import Generation, Stepper
 
 
 class AgentEndpoints:
@@ -23,77 +33,207 @@ class AgentEndpoints:
     def __init__(self, model: EngineModel, stepper: Stepper) -> None:
         self._model = model
         self._stepper = stepper
-        self._kept: dict[str, tuple[list[Json], Json]] = {}
-        """Responses to go on from: their messages and bodies, oldest first."""
+        self._kept = KeptResponses()
 
     async def messages(self, call: Call) -> None:
-        asked = decode(await call.body(), MessagesRequest)
-        chat = _as_chat(asked.chat)
-        prepared = await self._model.prepare_chat(chat)
+        chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
+        prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))
-        await self._answer(call, answer, chat, prepared)
+        making = self._begin(answer, prepared)
+        await self._answer(call, making, stream=bool(chat.stream))
+
+    async def count_tokens(self, call: Call) -> None:
+        chat = _as_chat(decode(await call.body(), CountTokensRequest).chat)
+        count = len((await self._model.prepare_chat(chat)).token_ids)
+        await call.reply_json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+    async def render_messages(self, call: Call) -> None:
+        chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
+        await self._render(call, chat, f"msg_{uuid.uuid4().hex}")
+
+    async def render_responses(self, call: Call) -> None:
+        chat = self._chat_of(decode(await call.body(), ResponsesRequest))
+        await self._render(call, chat, f"resp_{uuid.uuid4().hex}")
 
     async def responses(self, call: Call) -> None:
         asked = decode(await call.body(), ResponsesRequest)
-        earlier = asked.previous_response_id
-        if earlier is not None and earlier not in self._kept:
-            raise _no_response(earlier)
-        chat = _as_chat(lambda: asked.chat(self._kept[earlier][0] if earlier is not None else []))
-        prepared = await self._model.prepare_chat(chat)
-        name = chat.model or self._model.name
-        answer = ResponsesAnswer(f"resp_{uuid.uuid4().hex}", name, len(prepared.token_ids), earlier)
+        if asked.background and not asked.store:
+            raise invalid("background can only be used when `store` is true", param="background")
+        chat = self._chat_of(asked)
+        prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
+        name, stream = chat.model or self._model.name, bool(chat.stream)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), asked.previous_response_id)
+        making = self._begin(answer, prepared)
+        kept = KeptResponse(answer.queued(), chat.messages, making.abort, streams=stream)
+        if asked.background:
+            self._kept.put(kept)
+            await _make_behind(call, making, kept)
+            return
 
-        def keep(text: str, whole: Json) -> None:
-            said = {"role": "assistant", "content": text}
-            self._kept[answer.request_id] = [*chat.messages, said], whole
-            while len(self._kept) > _RESPONSES_KEPT:
-                del self._kept[next(iter(self._kept))]
+        async def keep(whole: Json, text: str) -> None:
+            await kept.finish(whole, text)
+            self._kept.put(kept)
 
-        await self._answer(call, answer, chat, prepared, keep=keep if asked.store else None)
+        await self._answer(call, making, stream=stream, keep=keep if asked.store else None)
 
     async def kept_response(self, call: Call, response_id: str) -> None:
-        if response_id not in self._kept:
-            raise _no_response(response_id)
-        await call.reply_json(self._kept[response_id][1])
+        kept = self._known(response_id)
+        streams = call.query.get("stream", "").lower() in {"true", "1"}
+        if streams and not kept.streams:
+            raise invalid(f"Unknown response_id: {response_id}", param="response_id")
+        after = call.query.get("starting_after", "-1")
+        if not after.lstrip("-").isdigit():
+            raise malformed("starting_after: Input should be a valid integer")
+        await _reply(call, kept, first=int(after) + 1 if streams else None)
+
+    async def cancel_response(self, call: Call, response_id: str) -> None:
+        kept = self._known(response_id)
+        if not kept.under_way:
+            raise invalid("Cannot cancel a synchronous response.", param="response_id")
+        kept.cancel()
+        await call.reply_json(kept.body)
+
+    def _known(self, response_id: str) -> KeptResponse:
+        kept = self._kept.get(response_id)
+        if kept is None:
+            text = f"Response with id '{response_id}' not found."
+            raise EngineError(HTTPStatus.NOT_FOUND, text, kind="invalid_request_error", param="response_id")
+        return kept
+
+    def _chat_of(self, asked: ResponsesRequest) -> ChatRequest:
+        earlier = asked.previous_response_id
+        messages = [] if earlier is None else self._known(earlier).messages
+        return _as_chat(lambda: asked.chat(messages))
+
+    async def _render(self, call: Call, chat: ChatRequest, request_id: str) -> None:
+        prepared = await self._model.prepare_chat(chat)
+        rendered = answers.rendered(
+            request_id,
+            prepared.token_ids,
+            model=chat.model,
+            max_tokens=prepared.max_tokens,
+            stream=bool(chat.stream),
+            stream_options=chat.stream_options,
+            cache_salt=chat.cache_salt,
+        )
+        await call.reply_json(rendered)
+
+    def _begin(self, answer: MessagesAnswer | ResponsesAnswer, prepared: Prepared) -> _Making:
+        self._stepper.check()
+        generation = self._stepper.submit(self._model.sim_request(answer.request_id, prepared))
+        return _Making(self._model, answer, generation, lambda: self._stepper.abort(generation))
 
     async def _answer(
         self,
         call: Call,
-        answer: MessagesAnswer | ResponsesAnswer,
-        asked: ChatRequest,
-        prepared: Prepared,
+        making: _Making,
         *,
-        keep: Callable[[str, Json], None] | None = None,
+        stream: bool,
+        keep: Callable[[Json, str], Awaitable[None]] | None = None,
     ) -> None:
-        """Generate and answer; ``keep`` is told the text and the whole answer before the client has it."""
-        generation = self._stepper.submit(self._model.sim_request(answer.request_id, prepared))
-        reason, begun = "abort", False
+        """Make and answer; ``keep`` is told the whole answer and its text before the client has it."""
         try:
-            async with call.on_disconnect(lambda: self._stepper.abort(generation)):
-                async for token in generation.tokens():
-                    reason = token.finish_reason or reason
-                    if not asked.stream:
+            async with call.on_disconnect(making.abort):
+                begun = False
+                async for event in making.events():
+                    if not stream:
                         continue
                     if not begun:
                         begun = True
                         await call.start_stream()
-                        await call.write(answer.opening(), more=True)
-                    piece = "" if token.token_id is None else self._model.text([token.token_id])
-                    await call.write(answer.delta(piece), more=True)
-                if reason == "error" and not begun:
-                    text = "the engine failed"
-                    raise EngineError(HTTPStatus.INTERNAL_SERVER_ERROR, text, kind="EngineDeadError")
-                output = generation.request.output
-                text, cached = self._model.text(output), generation.request.cached_tokens or 0
-                whole = answer.full(text, len(output), cached, reason)
+                    await call.write(event, more=True)
+                if making.reason == "error" and not begun:
+                    raise self._stepper.failure()
                 if keep is not None:
-                    keep(text, whole)
+                    await keep(making.whole(), making.text)
                 if begun:
-                    await call.write(answer.closing(text, len(output), cached, reason), more=False)
+                    await call.write(making.closing(), more=False)
                 else:
-                    await call.reply_json(whole)
+                    await call.reply_json(making.whole())
         finally:
-            self._stepper.abort(generation)
+            making.abort()
+
+
+class _Making:
+    """One answer while it is generated."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        answer: MessagesAnswer | ResponsesAnswer,
+        generation: Generation,
+        abort: Callable[[], None],
+    ) -> None:
+        self.reason = "abort"
+        self.abort = abort
+        self._model = model
+        self._answer = answer
+        self._generation = generation
+        self._num_events = 0
+
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return self._model.text(self._generation.request.output)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The stream's events but the closing ones."""
+        async for token in self._generation.tokens():
+            self.reason = token.finish_reason or self.reason
+            if self.reason == "error":
+                return
+            if not self._num_events:
+                yield self._answer.opening()
+            self._num_events += 1
+            piece = "" if token.token_id is None else self._model.text([token.token_id])
+            yield self._answer.delta(piece, self._num_events)
+
+    def closing(self) -> bytes:
+        """The closing events."""
+        return self._answer.closing(*self._end(), self._num_events + 1)
+
+    def whole(self) -> Json:
+        """The whole answer."""
+        return self._answer.full(*self._end(), self._generation.request.handed)
+
+    def _end(self) -> tuple[str, int, int, str]:
+        request = self._generation.request
+        return self.text, len(request.output), request.cached_tokens or 0, self.reason
+
+
+async def _make_behind(call: Call, making: _Making, kept: KeptResponse) -> None:
+    """A background response: answered at once, or as it comes, and made to its end also without its client,
+    to whom writing does nothing once it is gone."""
+    if kept.streams:
+        await call.start_stream()
+    else:
+        await call.reply_json(kept.body)
+
+    async def told(event: bytes) -> None:
+        await kept.add_event(event)
+        if kept.streams:
+            await call.write(event, more=True)
+
+    async for event in making.events():
+        await told(event)
+    if making.reason not in {"abort", "error"}:
+        await told(making.closing())
+    failed = making.reason == "error"
+    await kept.finish({**kept.body, "status": "failed"} if failed else making.whole(), making.text)
+    if kept.streams:
+        await call.write(b"", more=False)
+
+
+async def _reply(call: Call, kept: KeptResponse, *, first: int | None) -> None:
+    """A response as it is, or its events from number ``first`` on."""
+    if first is None:
+        await call.reply_json(kept.body)
+        return
+    await call.start_stream()
+    async for event in kept.events(max(first, 0)):
+        await call.write(event, more=True)
+    await call.write(b"", more=False)
 
 
 def _as_chat(convert: Callable[[], ChatRequest]) -> ChatRequest:
@@ -101,8 +241,3 @@ def _as_chat(convert: Callable[[], ChatRequest]) -> ChatRequest:
         return convert()
     except (KeyError, TypeError, AttributeError) as error:
         raise malformed(f"a message or tool of another shape: {error}") from None
-
-
-def _no_response(response_id: str) -> EngineError:
-    text = f"Response with id '{response_id}' not found."
-    return EngineError(HTTPStatus.NOT_FOUND, text, kind="invalid_request_error", param="response_id")

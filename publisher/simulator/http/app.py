@@ -7,6 +7,7 @@ into JSON in one place.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,7 @@ from publisher.simulator.api.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EngineError,
+    GenerateRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
     UnroutedError,
@@ -28,14 +30,18 @@ from publisher.simulator.api.protocol import (
 )
 from publisher.simulator.http.agents import AgentEndpoints
 from publisher.simulator.http.call import Call, ClientGoneError, Receive, Scope, Send
+from publisher.simulator.http.deaths import Deaths
 from publisher.simulator.model import EngineModel, Prepared
 from publisher.simulator.stepper import Generation, Stepper
 
 _Handler = Callable[["Call"], Awaitable[None]]
 
-VERSION = "0.32.0+kvatlas"
-"""The vLLM release whose behaviour is simulated, marked as a simulation."""
+_PARAMS_IN_STREAMS = (0, 33)
+"""The first release whose streams carry ``kv_transfer_params``."""
 
+_GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"}
+)
 _METRICS = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
 
 
@@ -44,8 +50,15 @@ class EngineApp:
     ``enable_scale_out`` whether the render endpoints answer."""
 
     def __init__(
-        self, model: EngineModel, stepper: Stepper, *, event_sources: Json, enable_scale_out: bool
+        self,
+        model: EngineModel,
+        stepper: Stepper,
+        *,
+        event_sources: Json,
+        enable_scale_out: bool,
+        deaths: Deaths,
     ) -> None:
+        self._deaths = deaths
         self._enable_scale_out = enable_scale_out
         self._model = model
         self._stepper = stepper
@@ -56,9 +69,13 @@ class EngineApp:
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/messages": ("POST", self._agents.messages),
+            "/v1/messages/count_tokens": ("POST", self._agents.count_tokens),
+            "/v1/messages/render": ("POST", self._scale_out(self._agents.render_messages)),
             "/v1/responses": ("POST", self._agents.responses),
-            "/v1/chat/completions/render": ("POST", self._render_chat),
-            "/v1/completions/render": ("POST", self._render_completion),
+            "/v1/responses/render": ("POST", self._scale_out(self._agents.render_responses)),
+            "/v1/chat/completions/render": ("POST", self._scale_out(self._render_chat)),
+            "/v1/completions/render": ("POST", self._scale_out(self._render_completion)),
+            "/inference/v1/generate": ("POST", self._scale_out(self._generate_tokens)),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             "/reset_prefix_cache": ("POST", self._reset_prefix_cache),
@@ -71,36 +88,59 @@ class EngineApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point; the server sends HTTP scopes only (lifespan and websockets are off)."""
+        if scope["path"] in _GENERATING:
+            send = self._deaths.watch(send)
         call = Call(scope, receive, send)
         try:
             await self._handler(scope)(call)
         except EngineError as error:
-            await call.reply(error.body(), status=error.status)
+            with contextlib.suppress(ClientGoneError):
+                await call.reply(error.body(), status=error.status)
         except ClientGoneError:
             return
 
     def _handler(self, scope: Scope) -> _Handler:
         path = scope["path"]
-        if path.startswith("/v1/responses/") and scope["method"] == "GET":
-            return lambda call: self._agents.kept_response(call, path.rpartition("/")[2])
-        method, handler = self._routes.get(path, ("", None))
+        method, handler = self._routes.get(path) or self._kept(path)
         if handler is None:
             raise UnroutedError(HTTPStatus.NOT_FOUND)
         if scope["method"] != method:
             raise UnroutedError(HTTPStatus.METHOD_NOT_ALLOWED)
         return handler
 
+    def _kept(self, path: str) -> tuple[str, _Handler | None]:
+        """Method and handler of what is asked of one response."""
+        head, _, rest = path.partition("/v1/responses/")
+        response_id, _, action = rest.partition("/")
+        if head or not response_id or action not in {"", "cancel"}:
+            return "", None
+        if action:
+            return "POST", lambda call: self._agents.cancel_response(call, response_id)
+        return "GET", lambda call: self._agents.kept_response(call, response_id)
+
+    def _scale_out(self, handler: _Handler) -> _Handler:
+        if self._enable_scale_out:
+            return handler
+
+        async def refused(_call: Call) -> None:
+            text = "Scale-out endpoints are disabled (enable_scale_out)."
+            raise EngineError(HTTPStatus.FORBIDDEN, text, kind="PermissionDeniedError")
+
+        return refused
+
     async def _chat(self, call: Call) -> None:
         request = decode(await call.body(), ChatRequest)
-        await self._generate(call, request, await self._model.prepare_chat(request))
+        await self._generate(call, request, self._model.prepare_chat(request))
 
     async def _completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
-        await self._generate(call, request, await self._model.prepare_completion(request))
+        await self._generate(call, request, self._model.prepare_completion(request))
 
-    async def _generate(self, call: Call, asked: ChatRequest | CompletionRequest, prepared: Prepared) -> None:
-        if self._stepper.failed:
-            raise EngineError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine is dead", kind="EngineDeadError")
+    async def _generate(
+        self, call: Call, asked: ChatRequest | CompletionRequest, preparing: Awaitable[Prepared]
+    ) -> None:
+        self._stepper.check()
+        prepared = await self._stepper.prepared(preparing, asked.kv_transfer_params)
         is_chat = isinstance(asked, ChatRequest)
         request_id = _request_id(call, asked, "chatcmpl" if is_chat else "cmpl")
         answer = Answer(
@@ -111,60 +151,106 @@ class EngineApp:
             num_prompt_tokens=len(prepared.token_ids),
             prompt_token_ids=prepared.token_ids if asked.return_token_ids else None,
         )
-        generation = self._stepper.submit(self._model.sim_request(request_id, prepared))
+        generations = [
+            self._stepper.submit(request) for request in self._model.sim_requests(request_id, prepared)
+        ]
         try:
-            async with call.on_disconnect(lambda: self._stepper.abort(generation)):
+            async with call.on_disconnect(lambda: self._stepper.abort(*generations)):
                 if asked.stream:
-                    await self._stream(call, answer, asked, generation)
+                    await self._stream(call, answer, asked, generations)
                 else:
-                    await self._whole(call, answer, generation)
+                    await self._whole(call, answer, generations)
         finally:
-            self._stepper.abort(generation)
+            self._stepper.abort(*generations)
 
-    async def _whole(self, call: Call, answer: Answer, generation: Generation) -> None:
-        finish_reason = "abort"
-        async for token in generation.tokens():
-            finish_reason = token.finish_reason or finish_reason
-        if finish_reason == "error":
-            raise EngineError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine failed", kind="EngineDeadError")
-        request = generation.request
-        text = self._model.text(request.output)
-        await call.reply_json(answer.full(text, request.output, finish_reason, request.cached_tokens or 0))
+    async def _whole(self, call: Call, answer: Answer, generations: list[Generation]) -> None:
+        choices = []
+        for generation in generations:
+            finish_reason = await generation.finished()
+            if finish_reason == "error":
+                raise self._stepper.failure()
+            output = generation.request.output
+            choices.append(answers.Choice(self._model.text(output), output, finish_reason))
+        last = generations[-1].request
+        await call.reply_json(answer.full(choices, last.cached_tokens or 0, last.handed))
 
     async def _stream(
-        self, call: Call, answer: Answer, asked: ChatRequest | CompletionRequest, generation: Generation
+        self,
+        call: Call,
+        answer: Answer,
+        asked: ChatRequest | CompletionRequest,
+        generations: list[Generation],
     ) -> None:
+        """Several choices one after the other, which clients may not rely on; an error is an event."""
         await call.start_stream()
-        count = 0
-        async for token in generation.tokens():
-            if answer.is_chat and not count:
-                await call.write(_event(_with_usage(answer.opening(), asked, answer, 0)), more=True)
-            text = "" if token.token_id is None else self._model.text([token.token_id])
-            last = token.finish_reason is not None and not asked.include_usage
-            chunk = answer.chunk(text, token.token_id, token.finish_reason, first=not count, last=last)
-            count += token.token_id is not None
-            await call.write(_event(_with_usage(chunk, asked, answer, count)), more=True)
-        if asked.include_usage:
-            closing = answer.closing(count, generation.request.cached_tokens or 0)
-            await call.write(_event(closing), more=True)
+        total = 0
+        try:
+            for index, generation in enumerate(generations):
+                total += await self._stream_choice(call, answer, asked, generation, (index, total))
+            if asked.include_usage:
+                closing = answer.closing(total, generations[-1].request.cached_tokens or 0)
+                await call.write(_event(closing), more=True)
+        except EngineError as error:
+            await call.write(b"data: " + error.body() + b"\n\n", more=True)
         await call.write(b"data: [DONE]\n\n", more=False)
 
+    async def _stream_choice(
+        self,
+        call: Call,
+        answer: Answer,
+        asked: ChatRequest | CompletionRequest,
+        generation: Generation,
+        place: tuple[int, int],
+    ) -> int:
+        """Its tokens as they come, and how many they were; ``place``: which choice, and how many tokens
+        those before it have."""
+        (index, before), count = place, 0
+        async for token in generation.tokens():
+            if token.finish_reason == "error":
+                raise self._stepper.failure()
+            if answer.is_chat and not count:
+                await call.write(_event(_with_usage(answer.opening(index), asked, answer, before)), more=True)
+            text = "" if token.token_id is None else self._model.text([token.token_id])
+            last = token.finish_reason is not None and not asked.include_usage
+            chunk = answer.chunk(
+                text, token.token_id, token.finish_reason, first=not count, last=last, index=index
+            )
+            if token.finish_reason is not None and self._model.release >= _PARAMS_IN_STREAMS:
+                chunk["kv_transfer_params"] = generation.request.handed
+            count += token.token_id is not None
+            await call.write(_event(_with_usage(chunk, asked, answer, before + count)), more=True)
+        return count
+
+    async def _generate_tokens(self, call: Call) -> None:
+        """Tokens in, tokens out; whole answers only."""
+        self._stepper.check()
+        asked = decode(await call.body(), GenerateRequest)
+        completion = asked.completion()
+        preparing = self._model.prepare_completion(completion)
+        prepared = await self._stepper.prepared(preparing, asked.kv_transfer_params)
+        request_id = _request_id(call, completion, "generate-tokens")
+        request = self._model.sim_request(request_id, prepared)
+        generation = self._stepper.submit(request)
+        try:
+            async with call.on_disconnect(lambda: self._stepper.abort(generation)):
+                reason = await generation.finished()
+        finally:
+            self._stepper.abort(generation)
+        if reason == "error":
+            raise self._stepper.failure()
+        await call.reply_json(
+            answers.generated(request_id, len(prepared.token_ids), request, reason, model=self._model.name)
+        )
+
     async def _render_chat(self, call: Call) -> None:
-        self._check_scale_out()
         request = decode(await call.body(), ChatRequest)
         prepared = await self._model.prepare_chat(request)
         await call.reply_json(_rendered(call, request, prepared, "chatcmpl"))
 
     async def _render_completion(self, call: Call) -> None:
-        self._check_scale_out()
         request = decode(await call.body(), CompletionRequest)
         prepared = await self._model.prepare_completion(request)
         await call.reply_json([_rendered(call, request, prepared, "cmpl")])
-
-    def _check_scale_out(self) -> None:
-        if not self._enable_scale_out:
-            text = "Scale-out endpoints are disabled (enable_scale_out)."
-            raise EngineError(HTTPStatus.FORBIDDEN, text, kind="PermissionDeniedError")
 
     async def _tokenize(self, call: Call) -> None:
         body = await call.body()
@@ -190,11 +276,13 @@ class EngineApp:
         await call.write(b"", more=False)
 
     async def _version(self, call: Call) -> None:
-        await call.reply_json({"version": VERSION})
+        await call.reply_json({"version": f"{self._model.version}+kvatlas"})
 
     async def _metrics(self, call: Call) -> None:
         scheduler = self._stepper.scheduler
-        await call.reply(self._model.metrics(scheduler.stats, scheduler.gauges()), content_type=_METRICS)
+        transfers = None if scheduler.connector is None else scheduler.connector.stats
+        page = self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
+        await call.reply(page, content_type=_METRICS)
 
     async def _sources(self, call: Call) -> None:
         await call.reply_json(self._event_sources)

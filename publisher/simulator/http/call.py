@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -28,6 +29,11 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+
+    @property
+    def query(self) -> dict[str, str]:
+        """What the URL asks, by name."""
+        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
     async def body(self) -> bytes:
         """The request body. Raises ``EngineError`` where it is not JSON by its type, or too large."""

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, Any, int, str, str | None]] = {
     "body not an object": (CHAT, [1], 400, "Bad Request", None),
     "image part": (CHAT, {"messages": [IMAGE]}, 400, "BadRequestError", None),
     "no output wanted": (CHAT, {"messages": USER, "max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
-    "several choices": (CHAT, {"messages": USER, "n": 2}, 400, "BadRequestError", "n"),
+    "too many choices": (CHAT, {"messages": USER, "n": 65}, 400, "BadRequestError", "n"),
     "empty salt": (CHAT, {"messages": USER, "cache_salt": ""}, 400, "BadRequestError", "cache_salt"),
     "options without stream": (
         CHAT, {"messages": USER, "stream_options": {}}, 400, "BadRequestError", "stream_options",

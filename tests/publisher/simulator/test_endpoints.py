@@ -92,8 +92,9 @@ def test_tokenize_detokenize_and_render_agree() -> None:
 def test_render_endpoints_can_be_off_as_vllm_has_them_by_default() -> None:
     async def check() -> None:
         async with engine(enable_scale_out=False) as running:
-            for path in ("/v1/chat/completions/render", "/v1/completions/render"):
-                status, body = await request(running, "POST", path, {"messages": [USER], "prompt": "x"})
+            for api in ("chat/completions", "completions", "messages", "responses"):
+                body = {"messages": [USER], "prompt": "x"}
+                status, body = await request(running, "POST", f"/v1/{api}/render", body)
                 assert status == 403
                 assert body["error"]["type"] == "PermissionDeniedError"
 

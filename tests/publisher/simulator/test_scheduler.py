@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.simulator.scheduler import Output, Scheduler, SimRequest, StepCosts
+from publisher.simulator.request import SimRequest
+from publisher.simulator.scheduler import Output, Scheduler, StepCosts
 from publisher.simulator.settings import PRESETS, EngineSettings, blocks_needed, model_length, resolve_groups
 
 EOS = 1

@@ -1,0 +1,1 @@
+"""Prefill and decode apart: the simulated engine's side of vLLM's NixlConnector, pull mode."""

@@ -1,0 +1,507 @@
+"""Prefill and decode apart, on two simulated engines over real HTTP and a real side channel.
+
+What must hold is what was seen on vLLM 0.32 with NixlConnector: who holds blocks until when, what a decode
+engine's cache and usage say, and what goes wrong without an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from publisher.block_hash import HashScheme
+from publisher.block_pool import HybridBlockPool
+from publisher.engine import PRESETS, SimRequest, SimulatedEngine
+from publisher.events import BlockStored, Event
+from publisher.groups import GroupSpec
+from publisher.simulator.text import WRONG_MARK, WrongContinuation
+from publisher.simulator.transfer.connector import KvConnector
+from publisher.simulator.transfer.params import TransferParams
+from tests.publisher.simulator.support import LONG_TEXT, all_blocks_free, engine, request
+from tests.support.waiting import run, until
+
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+ASKED |= dict.fromkeys(("remote_block_ids", "remote_host", "remote_port"))
+PROMPT = list(range(5, 329))
+"""324 tokens, as measured on real engines."""
+SEEN = (GroupSpec(0, "sliding_window", 128, sliding_window=64), GroupSpec(1, "full_attention", 128))
+"""A window shorter than a block, as there."""
+SHORT_S = 0.02
+
+
+class Pair(NamedTuple):
+    prefill: SimulatedEngine
+    decode: SimulatedEngine
+
+    async def leg(self, **changes: Any) -> dict[str, Any]:
+        """The prefill leg of a completion, and its answer."""
+        body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": ASKED, **changes}
+        status, answer = await request(self.prefill, "POST", "/v1/completions", body)
+        assert status == 200, answer
+        return dict(answer)
+
+    async def answer(self, params: Any, **changes: Any) -> tuple[int, Any]:
+        """The decode leg."""
+        return await completion(self.decode, kv_transfer_params=params, **changes)
+
+
+async def completion(running: SimulatedEngine, **changes: Any) -> tuple[int, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, **changes}
+    return await request(running, "POST", "/v1/completions", body)
+
+
+@asynccontextmanager
+async def split(
+    prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any
+) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(engine(**{"role": "prefill", **both, **(prefill or {})}))
+        second = await stack.enter_async_context(engine(**{"role": "decode", **both, **(decode or {})}))
+        yield Pair(first, second)
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def text(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["text"])
+
+
+async def metric(running: SimulatedEngine, name: str) -> float | None:
+    _, page = await request(running, "GET", "/metrics")
+    found = [line for line in page.splitlines() if line.startswith(f"vllm:{name}{{")]
+    return float(found[0].rpartition(" ")[2]) if found else None
+
+
+async def free(running: SimulatedEngine) -> None:
+    await until(lambda: all_blocks_free(running))
+
+
+def test_the_answer_is_that_of_one_engine_and_the_blocks_are_free_once_they_are_read() -> None:
+    async def check() -> None:
+        async with engine() as alone, split() as pair:
+            _, expected = await completion(alone)
+            params = (await pair.leg())["kv_transfer_params"]
+            assert not all_blocks_free(pair.prefill)
+            status, got = await pair.answer(params)
+            assert status == 200
+            assert got["choices"] == expected["choices"]
+            assert got["kv_transfer_params"] is None
+            await free(pair.prefill)
+            await free(pair.decode)
+            assert await metric(pair.decode, "nixl_xfer_time_seconds_count") == 1
+            assert await metric(pair.prefill, "nixl_num_notifications_after_expiry_total") is None
+
+    run(check())
+
+
+def test_a_prefill_engine_says_where_its_blocks_are_with_the_last_of_a_window_only() -> None:
+    async def check() -> None:
+        async with split(prefill={"groups": "gptoss-like", "engine_id": "eng-p"}) as pair:
+            params = (await pair.leg())["kv_transfer_params"]
+            full, window = params.pop("remote_block_ids")
+            assert (len(full), len(window)) == (21, 9)
+            assert params.pop("remote_request_id").startswith("cmpl-")
+            assert params == {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": "eng-p",
+                "remote_host": "127.0.0.1",
+                "remote_port": params["remote_port"],
+                "tp_size": 1,
+                "dcp_size": 1,
+                "pp_size": 1,
+                "remote_num_tokens": 324,
+                "remote_blocks_expiry_time": None,
+                "transfer_mode": "pull",
+                "remote_prefill_cached_tokens": 0,
+            }
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}]}, "max_tokens"),
+        ("/v1/completions", {"prompt": LONG_TEXT}, "max_tokens"),
+        ("/v1/responses", {"input": LONG_TEXT, "model": "kvatlas-demo"}, "max_output_tokens"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": LONG_TEXT}], "model": "kvatlas-demo"},
+            "max_tokens",
+        ),
+        ("/inference/v1/generate", {"token_ids": PROMPT}, "sampling_params"),
+    ],
+)
+def test_every_api_has_both_legs(path: str, body: dict[str, Any], limit: str) -> None:
+    def limited(tokens: int) -> dict[str, Any]:
+        return {**body, limit: {"max_tokens": tokens} if limit == "sampling_params" else tokens}
+
+    async def check() -> None:
+        async with split() as pair:
+            asked = {**limited(1), "kv_transfer_params": ASKED}
+            status, first = await request(pair.prefill, "POST", path, asked)
+            assert status == 200
+            params = first["kv_transfer_params"]
+            asked = {**limited(5), "kv_transfer_params": params}
+            status, second = await request(pair.decode, "POST", path, asked)
+            assert status == 200
+            assert pair.decode.scheduler.stats.external_prefix_cache_hits == params["remote_num_tokens"]
+            assert second.get("kv_transfer_params") is None
+            await free(pair.prefill)
+
+    run(check())
+
+
+@pytest.mark.parametrize(("version", "expected"), [("0.30.1", 324), ("0.31.0", 320), ("0.33.0", 320)])
+def test_usage_of_the_decode_leg_is_the_prefill_engines_hit_but_in_0_30(version: str, expected: int) -> None:
+    async def check() -> None:
+        async with split(version=version, groups="full") as pair:
+            await completion(pair.prefill)
+            first = await pair.leg()
+            assert cached(first) == 320
+            _, answer = await pair.answer(first["kv_transfer_params"])
+            assert cached(answer) == expected
+            _, told = await request(pair.decode, "GET", "/version")
+            assert told["version"].startswith(version)
+
+    run(check())
+
+
+def test_streams_of_a_prefill_leg_carry_parameters_from_0_33_on() -> None:
+    async def check(version: str) -> bool:
+        async with split(version=version) as pair, aiohttp.ClientSession() as session:
+            body = {"prompt": PROMPT, "max_tokens": 1, "stream": True, "kv_transfer_params": ASKED}
+            async with session.post(f"{pair.prefill.base_url}/v1/completions", json=body) as answer:
+                return b'"remote_registration_generation"' in await answer.read()
+
+    assert not run(check("0.32.0"))
+    assert run(check("0.33.0"))
+
+
+def test_a_decode_engine_reads_only_what_it_lacks_and_stores_what_a_table_holds() -> None:
+    """As measured: with a window shorter than a block the full group alone is stored after a transfer."""
+
+    async def check() -> None:
+        async with split(groups=SEEN, block_size=128) as pair:
+            stored: list[BlockStored] = []
+            publish = pair.decode.stepper._publish
+
+            def seen(events: list[Event]) -> None:
+                stored.extend(event for event in events if isinstance(event, BlockStored))
+                publish(events)
+
+            pair.decode.stepper._publish = seen
+            _, answer = await pair.answer((await pair.leg())["kv_transfer_params"], max_tokens=2)
+            assert [(event.group_idx, len(event.block_hashes)) for event in stored] == [(1, 2)]
+            _, again = await completion(pair.decode, max_tokens=1)
+            assert cached(again) == 0, "the window group has nothing, so the model has not"
+            _, again = await completion(pair.decode, max_tokens=1)
+            assert cached(again) == 256
+            params = (await pair.leg())["kv_transfer_params"]
+            before = await metric(pair.decode, "nixl_bytes_transferred_sum")
+            _, warm = await pair.answer(params, max_tokens=2)
+            after = await metric(pair.decode, "nixl_bytes_transferred_sum")
+            assert after is not None
+            assert before is not None
+            assert after - before < before
+            assert text(warm) == text(answer)
+
+    run(check())
+
+
+def test_a_mamba_model_is_computed_one_token_short_and_the_decode_engine_goes_on_from_there() -> None:
+    async def check() -> None:
+        async with engine(groups="mamba-hybrid") as alone, split(groups="mamba-hybrid") as pair:
+            _, expected = await completion(alone)
+            params = (await pair.leg())["kv_transfer_params"]
+            assert params["remote_num_tokens"] == 323
+            _, got = await pair.answer(params)
+            assert text(got) == text(expected)
+            await free(pair.prefill)
+
+    run(check())
+
+
+def test_blocks_nobody_reads_are_freed_when_the_lease_ends() -> None:
+    async def check() -> None:
+        async with split(prefill={"kv_lease_s": SHORT_S}) as pair:
+            await pair.leg()
+            await free(pair.prefill)
+            assert await metric(pair.prefill, "nixl_num_kv_expired_reqs_total") == 1
+
+    run(check())
+
+
+def test_a_late_read_is_right_until_the_blocks_are_reused_and_then_wrong_with_status_200() -> None:
+    async def check() -> None:
+        small = {"kv_lease_s": SHORT_S, "num_blocks": 128}
+        async with split(prefill=small, groups="full") as pair:
+            params = (await pair.leg())["kv_transfer_params"]
+            await free(pair.prefill)
+            status, right = await pair.answer(params)
+            assert status == 200
+            assert WRONG_MARK not in text(right)
+            assert await metric(pair.prefill, "nixl_num_notifications_after_expiry_total") == 1
+            other = (await pair.leg(prompt=PROMPT[::-1]))["kv_transfer_params"]
+            await free(pair.prefill)
+            await completion(pair.prefill, prompt=[7] * 1900, max_tokens=1)
+            status, wrong = await pair.answer(other, prompt=PROMPT[::-1])
+            assert status == 200
+            assert WRONG_MARK in text(wrong)
+            assert await metric(pair.prefill, "nixl_num_notifications_after_expiry_total") == 2
+
+    run(check())
+
+
+def test_a_decode_engine_without_room_says_that_it_still_wants_the_blocks() -> None:
+    async def check() -> None:
+        busy = {"kv_lease_s": 0.06, "max_num_seqs": 1, "decode_s_per_token": 0.01}
+        async with split(decode=busy) as pair:
+            assert pair.prefill.connector is not None
+            renewed: list[str] = []
+
+            def seen(request_ids: list[str]) -> None:
+                renewed.extend(request_ids)
+
+            pair.prefill.connector.renew = seen  # type: ignore[method-assign]
+            blocking = asyncio.create_task(completion(pair.decode, prompt=[9] * 40, max_tokens=5000))
+            await until(lambda: pair.decode.scheduler.gauges().num_running == 1)
+            params = (await pair.leg())["kv_transfer_params"]
+            waiting = asyncio.create_task(pair.answer(params))
+            await until(lambda: len(renewed) > 2)
+            assert set(renewed) == {params["remote_request_id"]}
+            blocking.cancel()
+            status, _ = await waiting
+            assert status == 200
+            await asyncio.gather(blocking, return_exceptions=True)
+
+    run(check())
+
+
+def test_a_heartbeat_prolongs_a_lease_to_two_thirds_of_one_from_now() -> None:
+    now = [0.0]
+    groups = PRESETS["full"](16)
+    pool = HybridBlockPool(groups, num_blocks=64, scheme=HashScheme())
+    connector = KvConnector(pool, engine_id="p", lease_s=30, release=(0, 32), clock=lambda: now[0])
+    asked = TransferParams(do_remote_decode=True)
+    done = SimRequest("r", [7] * 40, WrongContinuation([3], 1), max_tokens=1, eos_id=1, transfer=asked)
+    pooled = pool.request(done.prompt)
+    pool.start(pooled)
+    pool.compute(pooled, 40)
+    connector.finished(done, pooled)
+    pool.finish(pooled)
+    assert done.handed is not None
+    name = done.handed["remote_request_id"]
+    for at, ends in ((0.0, 30.0), (5.0, 30.0), (29.0, 49.0)):
+        now[0] = at
+        connector.renew([name, "unknown"])
+        assert connector.next_deadline_s() == ends
+    now[0] = 48.9
+    connector.expire()
+    assert pool.num_free_blocks == 60
+    pool.check_integrity()
+    now[0] = 49.0
+    connector.expire()
+    assert (pool.num_free_blocks, connector.num_kept, connector.stats.kv_expired_reqs) == (63, 0, 1)
+    pool.check_integrity()
+
+
+def test_parameters_used_twice_are_read_after_they_were_let_go() -> None:
+    async def check() -> None:
+        async with split() as pair:
+            params = (await pair.leg())["kv_transfer_params"]
+            await pair.answer(params)
+            status, _ = await pair.answer(params, n=2, temperature=1.0)
+            assert status == 200
+            assert await metric(pair.prefill, "nixl_num_notifications_after_expiry_total") == 2
+
+    run(check())
+
+
+def test_several_choices_on_the_prefill_leg_leak_all_but_one() -> None:
+    async def check() -> None:
+        async with split() as pair:
+            assert pair.prefill.connector is not None
+            answer = await pair.leg(n=3, temperature=1.0)
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+            await pair.answer(answer["kv_transfer_params"])
+            await until(lambda: pair.prefill.connector.num_kept < 3)
+            assert pair.prefill.connector.num_kept == 2
+
+    run(check())
+
+
+@pytest.mark.parametrize("refused", [{"max_tokens": -1}, {"min_tokens": 50}])
+def test_a_decode_leg_that_is_refused_lets_the_blocks_go(refused: dict[str, Any]) -> None:
+    async def check() -> None:
+        async with split() as pair:
+            status, _ = await pair.answer((await pair.leg())["kv_transfer_params"], **refused)
+            assert status == 400
+            await free(pair.prefill)
+            assert await metric(pair.prefill, "nixl_num_kv_expired_reqs_total") is None
+
+    run(check())
+
+
+def test_a_client_that_leaves_the_decode_leg_before_its_turn_lets_the_blocks_go() -> None:
+    async def check() -> None:
+        async with split(decode={"max_num_seqs": 1, "decode_s_per_token": 0.01}) as pair:
+            blocking = asyncio.create_task(completion(pair.decode, prompt=[9] * 40, max_tokens=5000))
+            await until(lambda: pair.decode.scheduler.gauges().num_running == 1)
+            params = (await pair.leg())["kv_transfer_params"]
+            waiting = asyncio.create_task(pair.answer(params))
+            await until(lambda: pair.decode.scheduler.gauges().num_waiting == 1)
+            waiting.cancel()
+            await free(pair.prefill)
+            assert await metric(pair.prefill, "nixl_num_kv_expired_reqs_total") is None
+            blocking.cancel()
+            await asyncio.gather(blocking, waiting, return_exceptions=True)
+
+    run(check())
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("fail", 500), ("recompute", 200)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_dead_prefill_engine_fails_the_decode_leg_or_has_it_computed(
+    policy: str, expected: int, stream: bool
+) -> None:
+    async def check() -> None:
+        async with engine() as alone, split(decode={"kv_load_failure_policy": policy}) as pair:
+            params = (await pair.leg())["kv_transfer_params"]
+            pair.prefill.die()
+            status, answer = await pair.answer(params, stream=stream)
+            if stream:
+                assert status == 200
+                assert ('"Internal server error"' in answer) == (expected == 500)
+            else:
+                assert status == expected
+                if expected == 200:
+                    assert text(answer) == text((await completion(alone))[1])
+            assert await metric(pair.decode, "nixl_num_failed_transfers_total") == 1
+            await free(pair.decode)
+
+    run(check())
+
+
+def test_engines_of_two_releases_do_not_exchange_blocks() -> None:
+    async def check() -> None:
+        async with split(prefill={"version": "0.31.0"}, decode={"version": "0.32.0"}) as pair:
+            status, _ = await pair.answer((await pair.leg())["kv_transfer_params"])
+            assert status == 500
+
+    run(check())
+
+
+def test_an_engine_without_a_connector_ignores_parameters() -> None:
+    async def check() -> None:
+        async with split(prefill={"role": None}) as pair:
+            assert (await pair.leg())["kv_transfer_params"] is None
+            status, _ = await completion(pair.prefill, kv_transfer_params={"do_remote_prefill": True})
+            assert status == 200
+
+    run(check())
+
+
+def test_beam_search_takes_no_part() -> None:
+    async def check() -> None:
+        async with split() as pair:
+            assert (await pair.leg(use_beam_search=True))["kv_transfer_params"] is None
+            assert all_blocks_free(pair.prefill)
+
+    run(check())
+
+
+def test_parameters_without_blocks_end_the_engine() -> None:
+    async def check() -> None:
+        async with engine(role="both") as running:
+            status, _ = await completion(running, kv_transfer_params={"do_remote_prefill": True})
+            assert status == 500
+            await gone(running)
+
+    run(check())
+
+
+def test_parameters_without_an_address_hang_and_end_the_engine_when_their_client_leaves() -> None:
+    async def check() -> None:
+        async with engine(role="both") as running:
+            params = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
+            waiting = asyncio.create_task(completion(running, kv_transfer_params=params))
+            await until(lambda: running.scheduler.gauges().num_waiting == 1)
+            status, _ = await completion(running, prompt=[9] * 40)
+            assert status == 200, "others go on until then"
+            waiting.cancel()
+            await gone(running)
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    run(check())
+
+
+async def gone(running: SimulatedEngine) -> None:
+    """The engine's port is closed."""
+
+    async def refuses() -> bool:
+        try:
+            await request(running, "GET", "/health")
+        except aiohttp.ClientError:
+            return True
+        return False
+
+    await until(refuses)
+
+
+@pytest.mark.parametrize("at", ["before_answer", "after_answer"])
+def test_a_prefill_engine_dies_where_it_is_told_to(at: str) -> None:
+    async def check() -> None:
+        async with split(prefill={"dies_at": at}) as pair:
+            if at == "before_answer":
+                with pytest.raises(aiohttp.ClientError):
+                    await pair.leg()
+            else:
+                params = (await pair.leg())["kv_transfer_params"]
+                status, _ = await pair.answer(params)
+                assert status == 500
+            await gone(pair.prefill)
+
+    run(check())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_decode_engine_dies_behind_the_first_byte(stream: bool) -> None:
+    async def check() -> None:
+        async with split() as pair, aiohttp.ClientSession() as session:
+            params = (await pair.leg())["kv_transfer_params"]
+            pair.decode.deaths.at = "after_first_byte"
+            body = {"prompt": PROMPT, "stream": stream, "kv_transfer_params": params}
+            async with session.post(f"{pair.decode.base_url}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+                assert await answer.content.readany()
+                with pytest.raises(aiohttp.ClientError):
+                    await answer.read()
+            await gone(pair.decode)
+
+    run(check())
+
+
+def test_messages_that_are_none_do_not_disturb_the_side_channel() -> None:
+    async def check() -> None:
+        async with split() as pair:
+            params = (await pair.leg())["kv_transfer_params"]
+            for junk in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b"\x00"):
+                reader, writer = await asyncio.open_connection(params["remote_host"], params["remote_port"])
+                writer.write(junk)
+                writer.write_eof()
+                assert await reader.read() == b""
+                writer.close()
+            status, _ = await pair.answer(json.loads(json.dumps(params)))
+            assert status == 200
+
+    run(check())
