@@ -1,4 +1,4 @@
-"""The demo's engines: a process of its own that runs N simulated engines until its input closes.
+"""The demo's engines: a process of its own that runs simulated engines until its input closes.
 
 Started by ``router.demo.run``; prints one JSON line with the base URLs once all of them listen. Being tied to
 its standard input, it also ends when the demo is killed.
@@ -15,8 +15,8 @@ import uvloop
 from publisher.engine import EngineSettings, SimulatedEngine
 
 
-async def _serve(count: int, settings: EngineSettings) -> None:
-    engines = [SimulatedEngine(settings) for _ in range(count)]
+async def _serve(settings: list[EngineSettings]) -> None:
+    engines = [SimulatedEngine(each) for each in settings]
     for engine in engines:
         await engine.start()
     print(msgspec.json.encode([engine.base_url for engine in engines]).decode(), flush=True)
@@ -26,8 +26,8 @@ async def _serve(count: int, settings: EngineSettings) -> None:
 
 
 def main() -> None:
-    """Arguments: the number of engines, and ``EngineSettings`` as JSON."""
-    uvloop.run(_serve(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EngineSettings)))
+    """Argument: the settings of each engine, as JSON."""
+    uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=list[EngineSettings])))
 
 
 if __name__ == "__main__":

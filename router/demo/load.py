@@ -40,6 +40,7 @@ _WORDS = tuple(
 _SYSTEM_PROMPTS = 10
 _THINK_S = (0.2, 1.5)
 _TURNS = (2, 6)
+ANSWER_TOKENS = (12, 40)
 _REGENERATE_SHARE = 0.25
 _TOOL_SHARE = 2 / 3
 
@@ -58,7 +59,8 @@ class ChatOutcome(msgspec.Struct, frozen=True):
 
 
 class ChatLoad:
-    """Runs users against routers, in turn; every finished request is told to ``on_done``."""
+    """Runs users against routers, in turn; every finished request is told to ``on_done``. Answers have at
+    least and at most ``answer_tokens``."""
 
     def __init__(
         self,
@@ -69,8 +71,10 @@ class ChatLoad:
         seed: int,
         on_done: Callable[[ChatOutcome], None],
         api: Api = "chat",
+        answer_tokens: tuple[int, int] = ANSWER_TOKENS,
     ) -> None:
         self._api = api
+        self._answer_tokens = answer_tokens
         self._urls = cycle([base_url + PATHS[api] for base_url in base_urls])
         self._model = model
         self._users = users
@@ -126,7 +130,7 @@ class ChatLoad:
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, messages: list[Message], rng: random.Random
     ) -> ChatOutcome:
-        max_tokens, at_s = rng.randint(12, 40), self._now()
+        max_tokens, at_s = rng.randint(*self._answer_tokens), self._now()
         body = request_body(self._api, self._model, messages, max_tokens)
         outcome = ChatOutcome(messages, max_tokens, at_s)
         try:

@@ -1,4 +1,5 @@
-"""Runs the demo: engines in a process of their own, the router (or several) and the load in this one."""
+"""Runs the demo: engines in a process of their own, the router (or several) and the load in this one; with a
+gateway an Envoy carries the requests and the routers are its endpoint pickers."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from router.config.errors import ConfigError
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.demo.apis import Api
 from router.demo.baseline import RoundRobinBaseline
-from router.demo.load import ChatLoad, ChatOutcome
+from router.demo.gateway import find_envoy, free_port, gateway_process
+from router.demo.load import ANSWER_TOKENS, ChatLoad, ChatOutcome
 from router.demo.store import store_process
-from router.demo.summary import Tally
+from router.demo.summary import LegCounts, Tally
 from router.demo.table import live_table
-from router.fleet.identity import EngineAddress
+from router.epp.settings import EppSettings
+from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
 from router.replication.redis.errors import SettingsError
@@ -45,6 +48,8 @@ ENGINE = EngineSettings(
 )
 """About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token."""
 _USERS_PER_ENGINE = 8
+_LONG_ANSWER_TOKENS = (40, 120)
+"""With prefill and decode apart: where nobody is being answered, prompts are best computed at home."""
 _READY_S_MAX = 30.0
 _REFRESH_S = 0.5
 _LOOKUP_S = 0.05
@@ -60,12 +65,14 @@ def run_demo(
     keep: bool,
     replicas: int = 1,
     api: Api = "chat",
+    pd: bool = False,
     index: IndexSettings | None = None,
+    gateway: bool = False,
 ) -> int:
     """0 if every request was answered, 130 if a signal ended it before its time.
 
-    Several ``replicas`` share ``index``; without one, a server is started for them. Raises ``ConfigError``
-    for arguments that make no sense.
+    Several ``replicas`` share ``index``; without one, a server is started for them. With ``pd`` a third of
+    the engines prefill for the others. Raises ``ConfigError`` for arguments that make no sense.
     """
     if not 1 <= engines <= 64:
         raise ConfigError(f"--engines: {engines} is not in 1..64")
@@ -75,6 +82,11 @@ def run_demo(
         raise ConfigError(f"--seconds: {seconds} is not in 0..86400")
     if not 1 <= replicas <= 16:
         raise ConfigError(f"--replicas: {replicas} is not in 1..16")
+    if pd and engines < 2:
+        raise ConfigError(f"--pd: needs at least 2 engines, one for each role; --engines is {engines}")
+    if pd and gateway:
+        raise ConfigError("--pd: a gateway carries each request to one engine; leave out --gateway")
+    envoy = find_envoy() if gateway else ""
     configure_logging("error", "console")
     with ExitStack() as stack:
         index = index or IndexSettings()
@@ -82,9 +94,19 @@ def run_demo(
             _check_store(index)
         elif replicas > 1:
             index = IndexSettings(url=stack.enter_context(store_process()))
-        urls = stack.enter_context(engine_process(engines, ENGINE))
-        configs = [_config(urls, port if n == 1 else 0, index, f"demo-{n}") for n in range(1, replicas + 1)]
-        summary = uvloop.run(_run(configs, seconds=seconds, api=api, as_json=as_json, keep=keep))
+        roles = _roles(engines, pd=pd)
+        settings = [msgspec.structs.replace(ENGINE, role=role) for role in roles]
+        urls = stack.enter_context(engine_process(settings))
+        fleet = tuple(EngineAddress(url, role=role) for url, role in zip(urls, roles, strict=True))
+        pickers = [free_port() for _ in range(replicas)] if gateway else [0] * replicas
+        configs = [
+            _config(fleet, port if n == 1 and not gateway else 0, index, f"demo-{n}", picker)
+            for n, picker in enumerate(pickers, 1)
+        ]
+        before = ""
+        if gateway:
+            before = stack.enter_context(gateway_process(envoy, urls, pickers, port))
+        summary = uvloop.run(_run(configs, before, seconds=seconds, api=api, as_json=as_json, keep=keep))
     if summary is None:
         return 130
     return 1 if summary["errors"] or not summary["requests"] else 0
@@ -100,14 +122,20 @@ def _check_store(index: IndexSettings) -> None:
         raise ConfigError(f"--index {redacted(index.url)}: {problem}")
 
 
+def _roles(engines: int, *, pd: bool) -> list[Role | None]:
+    if not pd:
+        return [None for _ in range(engines)]
+    prefill = max(1, engines // 3)
+    return ["prefill" if number < prefill else "decode" for number in range(engines)]
+
+
 @contextmanager
-def engine_process(count: int, settings: EngineSettings) -> Iterator[list[str]]:
-    """Base URLs of ``count`` simulated engines that live as long as the context."""
+def engine_process(settings: Sequence[EngineSettings]) -> Iterator[list[str]]:
+    """Base URLs of simulated engines with these settings, that live as long as the context."""
     command = [
         sys.executable,
         "-m",
         "router.demo.engines",
-        str(count),
         msgspec.json.encode(settings).decode(),
     ]
     process = subprocess.Popen(  # noqa: S603  # our own module
@@ -137,6 +165,7 @@ class _Demo:
         self.routers = routers
         self.ours = Tally()
         self.per_engine: dict[str, Tally] = {}
+        self.legs = LegCounts() if routers[0].fleet.has_roles else None
         self.baseline = RoundRobinBaseline(engines, ENGINE)
         self.started_s = time.monotonic()
         self._outcomes: asyncio.Queue[ChatOutcome] = asyncio.Queue()
@@ -154,6 +183,8 @@ class _Demo:
     def _receipt(self, receipt: Receipt) -> None:
         tally = self.per_engine.setdefault(receipt.engine_id, Tally())
         tally.add(receipt.prompt_tokens or 0, receipt.actual_tokens or 0, receipt.ttft_s)
+        if self.legs is not None:
+            self.legs.add(receipt)
 
     async def drain(self) -> None:
         """Hand finished requests to the baseline."""
@@ -172,7 +203,8 @@ class _Demo:
 
     def picture(self) -> Any:
         elapsed_s = time.monotonic() - self.started_s
-        return live_table(self.routers, self.per_engine, self.ours, self.baseline.tally(), elapsed_s)
+        baseline = self.baseline.tally()
+        return live_table(self.routers, self.per_engine, self.legs, self.ours, baseline, elapsed_s)
 
     def summary(self) -> dict[str, Any]:
         """The final figures (docs: README, "Try it")."""
@@ -183,18 +215,19 @@ class _Demo:
             "predicted_exact": sum(one.get("exact", 0) for one in sums),
             "predicted_total": compared,
             "baseline": {"policy": "round-robin", **self.baseline.tally().as_json()},
+            **({} if self.legs is None else {"apart": self.legs.as_json()}),
         }
 
 
 async def _run(
-    configs: Sequence[Config], *, seconds: float, api: Api, as_json: bool, keep: bool
+    configs: Sequence[Config], gateway_url: str, *, seconds: float, api: Api, as_json: bool, keep: bool
 ) -> dict[str, Any] | None:
     """The summary; None if a signal came before the load was over."""
     routers = [Router(config) for config in configs]
     servers = [make_server(router) for router in routers]
     serving = [asyncio.create_task(server.serve()) for server in servers]
     showing = asyncio.create_task(
-        _show(routers, servers, seconds=seconds, api=api, as_json=as_json, keep=keep)
+        _show(routers, servers, gateway_url, seconds=seconds, api=api, as_json=as_json, keep=keep)
     )
     try:
         await asyncio.wait({*serving, showing}, return_when=asyncio.FIRST_COMPLETED)
@@ -218,6 +251,7 @@ async def _run(
 async def _show(
     routers: Sequence[Router],
     servers: Sequence[RouterServer],
+    gateway_url: str,
     *,
     seconds: float,
     api: Api,
@@ -230,12 +264,17 @@ async def _show(
         await _ready(router, server)
     engines = len(routers[0].fleet)
     demo = _Demo(routers, engines)
-    urls = [server.base_url for server in servers]
+    urls = [gateway_url] if gateway_url else [server.base_url for server in servers]
     ops_url = routers[0].ops.base_url or urls[0]
+    if gateway_url and not as_json:
+        console.print(f"Envoy at {gateway_url} carries the requests and asks kvatlas where each is to go")
     if not as_json:
         console.print(f"In a browser: {ops_url}/kvatlas/")
     users = _USERS_PER_ENGINE * engines
-    load = ChatLoad(urls, ENGINE.model, users=users, seed=7, on_done=demo.done, api=api)
+    answers = ANSWER_TOKENS if demo.legs is None else _LONG_ANSWER_TOKENS
+    load = ChatLoad(
+        urls, ENGINE.model, users=users, seed=7, on_done=demo.done, api=api, answer_tokens=answers
+    )
     if as_json or not console.is_terminal:
         await _with_watch(demo, load, seconds, None)
     else:
@@ -270,12 +309,20 @@ async def _ready(router: Router, server: RouterServer) -> None:
         await asyncio.sleep(0.05)
 
 
-def _config(urls: list[str], port: int, index: IndexSettings, replica: str) -> Config:
+def _config(
+    fleet: tuple[EngineAddress, ...], port: int, index: IndexSettings, replica: str, picker_port: int = 0
+) -> Config:
+    epp = (
+        EppSettings(listen=f"127.0.0.1:{picker_port}", tls=False, fallbacks=1)
+        if picker_port
+        else EppSettings()
+    )
     return Config(
         server=ServerConfig(port=port, ops_port=0, expose_decision=True),
-        engines=tuple(EngineAddress(url) for url in urls),
+        engines=fleet,
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
+        epp=epp,
         index=msgspec.structs.replace(index, replica=replica, lookup_timeout_s=_LOOKUP_S),
     )
 

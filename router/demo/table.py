@@ -1,4 +1,5 @@
-"""The demo's live table: one row per engine, the fleet's total, and round-robin beside it."""
+"""The demo's live table: one row per engine, the fleet's total, and round-robin beside it. Where prefill and
+decode are apart, each engine's role, and how often it did its half."""
 
 from __future__ import annotations
 
@@ -10,16 +11,21 @@ from rich.table import Table
 from rich.text import Text
 
 from router.app import Router
-from router.demo.summary import Tally
+from router.demo.summary import LegCounts, Tally
 from router.fleet.status import EngineStatus
 from router.observe.receipts import EngineReceipts
 from router.placement.engine import Engine
 
 
 def live_table(
-    routers: Sequence[Router], per_engine: dict[str, Tally], ours: Tally, baseline: Tally, elapsed_s: float
+    routers: Sequence[Router],
+    per_engine: dict[str, Tally],
+    legs: LegCounts | None,
+    ours: Tally,
+    baseline: Tally,
+    elapsed_s: float,
 ) -> Group:
-    """The picture now; ``routers`` are replicas of one fleet."""
+    """The picture now; ``routers`` are replicas of one fleet, ``legs`` None where its engines are alike."""
     router = routers[0]
     count = f"{len(router.fleet)} engines" + (f", {len(routers)} routers" if len(routers) > 1 else "")
     table = Table(
@@ -30,6 +36,10 @@ def live_table(
         padding=0,
     )
     table.add_column("engine", no_wrap=True)
+    if legs is not None:
+        table.add_column("role", no_wrap=True)
+        for name in ("alone", "computed", "fetched"):
+            table.add_column(name, justify="right", no_wrap=True)
     for name in ("reqs", "predicted", "actual", "exact", "KV held", "TTFT p50"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", no_wrap=True)
@@ -39,6 +49,7 @@ def live_table(
         tally = per_engine.get(status.engine_id, Tally())
         table.add_row(
             status.engine_id.removeprefix("http://"),
+            *(() if legs is None else _halves(legs, status)),
             str(tally.requests),
             f"{sum(s.predicted_tokens for s in sums):,}",
             f"{sum(s.actual_tokens for s in sums):,}",
@@ -47,7 +58,20 @@ def live_table(
             _ms(tally.ttft_ms(0.5)),
             _feed(routers, status),
         )
-    return Group(table, Text(_compare(ours, baseline)))
+    lines = [_compare(ours, baseline), *([] if legs is None else [_apart(legs)])]
+    return Group(table, Text("\n".join(lines)))
+
+
+def _halves(legs: LegCounts, engine: Engine) -> tuple[str, ...]:
+    name = engine.engine_id
+    counts = legs.whole[name], legs.prefilled[name], legs.fetched[name]
+    return engine.engine.role or "-", *map(str, counts)
+
+
+def _apart(legs: LegCounts) -> str:
+    told = legs.as_json()
+    split, gap = told["split"], _ms(told["gap_p50_ms"])
+    return f"prompts computed elsewhere {split}, at home {told['whole']}; between the two legs p50 {gap}"
 
 
 def _compare(ours: Tally, baseline: Tally) -> str:

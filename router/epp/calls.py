@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.epp import grpc
 from router.epp.context import PickerContext
-from router.epp.exchange import GatewayExchange
-from router.epp.grpc import GrpcError, GrpcReader, message_frame
-from router.epp.protobuf import ProtobufError, as_text, fields, number_field
+from router.epp.request.conformance import ConformanceExchange
+from router.epp.request.exchange import GatewayExchange
+from router.epp.wire import grpc
+from router.epp.wire.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.wire.protobuf import ProtobufError, as_text, fields, number_field
 from router.http.h2.connection import Opener
 from router.http.h2.hpack import Field, literal
 from router.http.h2.stream import Stream, StreamHandler
@@ -32,7 +33,8 @@ def opener(context: PickerContext, *, health_only: bool = False) -> Opener:
         elif not told.get(b"content-type", b"").startswith(b"application/grpc"):
             stream.send_headers(_NOT_GRPC, end=True)
         elif told.get(b":path") == _PROCESS and not health_only:
-            return GatewayExchange(stream, context)
+            kind = ConformanceExchange if context.settings.conformance_headers else GatewayExchange
+            return kind(stream, context)
         elif told.get(b":path") == _CHECK:
             return HealthCall(stream, context)
         else:

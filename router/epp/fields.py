@@ -16,6 +16,7 @@ Header = tuple[bytes, bytes]
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+_DESTINATION: Final = DESTINATION.encode()
 _FIELD_SIGNS: Final = 4
 _OURS_TO_LEAVE: Final = frozenset(
     {
@@ -44,11 +45,16 @@ _CONNECTION: Final[dict[str, Any]] = {
 
 def scope_of(headers: list[Header], header_bytes_max: int) -> dict[str, Any]:
     """The ASGI scope of a request. Raises ``ApiError`` for one that no client of the proxy could send."""
-    size = sum(len(name) + len(value) + _FIELD_SIGNS for name, value in headers)
+    size, pseudo, kept = 0, {}, []
+    for field in headers:
+        name, value = field
+        size += len(name) + len(value) + _FIELD_SIGNS
+        if name[:1] == b":":
+            pseudo[name] = value
+        elif name != _DESTINATION:
+            kept.append(field)
     if size > header_bytes_max:
         raise head_too_large(header_bytes_max)
-    pseudo = {name: value for name, value in headers if name[:1] == b":"}
-    kept = [f for f in headers if f[0][:1] != b":" and f[0] != DESTINATION.encode()]
     method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
     problem = head_problem("2", path, [])
     if problem or not method.isalpha() or not (path.startswith(b"/") or path == b"*"):
@@ -71,11 +77,13 @@ def own_fields(headers: Iterable[Header]) -> list[Header]:
 
 
 def changes(before: list[Header], after: Iterable[Header]) -> tuple[list[Header], list[bytes]]:
-    """Fields to set and names to remove, so that ``before`` becomes ``after``."""
+    """Fields to set and names to remove, so that ``before`` becomes ``after``; both without those that HTTP/2
+    begins with a colon."""
     fields = [field for field in after if field[0] not in _OURS_TO_LEAVE]
-    had = {field for field in before if field[0] not in _OURS_TO_LEAVE}
-    if had.issuperset(fields) and len(had) == len(fields):
+    kept = [field for field in before if field[0] not in _OURS_TO_LEAVE]
+    if fields == kept:
         return [], []
+    had = set(kept)
     changed = {name for name, value in fields if (name, value) not in had}
     changed |= _counts_differ(before, fields)
     names = {name for name, _ in fields}

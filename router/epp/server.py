@@ -44,6 +44,7 @@ class PickerServer:
         certificates: Certificates,
         clock: Callable[[], float],
         readiness: Callable[[], bool],
+        endpoints: Callable[[], list[str]] = list,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -60,9 +61,16 @@ class PickerServer:
             clock,
             Sweeper(clock, tick_for(*times_s, proxy.stream_head_timeout_s, proxy.idle_timeout_s)),
             readiness,
+            endpoints,
         )
         self.addresses: dict[str, tuple[str, int]] = {}
         """Where it listens, by setting, once it does."""
+
+    def configure(self, proxy: ProxySettings, listen: ListenSettings) -> None:
+        """Limits of requests from now on."""
+        context = self._context
+        context.proxy, context.header_bytes_max = proxy, listen.header_bytes_max
+        context.capacity.configure(listen)
 
     @property
     def stats(self) -> EppStats:
@@ -102,6 +110,8 @@ class PickerServer:
                     await self.drained()
                     for member in list(self._members):
                         member.abort()
+                    for let_go in list(self._context.passing):
+                        let_go()
         finally:
             self._context.tasks = None
             for server in servers:

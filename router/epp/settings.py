@@ -31,6 +31,14 @@ class EppSettings(H2Settings, frozen=True):
     fallbacks: int = 0
     """How many further engines are named behind the chosen one, in the order in which they would have been
     chosen. 0 where the gateway's cluster is of type ORIGINAL_DST, which takes no list."""
+    answers_watched_share: float = 1.0
+    """Share of completions whose answers the gateway shows here, 0 to 1: receipts, times and tenants'
+    generated tokens rest on those. The end of the others is estimated, and corrected by the engines' own
+    numbers of running requests. 0 where the gateway sends no responses."""
+    conformance_headers: bool = False
+    """For the conformance suite of the Gateway API Inference Extension alone, which tests gateways: requests
+    go where their header `test-epp-endpoint-selection` says, and `x-conformance-test-served-endpoint` tells
+    who served. Nothing else of the router is asked: never set it where there are clients."""
     request_timeout_s: float = 30.0
     """Longest pause between two messages with a request's head and body, in seconds."""
     drain_delay_s: float = 0.0
@@ -43,6 +51,8 @@ class EppSettings(H2Settings, frozen=True):
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
         if self.tls_cert_file is not None and not self.tls:
             raise ValueError("tls: false, but there is a tls_cert_file; leave one of them out")
+        if not 0.0 <= self.answers_watched_share <= 1.0:
+            raise ValueError(f"answers_watched_share = {self.answers_watched_share}: expected 0 to 1")
         for key in ("listen", "health_listen"):
             if text := getattr(self, key):
                 try:
@@ -70,7 +80,15 @@ class EppStats(H2Stats):
     the protocol."""
     cut_before_answer: int = 0
     """Calls that ended after the choice and before an answer was seen: the client left, or the gateway does
-    not send responses here."""
+    not send responses here (`answers_watched_share = 0` is for those)."""
+    unwatched: int = 0
+    """Requests sent to an engine whose answers were not watched (`answers_watched_share`)."""
+    ends_estimated: int = 0
+    """Of those, the ones that ended by estimate; the others ended when the engine showed fewer running."""
+
+    def picked(self, mode: str) -> None:
+        """A request was sent to an engine."""
+        self.picks[mode] = self.picks.get(mode, 0) + 1
 
 
 def parse_listen(text: str) -> tuple[str, int]:

@@ -14,21 +14,26 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router.demo import envoy_config as config
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
 Json = dict[str, Any]
-LISTENERS = ("original_dst", "override_host", "buffered", "buffered_original_dst", "streamed")
-DESTINATION = "x-gateway-destination-endpoint"
-_FILTERS = "type.googleapis.com/envoy.extensions.filters"
+LISTENERS = (
+    *("original_dst", "override_host", "buffered", "buffered_original_dst", "streamed"),
+    *("no_answers", "buffered_no_answers"),
+)
 _BODIES = {
     "original_dst": ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
     "override_host": ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
     "buffered": ("BUFFERED", "STREAMED"),
     "buffered_original_dst": ("BUFFERED", "STREAMED"),
     "streamed": ("STREAMED", "STREAMED"),
+    "no_answers": ("FULL_DUPLEX_STREAMED", "NONE"),
+    "buffered_no_answers": ("BUFFERED", "NONE"),
 }
-"""Body modes of request and answer, by listener; the last one is a gateway that is set up wrongly."""
+"""Body modes of request and answer, by listener; ``streamed`` is a gateway that is set up wrongly, and NONE
+one that shows nothing of answers."""
 
 
 def program() -> str:
@@ -81,14 +86,15 @@ async def envoy(
     pickers: Sequence[int],
     *,
     subset: Sequence[str] | None = None,
-    tls: bool = False,
+    tls: Json | None = None,
 ) -> AsyncIterator[Envoy]:
-    """Envoy before engines (``host:port``) and pickers (ports). ``subset``: the hint that it gives."""
+    """Envoy before engines (``host:port``) and pickers (ports). ``subset``: the hint that it gives; ``tls``:
+    what it knows of certificates, where it speaks TLS to pickers."""
     path = program()
     *ports, admin = free_ports(len(LISTENERS) + 1)
     by_name = dict(zip(LISTENERS, ports, strict=True))
     file = folder / "envoy.json"
-    file.write_text(json.dumps(_config(by_name, admin, engines, pickers, subset, tls=tls)))
+    file.write_text(json.dumps(_config(by_name, admin, engines, pickers, subset, tls)))
     log = (folder / "envoy.log").open("wb")
     process = await asyncio.create_subprocess_exec(
         *(path, "-c", str(file), "--disable-hot-restart", "--concurrency", "1", "-l", "warning"),
@@ -119,12 +125,10 @@ def _config(
     engines: Sequence[str],
     pickers: Sequence[int],
     subset: Sequence[str] | None,
-    *,
-    tls: bool,
+    tls: Json | None,
 ) -> Json:
     listeners = [_listener(name, port, subset) for name, port in ports.items()]
-    picker = _cluster("picker", [f"127.0.0.1:{port}" for port in pickers])
-    http2 = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    picker = config.pickers([f"127.0.0.1:{port}" for port in pickers])
     picker["health_checks"] = [
         {
             "timeout": "5s",
@@ -135,143 +139,20 @@ def _config(
             "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
         }
     ]
-    picker["typed_extension_protocol_options"] = {
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": http2,
-            # As small as gateways set it: a body that is given back waits for window updates.
-            "explicit_http_config": {"http2_protocol_options": {"initial_stream_window_size": 65536}},
-        }
-    }
-    if tls:
+    if tls is not None:
         context = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
         picker["transport_socket"] = {
             "name": "envoy.transport_sockets.tls",
-            "typed_config": {"@type": context, "common_tls_context": {"alpn_protocols": ["h2"]}},
+            "typed_config": {"@type": context, "common_tls_context": {"alpn_protocols": ["h2"], **tls}},
         }
-    clusters = [
-        {
-            "name": "original_dst",
-            "type": "ORIGINAL_DST",
-            "connect_timeout": "2s",
-            "lb_policy": "CLUSTER_PROVIDED",
-            "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION},
-        },
-        {**_cluster("pool", engines), "load_balancing_policy": _override_host()},
-        picker,
-    ]
-    return {
-        "admin": {"address": _address(f"127.0.0.1:{admin}")},
-        "static_resources": {"listeners": listeners, "clusters": clusters},
-    }
-
-
-def _address(endpoint: str) -> Json:
-    host, _, port = endpoint.rpartition(":")
-    return {"socket_address": {"address": host, "port_value": int(port)}}
-
-
-def _cluster(name: str, endpoints: Sequence[str]) -> Json:
-    return {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "2s",
-        "load_assignment": {
-            "cluster_name": name,
-            "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": _address(each)}} for each in endpoints]}
-            ],
-        },
-    }
-
-
-def _override_host() -> Json:
-    policies = "type.googleapis.com/envoy.extensions.load_balancing_policies"
-    robin = f"{policies}.round_robin.v3.RoundRobin"
-    return {
-        "policies": [
-            {
-                "typed_extension_config": {
-                    "name": "envoy.load_balancing_policies.override_host",
-                    "typed_config": {
-                        "@type": f"{policies}.override_host.v3.OverrideHost",
-                        "override_host_sources": [
-                            {"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}},
-                            {"header": DESTINATION},
-                        ],
-                        "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{DESTINATION}-served"}]},
-                        "fallback_policy": {
-                            "policies": [
-                                {
-                                    "typed_extension_config": {
-                                        "name": "envoy.load_balancing_policies.round_robin",
-                                        "typed_config": {"@type": robin},
-                                    }
-                                }
-                            ]
-                        },
-                    },
-                }
-            }
-        ]
-    }
+    clusters = [config.original_dst(), config.pool(engines), picker]
+    return config.bootstrap(listeners, clusters, admin=admin)
 
 
 def _listener(name: str, port: int, subset: Sequence[str] | None) -> Json:
-    cluster = "original_dst" if name.endswith("original_dst") else "pool"
-    route: Json = {"cluster": cluster, "timeout": "600s"}
-    if cluster == "pool":
-        route["retry_policy"] = {"retry_on": "connect-failure,refused-stream", "num_retries": 2}
-    routes = [{"match": {"prefix": "/"}, "route": route}]
-    filters = [_ext_proc(*_BODIES[name]), _filter("router", "http.router.v3.Router")]
+    filters = [config.ext_proc(*_BODIES[name])]
     if subset is not None:
-        value = {f"{DESTINATION}-subset": list(subset)}
+        value = {f"{config.DESTINATION}-subset": list(subset)}
         hint = {"metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": value}]}
-        filters.insert(0, _filter("set_metadata", "http.set_metadata.v3.Config", **hint))
-    manager = "network.http_connection_manager.v3.HttpConnectionManager"
-    return {
-        "name": name,
-        "address": _address(f"127.0.0.1:{port}"),
-        "filter_chains": [
-            {
-                "filters": [
-                    {
-                        "name": "envoy.filters.network.http_connection_manager",
-                        "typed_config": {
-                            "@type": f"{_FILTERS}.{manager}",
-                            "stat_prefix": name,
-                            "route_config": {
-                                "virtual_hosts": [{"name": "a", "domains": ["*"], "routes": routes}]
-                            },
-                            "http_filters": filters,
-                        },
-                    }
-                ]
-            }
-        ],
-    }
-
-
-def _ext_proc(request_body: str, response_body: str) -> Json:
-    trailers = "SEND" if request_body == "FULL_DUPLEX_STREAMED" else "SKIP"
-    return _filter(
-        "ext_proc",
-        "http.ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "timeout": "30s"},
-        message_timeout="20s",
-        processing_mode={
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": request_body,
-            "response_body_mode": response_body,
-            "request_trailer_mode": trailers,
-            "response_trailer_mode": trailers,
-        },
-        metadata_options={
-            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
-            "receiving_namespaces": {"untyped": ["envoy.lb"]},
-        },
-    )
-
-
-def _filter(name: str, kind: str, **config: Any) -> Json:
-    return {"name": f"envoy.filters.http.{name}", "typed_config": {"@type": f"{_FILTERS}.{kind}", **config}}
+        filters.insert(0, config.http_filter("set_metadata", "set_metadata.v3.Config", **hint))
+    return config.listener(name, port, "original_dst" if name.endswith("original_dst") else "pool", filters)

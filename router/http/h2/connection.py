@@ -14,8 +14,11 @@ from typing import cast
 
 from router.http.deadlines import NEVER, Sweeper
 from router.http.h2 import frames as h2
+from router.http.h2.control_budget import ControlBudget
 from router.http.h2.frames import FrameReader, H2Error, H2Frame
+from router.http.h2.header_blocks import HeaderBlocks
 from router.http.h2.hpack import Field, HeaderDecoder
+from router.http.h2.outbox import Outbox
 from router.http.h2.settings import H2Settings, H2Stats
 from router.http.h2.stream import Stream, StreamHandler
 
@@ -49,28 +52,25 @@ class H2Connection(asyncio.Protocol):
         self._clock = clock
         self._sweeper = sweeper
         self._members = members
-        self._transport: asyncio.Transport  # from connection_made on
+        self._transport: asyncio.Transport  # from connection_made on, as the next
+        self._outbox: Outbox
         self._preface = b""
         self._reader = FrameReader(_FRAME_BYTES)
         self._decoder = HeaderDecoder(settings.header_bytes_max)
         self._streams: dict[int, Stream] = {}
-        self._waiting: dict[Stream, None] = {}  # have something to send, in the order of their turns
         self._last_id = 0
         self._settled = False  # the peer's settings have come
-        self._block: tuple[H2Frame, list[bytes], int] | None = None  # a header block that is not whole
-        self._send_window = h2.WINDOW_DEFAULT
+        self._blocks = HeaderBlocks(settings.header_bytes_max)
+        self._budget = ControlBudget(settings.control_frames_per_s_max, clock)
         self._stream_window = h2.WINDOW_DEFAULT
-        self._frame_bytes_max = h2.FRAME_BYTES_MIN
         self._received = 0
-        self._out: list[bytes] = []
-        self._write_paused = False
         self._draining = self._final = False
-        self._control_left, self._control_from = settings.control_frames_per_s_max, 0.0
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._outbox = Outbox(self._transport, lambda stream: self.drop(stream, None))
         if len(self._members) >= self._settings.connections_max:
             self._stats.connections_refused += 1
             self._transport.abort()
@@ -79,15 +79,14 @@ class H2Connection(asyncio.Protocol):
         self._stats.connections += 1
         self._stats.connections_open += 1
         self._sweeper.add(self)
-        self._control_from = self._clock()
-        self.deadline = self._control_from + self._settings.handshake_timeout_s
+        self.deadline = self._clock() + self._settings.handshake_timeout_s
         ours = {
             h2.SETTINGS_MAX_CONCURRENT_STREAMS: self._settings.streams_max,
             h2.SETTINGS_INITIAL_WINDOW_SIZE: self._settings.stream_window_bytes,
             h2.SETTINGS_MAX_FRAME_SIZE: _FRAME_BYTES,
             h2.SETTINGS_MAX_HEADER_LIST_SIZE: self._settings.header_bytes_max,
         }
-        self._write(h2.settings_frame(ours) + h2.window_frame(0, _WINDOW_BYTES - h2.WINDOW_DEFAULT))
+        self._outbox.write(h2.settings_frame(ours) + h2.window_frame(0, _WINDOW_BYTES - h2.WINDOW_DEFAULT))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self not in self._members:
@@ -95,7 +94,7 @@ class H2Connection(asyncio.Protocol):
         self._members.discard(self)
         self._stats.connections_open -= 1
         self._sweeper.discard(self)
-        self._out.clear()
+        self._outbox.clear()
         for stream in list(self._streams.values()):
             self._lose(stream)
 
@@ -111,7 +110,7 @@ class H2Connection(asyncio.Protocol):
             self._stats.connections_broken += 1
             self._end(error.code, str(error))
         else:
-            self._pump()
+            self._outbox.pump()
 
     def _take_preface(self, data: bytes) -> bytes:
         """What follows the preface."""
@@ -122,13 +121,13 @@ class H2Connection(asyncio.Protocol):
         return data[need:]
 
     def pause_writing(self) -> None:
-        self._write_paused = True
+        self._outbox.paused = True
         self.deadline = self._clock() + self._settings.stall_timeout_s
 
     def resume_writing(self) -> None:
-        self._write_paused = False
+        self._outbox.paused = False
         self.deadline = NEVER
-        self._pump()
+        self._outbox.pump()
 
     def expire(self) -> None:
         """The deadline passed; what it was for follows from the state."""
@@ -143,30 +142,18 @@ class H2Connection(asyncio.Protocol):
 
     def _take(self, found: H2Frame) -> None:
         kind = found.kind
-        if self._block is not None and kind != h2.CONTINUATION:
+        if self._blocks.begun and kind != h2.CONTINUATION:
             raise H2Error(h2.PROTOCOL_ERROR, "a frame within a header block")
         if not self._settled and kind != h2.SETTINGS:
             raise H2Error(h2.PROTOCOL_ERROR, "the first frame is no SETTINGS")
         if kind == h2.DATA:
             self._on_data(found)
-        elif kind == h2.HEADERS:
-            self._on_headers(found)
-        elif kind == h2.CONTINUATION:
-            self._on_continuation(found)
+        elif kind in (h2.HEADERS, h2.CONTINUATION):
+            if (whole := self._blocks.add(found)) is not None:
+                self._on_block(*whole)
         else:
-            self._spend(_RESET_COST if kind == h2.RST_STREAM else 1)
+            self._budget.spend(_RESET_COST if kind == h2.RST_STREAM else 1)
             self._on_control(found)
-
-    def _spend(self, cost: int) -> None:
-        """A frame without content. Raises ``H2Error`` where there were too many in this second."""
-        self._control_left -= cost
-        if self._control_left >= 0:
-            return
-        now = self._clock()
-        if now - self._control_from < 1.0:
-            raise H2Error(h2.ENHANCE_YOUR_CALM, "too many control frames")
-        self._control_from = now
-        self._control_left = self._settings.control_frames_per_s_max
 
     def _on_control(self, found: H2Frame) -> None:
         kind, stream_id = found.kind, found.stream_id
@@ -202,39 +189,37 @@ class H2Connection(asyncio.Protocol):
         window = values.get(h2.SETTINGS_INITIAL_WINDOW_SIZE, self._stream_window)
         if window > h2.WINDOW_MAX:
             raise H2Error(h2.FLOW_CONTROL_ERROR, f"a window of {window} bytes")
-        size = values.get(h2.SETTINGS_MAX_FRAME_SIZE, self._frame_bytes_max)
+        size = values.get(h2.SETTINGS_MAX_FRAME_SIZE, self._outbox.frame_bytes_max)
         if not h2.FRAME_BYTES_MIN <= size <= h2.FRAME_BYTES_MAX:
             raise H2Error(h2.PROTOCOL_ERROR, f"frames of {size} bytes")
-        self._frame_bytes_max = min(size, _FRAME_BYTES)
+        self._outbox.frame_bytes_max = min(size, _FRAME_BYTES)
         for stream in self._streams.values():
             stream.send_window += window - self._stream_window
             if stream.send_window > h2.WINDOW_MAX:
                 raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
             if stream.queued_bytes:
-                self._waiting[stream] = None
+                self._outbox.ready(stream)
         self._stream_window = window
         if not self._settled:
             self._settled = True
             self.deadline = NEVER
-        self._write(h2.frame(h2.SETTINGS, h2.ACK, 0))
+        self._outbox.write(h2.frame(h2.SETTINGS, h2.ACK, 0))
 
     def _on_ping(self, found: H2Frame) -> None:
         if len(found.payload) != 8:
             raise H2Error(h2.FRAME_SIZE_ERROR, "a PING of another size")
         if not found.flags & h2.ACK:
-            self._write(h2.frame(h2.PING, h2.ACK, 0, found.payload))
+            self._outbox.write(h2.frame(h2.PING, h2.ACK, 0, found.payload))
         elif self._draining and found.payload == _DRAIN:
             self._final = True  # the peer knows: streams that it opened before have come
-            self._write(h2.goaway_frame(self._last_id, h2.NO_ERROR))
+            self._outbox.write(h2.goaway_frame(self._last_id, h2.NO_ERROR))
             self._close_if_done()
 
     def _on_window(self, stream_id: int, increment: int) -> None:
         if not increment:
             raise H2Error(h2.PROTOCOL_ERROR, "a window update of nothing")
         if not stream_id:
-            self._send_window += increment
-            if self._send_window > h2.WINDOW_MAX:
-                raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
+            self._outbox.grow(increment)
             return
         self._known(stream_id)
         stream = self._streams.get(stream_id)
@@ -244,19 +229,19 @@ class H2Connection(asyncio.Protocol):
         if stream.send_window > h2.WINDOW_MAX:
             stream.reset(h2.FLOW_CONTROL_ERROR)
         elif stream.queued_bytes:
-            self._waiting[stream] = None
+            self._outbox.ready(stream)
 
     def _on_data(self, found: H2Frame) -> None:
         self._known(found.stream_id)
         size = len(found.payload)
         self._received += size
         if self._received * 2 >= _WINDOW_BYTES:
-            self._write(h2.window_frame(0, self._received))
+            self._outbox.write(h2.window_frame(0, self._received))
             self._received = 0
         data = h2.unpadded(found)
         ends = bool(found.flags & h2.END_STREAM)
         if not data and not ends:
-            self._spend(1)
+            self._budget.spend(1)
         stream = self._streams.get(found.stream_id)
         if stream is None or stream.peer_ended:
             return  # of one that has ended here: was under way
@@ -269,26 +254,6 @@ class H2Connection(asyncio.Protocol):
             stream.handler.on_data(data)
         if ends:
             self._peer_ended(stream)
-
-    def _on_headers(self, found: H2Frame) -> None:
-        block = h2.fragment(found)
-        if found.flags & h2.END_HEADERS:
-            self._on_block(found, block)
-        else:
-            self._block = found, [block], len(block)
-
-    def _on_continuation(self, found: H2Frame) -> None:
-        if self._block is None or self._block[0].stream_id != found.stream_id:
-            raise H2Error(h2.PROTOCOL_ERROR, "a continuation of nothing")
-        first, pieces, size = self._block
-        size += len(found.payload)
-        if size > self._settings.header_bytes_max or len(pieces) > 64:
-            raise H2Error(h2.ENHANCE_YOUR_CALM, "a header block that is too long")
-        pieces.append(found.payload)
-        self._block = first, pieces, size
-        if found.flags & h2.END_HEADERS:
-            self._block = None
-            self._on_block(first, b"".join(pieces))
 
     def _on_block(self, found: H2Frame, block: bytes) -> None:
         fields = self._decoder.decode(block)  # also of a stream that is refused: the tables must stay equal
@@ -307,7 +272,7 @@ class H2Connection(asyncio.Protocol):
     def _open(self, stream_id: int, fields: list[Field], *, ends: bool) -> None:
         if self._final or len(self._streams) >= self._settings.streams_max:
             self._stats.streams_refused += 1
-            self._write(h2.reset_frame(stream_id, h2.REFUSED_STREAM))
+            self._outbox.write(h2.reset_frame(stream_id, h2.REFUSED_STREAM))
             return
         stream = Stream(
             self,
@@ -333,70 +298,39 @@ class H2Connection(asyncio.Protocol):
 
     def ready(self, stream: Stream) -> None:
         """See ``StreamLine``."""
-        self._waiting[stream] = None
-        if not self._out:
-            self.loop.call_soon(self._pump)
+        self._outbox.ready(stream)
 
     def write_headers(self, stream_id: int, block: bytes, *, end: bool) -> None:
         """See ``StreamLine``."""
-        self._write(h2.frame(h2.HEADERS, h2.END_HEADERS | (h2.END_STREAM if end else 0), stream_id, block))
+        flags = h2.END_HEADERS | (h2.END_STREAM if end else 0)
+        self._outbox.write(h2.frame(h2.HEADERS, flags, stream_id, block))
 
     def grant(self, stream: Stream, size: int) -> None:
         """See ``StreamLine``."""
         stream.receive_window += size
-        self._write(h2.window_frame(stream.stream_id, size))
+        self._outbox.write(h2.window_frame(stream.stream_id, size))
 
     def drop(self, stream: Stream, code: int | None) -> None:
         """See ``StreamLine``."""
         if code is None and not stream.peer_ended:
             code = h2.NO_ERROR  # the answer is whole; what the peer still sends is not needed
         if code is not None:
-            self._write(h2.reset_frame(stream.stream_id, code))
+            self._outbox.write(h2.reset_frame(stream.stream_id, code))
         self._forget(stream)
 
     def _lose(self, stream: Stream) -> None:
+        handler = stream.handler
         self._forget(stream)
-        if stream.handler is not None:
-            stream.handler.on_lost()
+        if handler is not None:
+            handler.on_lost()
 
     def _forget(self, stream: Stream) -> None:
+        stream.handler = None
         if self._streams.pop(stream.stream_id, None) is not None:
             self._stats.streams_open -= 1
-        self._waiting.pop(stream, None)
+        self._outbox.forget(stream)
         stream.lost()
         self._close_if_done()
-
-    def _pump(self) -> None:
-        """Send what waits, each stream in its turn, as far as the windows and the socket allow."""
-        for stream in list(self._waiting):
-            if self._write_paused:
-                break
-            if stream.queued_bytes and not self._send_window:
-                continue  # waits for the connection's window, unlike those that only end
-            del self._waiting[stream]
-            limit = min(self._frame_bytes_max, self._send_window)
-            if stream.queued_bytes and stream.send_window > 0:
-                piece = stream.next_piece(limit)
-                self._send_window -= len(piece)
-                self._write(h2.frame(h2.DATA, 0, stream.stream_id, piece))
-                if stream.queued_bytes and stream.send_window > 0:
-                    self._waiting[stream] = None
-            if not stream.queued_bytes and stream.trailers is not None:
-                self.write_headers(stream.stream_id, stream.trailers, end=True)
-                self.drop(stream, None)
-        self._flush()
-        if self._waiting and self._send_window > 0 and not self._write_paused:
-            self.loop.call_soon(self._pump)
-
-    def _write(self, data: bytes) -> None:
-        if not self._out:
-            self.loop.call_soon(self._pump)
-        self._out.append(data)
-
-    def _flush(self) -> None:
-        if self._out and not self._transport.is_closing():
-            self._transport.write(b"".join(self._out))
-        self._out.clear()
 
     # Its end.
 
@@ -404,8 +338,8 @@ class H2Connection(asyncio.Protocol):
         """Let the peer open its streams elsewhere; close when those that are open have ended. Idempotent."""
         if not self._draining and self._settled:
             self._draining = True
-            self._write(h2.goaway_frame(h2.WINDOW_MAX, h2.NO_ERROR, "draining"))
-            self._write(h2.frame(h2.PING, 0, 0, _DRAIN))
+            self._outbox.write(h2.goaway_frame(h2.WINDOW_MAX, h2.NO_ERROR, "draining"))
+            self._outbox.write(h2.frame(h2.PING, 0, 0, _DRAIN))
 
     def abort(self) -> None:
         """Close at once."""
@@ -416,11 +350,11 @@ class H2Connection(asyncio.Protocol):
             self._close()
 
     def _end(self, code: int, why: str) -> None:
-        self._write(h2.goaway_frame(self._last_id, code, why))
+        self._outbox.write(h2.goaway_frame(self._last_id, code, why))
         self._close()
 
     def _close(self) -> None:
         """Once what was said has been taken."""
-        self._flush()
+        self._outbox.flush()
         self.deadline = self._clock() + self._settings.stall_timeout_s
         self._transport.close()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,6 +71,35 @@ def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
     assert told["hit_tokens"] > told["baseline"]["hit_tokens"]
     assert 0 < told["ttft_p50_ms"] <= told["ttft_p99_ms"]
     assert "Traceback" not in err
+
+
+@pytest.mark.process
+def test_with_prefill_and_decode_apart_both_halves_are_shown() -> None:
+    with demo("--pd", "--seconds", "4", "--engines", "3") as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    rows = [line.split()[:5] for line in out.splitlines() if line.startswith("127.0.0.1")]
+    roles = [row[1] for row in rows]
+    assert roles == ["prefill", "decode", "decode"]
+    alone, computed, fetched = ([int(row[column]) for row in rows] for column in (2, 3, 4))
+    assert alone[0] == fetched[0] == computed[1] == computed[2] == 0
+    assert computed[0] == sum(fetched)
+    assert sum(alone) + sum(fetched) > 5
+    found = re.search(r"prompts computed elsewhere (\d+), at home (\d+)", out)
+    assert found is not None
+    assert [int(number) for number in found.groups()] == [sum(fetched), sum(alone)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--engines", "1"), "--pd: needs at least 2 engines"), (("--gateway",), "--pd: a gateway carries")],
+)
+def test_what_does_not_go_with_two_roles_is_refused(
+    words: tuple[str, ...], message: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    refused = kvatlas("demo", "--pd", *words)
+    assert refused.returncode == 2
+    assert message in refused.stderr
 
 
 @pytest.mark.process

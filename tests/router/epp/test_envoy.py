@@ -66,7 +66,7 @@ async def gateway(
     folder: Path,
     *engines: SimulatedEngine,
     subset: list[str] | None = None,
-    tls: bool = False,
+    tls: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[Rig, Envoy]]:
     """Envoy, and a router that is picker and proxy at once."""
@@ -315,11 +315,69 @@ def test_a_body_that_is_changed_arrives_changed(tmp_path: Path) -> None:
     run(main())
 
 
+UNSEEN = ["original_dst", "override_host", "buffered", "no_answers", "buffered_no_answers"]
+
+
+@pytest.mark.parametrize("form", UNSEEN)
+def test_answers_that_nobody_watches_reach_the_client_and_leave_the_accounts(
+    tmp_path: Path, form: str
+) -> None:
+    async def main() -> None:
+        async with (
+            running({"decode_s_per_token": 0.02}, {}) as engines,
+            gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.0)) as (rig, through),
+        ):
+            asked = [body(f"{number} {TEXT}", stream=number % 2 == 1, max_tokens=40) for number in range(4)]
+            answers = await asyncio.gather(*(through.ask(form, CHAT, each) for each in asked))
+            assert [status for status, _, _ in answers] == [200] * 4
+            assert all(b"chat.completion" in answer for _, _, answer in answers)
+            assert stats_of(rig).unwatched == 4
+            assert rig.router.proxy.stats.clients_gone == 0
+            await until(lambda: rig.idle, "the engines' numbers show that all have ended")
+            assert rig.router.accounts.load_stats.ended_by_gauges == 4
+            assert stats_of(rig).ends_estimated == stats_of(rig).cut_before_answer == 0
+            statuses = {status for _, _, status in rig.router.proxy.requests.counts}
+            assert statuses == {"unseen"}
+            assert not rig.router.accounts.receipts.latest
+
+    run(main())
+
+
+def test_every_fourth_answer_is_watched(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            running({}) as engines,
+            gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.25)) as (rig, through),
+        ):
+            for number in range(8):
+                status, _, _ = await through.ask("override_host", CHAT, body(f"{number} {TEXT}"))
+                assert status == 200
+            await until(lambda: rig.idle, "all have ended")
+            assert stats_of(rig).unwatched == 6
+            assert len(rig.router.accounts.receipts.latest) == 2
+
+    run(main())
+
+
+def test_a_picker_that_ends_waits_for_no_answer_that_it_does_not_see(tmp_path: Path) -> None:
+    async def main() -> None:
+        slow = {"fleet": SELDOM, "epp": epp(answers_watched_share=0.0)}
+        async with running({}) as engines, routing(configure(*engines, **slow)) as rig:
+            names = [endpoint(engine) for engine in engines]
+            async with envoy(tmp_path, names, [port_of(rig)]) as through:
+                status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
+                assert status == 200
+                assert not rig.idle
+        assert rig.idle
+
+    run(main())
+
+
 def test_tls_with_a_certificate_of_its_own(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             running({}) as engines,
-            gateway(tmp_path, *engines, tls=True, epp=epp(tls=True)) as (_, through),
+            gateway(tmp_path, *engines, tls={}, epp=epp(tls=True)) as (_, through),
         ):
             status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
             assert status == 200

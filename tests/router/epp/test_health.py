@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.epp.grpc import message_frame
-from router.epp.protobuf import bytes_field
 from router.epp.settings import EppSettings
+from router.epp.wire.grpc import message_frame
+from router.epp.wire.protobuf import bytes_field
 from tests.support.h2_peer import H2Peer, h2_peer
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running

@@ -9,9 +9,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, st
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.epp import messages as m
-from router.epp.grpc import GrpcError, GrpcReader, message_frame
-from router.epp.protobuf import ProtobufError
+from router.epp.request.own_answer import own_answer
+from router.epp.wire import messages as m
+from router.epp.wire.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.wire.protobuf import ProtobufError
+from router.openai import errors
 from tests.support.examples import examples
 
 _TYPES = {"bytes": 12, "string": 9, "bool": 8, "int32": 5}
@@ -186,3 +188,22 @@ def test_grpc_messages_come_out_whole(sent: list[bytes], size: int) -> None:
 def test_compressed_and_long_messages_are_refused_by_their_head(head: bytes) -> None:
     with pytest.raises(GrpcError):
         GrpcReader(100).feed(head)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.no_ready_engine("none"), b"rejected-no-endpoints"),
+        (errors.queue_timeout(3.0, "wait_s_max", 1.0), b"rejected-ttl-expired"),
+        (errors.queue_full(10, 1.0), b"rejected-saturated"),
+        (errors.too_many_bodies(), b"rejected-saturated"),
+        (errors.model_not_found("x"), None),
+    ],
+)
+def test_errors_say_why_a_request_was_dropped(error: errors.ApiError, reason: bytes | None) -> None:
+    start = {"status": error.status, "headers": [(b"content-length", b"9"), *error.headers]}
+    found = read(own_answer(start, error.body())).immediate_response
+    told = {option.header.key: option.header.raw_value for option in found.headers.set_headers}
+    assert told.get("x-llm-d-request-dropped-reason") == reason
+    assert (found.status.code, found.body) == (error.status, error.body())
+    assert "content-length" not in told

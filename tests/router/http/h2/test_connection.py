@@ -196,6 +196,8 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
             h2.ENHANCE_YOUR_CALM,
         ),
         (HELLO + frame(h2.HEADERS, 0, 1, HEAD) + PING, h2.PROTOCOL_ERROR),  # within a header block
+        (HELLO + frame(h2.HEADERS, 0, 1, HEAD) + frame(h2.CONTINUATION, 4, 3), h2.PROTOCOL_ERROR),
+        (HELLO + frame(h2.CONTINUATION, h2.END_HEADERS, 1, HEAD), h2.PROTOCOL_ERROR),  # of nothing
         (HELLO + frame(h2.HEADERS, h2.END_HEADERS, 2, HEAD), h2.PROTOCOL_ERROR),  # a server's number
         (HELLO + frame(h2.HEADERS, h2.END_HEADERS, 1, b"\x82" * 2000), h2.ENHANCE_YOUR_CALM),  # a bomb
         (HELLO + frame(h2.HEADERS, h2.END_HEADERS, 1, b"\xff\xff"), h2.COMPRESSION_ERROR),

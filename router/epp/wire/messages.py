@@ -11,7 +11,15 @@ from typing import Final, Literal
 
 import msgspec
 
-from router.epp.protobuf import as_bytes, as_int, as_text, bytes_field, fields, number_field
+from router.epp.wire.protobuf import (
+    ProtobufError,
+    as_bytes,
+    as_int,
+    as_text,
+    bytes_field,
+    fields,
+    number_field,
+)
 
 Header = tuple[bytes, bytes]
 Kind = Literal[
@@ -31,6 +39,8 @@ _KINDS: Final[dict[int, Kind]] = {
     6: "request_trailers",
     7: "response_trailers",
 }
+_BODIES, _TRAILERS = 4, 6
+"""The first kind of each."""
 _ANSWERS: Final[dict[Kind, int]] = {
     "request_headers": 1,
     "response_headers": 2,
@@ -41,6 +51,10 @@ _ANSWERS: Final[dict[Kind, int]] = {
 }
 _IMMEDIATE, _DYNAMIC_METADATA = 7, 8
 _APPEND, _OVERWRITE = 0, 2
+_FIRST, _THIRD = 0x0A, 0x1A
+"""How fields 1 and 3 begin, where they hold bytes."""
+_ONE_BYTE = 0x80
+"""Below it a length is written in one byte."""
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
 """Body modes."""
 MODES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
@@ -70,6 +84,17 @@ class ProcessingRequest(msgspec.Struct, gc=False):
     """The gateway waits for no answer."""
 
 
+def mode_problem(said: ProcessingRequest, modes: Modes) -> str:
+    """Why a request's first message cannot be worked with, with the remedy; "": it can."""
+    if said.observes:
+        return "observability_mode: set it to false"
+    mode = modes.request_body
+    if said.end_of_stream or mode in (FULL_DUPLEX, BUFFERED):
+        return ""
+    named = MODES[mode] if mode < len(MODES) else "unknown"
+    return f"request_body_mode {named}: set FULL_DUPLEX_STREAMED (or BUFFERED)"
+
+
 def read_request(message: bytes) -> ProcessingRequest:
     """Raises ``ProtobufError``."""
     found = ProcessingRequest()
@@ -78,9 +103,9 @@ def read_request(message: bytes) -> ProcessingRequest:
         if kind is not None:
             found.kind = kind
             found.headers, found.body, found.end_of_stream = [], b"", False
-            if kind.endswith("headers"):
+            if number < _BODIES:
                 found.headers, found.end_of_stream = _read_headers(as_bytes(value))
-            elif kind.endswith("body"):
+            elif number < _TRAILERS:
                 found.body, found.end_of_stream = _read_body(as_bytes(value))
         elif number == 8:
             found.metadata += as_bytes(value)  # the parts of a message that came in two are one
@@ -96,13 +121,33 @@ def _read_headers(message: bytes) -> tuple[list[Header], bool]:
     ends = False
     for number, value in fields(message):
         if number == 1:
-            headers += [_read_header(as_bytes(each)) for at, each in fields(as_bytes(value)) if at == 1]
+            headers += _read_map(as_bytes(value))
         elif number == 3:
             ends = bool(as_int(value))
     return headers, ends
 
 
+def _read_map(message: bytes) -> list[Header]:
+    """Every request has a dozen: those written as usual are read without the detour of ``fields``."""
+    headers: list[Header] = []
+    at, size = 0, len(message)
+    while at < size - 1 and message[at] == _FIRST and (length := message[at + 1]) < _ONE_BYTE:
+        begin = at + 2
+        at = begin + length
+        if at > size:
+            raise ProtobufError("a header field longer than its message")
+        headers.append(_read_header(message[begin:at]))
+    if at < size:  # a long field, or one that is not known here
+        headers += [_read_header(as_bytes(each)) for number, each in fields(message[at:]) if number == 1]
+    return headers
+
+
 def _read_header(message: bytes) -> Header:
+    size = len(message)
+    if size > 3 and message[0] == _FIRST and (key_size := message[1]) < _ONE_BYTE:
+        end = key_size + 4  # of the key, and of what stands before the value
+        if end <= size and message[end - 2] == _THIRD and message[end - 1] == size - end < _ONE_BYTE:
+            return message[2 : end - 2].lower(), message[end:]
     key = text = raw = b""
     for number, value in fields(message):
         if number == 1:

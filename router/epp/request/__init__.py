@@ -1,0 +1,1 @@
+"""One request of a gateway, from its head to the end of its answer."""

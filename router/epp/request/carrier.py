@@ -1,0 +1,215 @@
+"""The way of a gateway's request to its engine (``Carrier``): to ask an engine is to name it to the gateway
+and to give the body back; its answer is what the gateway shows of it.
+
+Not every answer is shown: the stream of a request that is not watched ends with the choice, and who placed it
+says when it should be over (``Attempt.unseen``). Always true: an engine is named once; a gateway that went on
+to another one is a refused attempt of the first.
+"""
+
+from __future__ import annotations
+
+from router.epp.context import PickerContext
+from router.epp.fields import SERVED_KEY, Header, status_of
+from router.epp.request.answer import GatewayAnswer
+from router.epp.request.bell import Bell
+from router.epp.request.body import RequestBody
+from router.epp.request.choice import told
+from router.epp.request.speaker import Speaker
+from router.epp.request.timer import Timer
+from router.epp.wire import grpc
+from router.epp.wire import messages as m
+from router.epp.wire.grpc import GrpcError
+from router.fleet.identity import endpoint_of
+from router.http.client.connection import UpstreamError
+from router.http.h2.stream import Stream
+from router.proxy.attempt import Attempt
+from router.proxy.carrier import Answer, Outbound
+
+_HELD_BYTES_MAX = 256 * 1024
+
+
+class GatewayCarrier:
+    """Implements ``Carrier``. ``among``: the endpoints that the gateway allows; ``moved``: the one that
+    served instead of the one that was chosen; ``broken``: the answer was given up before its end;
+    ``trailers``: some came behind the answer."""
+
+    __slots__ = (
+        *("_bell", "_body", "_context", "_head", "_owed", "_promised", "_speaker", "_stream", "_timed_out"),
+        *("_timer", "_unseen", "among", "answer", "asked", "broken", "moved", "trailers"),
+    )
+
+    def __init__(
+        self,
+        stream: Stream,
+        context: PickerContext,
+        *,
+        speaker: Speaker,
+        body: RequestBody,
+        bell: Bell,
+        timer: Timer,
+    ) -> None:
+        self.among: frozenset[str] | None = None
+        self.asked = False
+        self.answer: GatewayAnswer | None = None
+        self.moved = ""
+        self.broken = False
+        self.trailers = False
+        self._stream = stream
+        self._context = context
+        self._speaker = speaker
+        self._body = body
+        self._bell = bell
+        self._timer = timer
+        self._head: list[Header] = []
+        self._owed = 0  # bytes of an answer that the gateway may send once those before are taken
+        self._unseen = False  # the answer passes without being shown here
+        self._timed_out = False
+        self._promised: tuple[Header, ...] = ()  # fields for the client, where its answer is shown in passing
+
+    def begin(self, head: list[Header], among: frozenset[str] | None) -> None:
+        """The request's head came."""
+        self._head, self.among = head, among
+
+    def release(self) -> None:
+        """The request has ended: what refers to each other here is let go of."""
+        self.answer = None
+
+    # What the gateway shows.
+
+    def took(self, size: int) -> None:
+        """So many bytes of an answer came: the gateway may send more, unless the proxy lags behind."""
+        self._owed += size
+        if self.answer is None or self.answer.held_bytes < _HELD_BYTES_MAX:
+            self._pay()
+
+    def _pay(self) -> None:
+        owed, self._owed = self._owed, 0
+        self._stream.taken(owed)
+
+    def on_headers(self, said: m.ProcessingRequest) -> None:
+        """The answer's head."""
+        if not self.asked or self.answer is not None:
+            raise GrpcError(grpc.INVALID_ARGUMENT, "response_headers out of turn")
+        status, headers = status_of(said.headers)
+        answer = GatewayAnswer(status, headers, taken=self._pay, changed=self._changed)
+        answer.complete = said.end_of_stream or self._speaker.modes.response_body == m.NONE
+        self.answer = answer
+        served = m.endpoints(said.metadata, m.LB, SERVED_KEY)
+        self.moved = served[0] if served else ""
+        if not self._speaker.gives_back:
+            self._speaker.show(answer.headers, self._promised)
+        self._timer.wait(self._context.proxy.first_byte_timeout_s)
+        self._bell.ring()
+
+    def on_body(self, said: m.ProcessingRequest) -> None:
+        """A piece of it."""
+        answer = self.answer
+        if answer is None or answer.complete:
+            raise GrpcError(grpc.INVALID_ARGUMENT, "response_body out of turn")
+        answer.add(said.body)
+        answer.complete = said.end_of_stream
+        if not self._speaker.gives_back:
+            self._speaker.go_on("response_body")
+        self._timer.wait(self._context.proxy.idle_timeout_s)
+        self._bell.ring()
+
+    def on_trailers(self) -> None:
+        """Its end, with trailers."""
+        if self.answer is None:
+            return
+        self.trailers = self.answer.complete = True
+        if not self._speaker.gives_back:
+            self._speaker.go_on("response_trailers")
+        self._bell.ring()
+
+    # ``Carrier``
+
+    async def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> GatewayAnswer | None:
+        """See ``Carrier``."""
+        if self._speaker.over:
+            raise UpstreamError("overflow", sent=False)
+        if self.answer is None:
+            self._send_request(attempt, out)
+            if not self._context.watches(out.request.path):
+                await self._let_pass(attempt, out)
+                return None
+            self._timer.wait(timeout_s)
+        while (answer := self.answer) is None:
+            await self._changed()
+        if self.moved == endpoint_of(attempt.base_url):
+            self.moved = ""
+        if self.moved:
+            out.request.among = frozenset({self.moved})
+            self._context.stats.fallbacks_served += 1
+            raise UpstreamError("refused", sent=False)
+        try:
+            await answer.check_origin()
+        except UpstreamError:
+            self.broken = True
+            raise
+        return answer
+
+    def done(self, answer: Answer) -> None:
+        """See ``Carrier``."""
+        self.broken = self.broken or not answer.finished
+
+    def may_retry(self) -> bool:
+        """See ``Carrier``: the gateway has asked another engine already, whose answer is there."""
+        return bool(self.moved)
+
+    def _send_request(self, attempt: Attempt, out: Outbound) -> None:
+        self.asked = True
+        context, speaker, body = self._context, self._speaker, self._body
+        limits = out.entry.answer_headers() if out.entry is not None else ()
+        self._promised = (*attempt.client_headers, *limits, (b"x-request-id", out.head.request_id))
+        buffered = body.expected and speaker.buffers
+        changed = None if not buffered or out.request.body is body.latest else out.request.body
+        length = None if changed is None or out.head.content_length is None else len(changed)
+        fallbacks = context.settings.fallbacks
+        headers, metadata = told(self._head, out.head.fields, attempt, fallbacks, length=length)
+        context.stats.picked("buffered" if buffered else "duplex")
+        if buffered:
+            speaker.choose_buffered(headers, metadata, changed)
+        else:
+            speaker.choose(headers, metadata)
+            if body.expected:
+                speaker.give("request_body", out.request.body, ends=not body.trailers)
+        if body.trailers:
+            speaker.go_on("request_trailers")
+
+    # Answers that pass unseen.
+
+    async def _let_pass(self, attempt: Attempt, out: Outbound) -> None:
+        """End the stream, so that the gateway shows no answer, and wait until that should be over."""
+        context, self._unseen = self._context, True
+        context.stats.unwatched += 1
+        self._speaker.finish()
+        out.request.body = b""
+        self._body.free()
+        context.passing.add(self.let_go)
+        try:
+            self._timer.wait(attempt.unseen(self.let_go))
+            while self._unseen and not self._timed_out:
+                await self._bell.rung()
+        finally:
+            context.passing.discard(self.let_go)
+
+    def let_go(self) -> None:
+        """The unseen answer is over as far as anybody can tell."""
+        self._unseen = False
+        self._bell.ring()
+
+    # Waiting.
+
+    def time_over(self) -> None:
+        """What was waited for has not come."""
+        self._timed_out = True
+        self._context.stats.ends_estimated += self._unseen
+        self._bell.ring()
+
+    async def _changed(self) -> None:
+        """The next thing that happens. Raises ``UpstreamError`` where the time is over."""
+        if self._timed_out:
+            self.broken = True
+            raise UpstreamError("timeout")
+        await self._bell.rung()

@@ -1,0 +1,139 @@
+"""A request of the conformance suite of the Gateway API Inference Extension, which tests gateways: it goes
+where its own header says, and its answer says who served it. Nothing is placed, read or accounted.
+
+The suite's pods are no engines, so this stands beside the router (``epp.conformance_headers``). Always true:
+nothing is held of bodies, and a pause longer than ``request_timeout_s`` ends the stream.
+"""
+
+from __future__ import annotations
+
+from router.epp.context import PickerContext
+from router.epp.fields import DESTINATION, SERVED_KEY, SUBSET_KEY, Header
+from router.epp.request.own_answer import own_answer
+from router.epp.request.speaker import Speaker
+from router.epp.request.timer import Timer
+from router.epp.wire import grpc
+from router.epp.wire import messages as m
+from router.epp.wire.grpc import GrpcError, GrpcReader
+from router.epp.wire.protobuf import ProtobufError
+from router.http.h2.frames import CANCEL
+from router.http.h2.stream import Stream
+from router.openai.errors import no_ready_engine
+
+SELECTION = b"test-epp-endpoint-selection"
+SERVED = b"x-conformance-test-served-endpoint"
+
+
+class ConformanceExchange:
+    """See the module; a ``StreamHandler``."""
+
+    __slots__ = ("_context", "_reader", "_speaker", "_stream", "_timer", "_to")
+
+    def __init__(self, stream: Stream, context: PickerContext) -> None:
+        self._stream = stream
+        self._context = context
+        self._speaker = Speaker(stream)
+        self._reader = GrpcReader(context.message_bytes_max)
+        self._timer = Timer(context.sweeper, context.clock, self._time_over)
+        self._to = ""
+        self._timer.wait(context.settings.request_timeout_s)
+
+    def on_data(self, data: bytes) -> None:
+        """See ``StreamHandler``."""
+        self._stream.taken(len(data))
+        if self._speaker.over:
+            return
+        self._timer.wait(self._context.settings.request_timeout_s)
+        try:
+            for message in self._reader.feed(data):
+                self._on_message(m.read_request(message))
+                if self._speaker.over:
+                    return
+        except (GrpcError, ProtobufError) as error:
+            self._finish(grpc.INVALID_ARGUMENT, str(error))
+
+    def on_end(self) -> None:
+        """See ``StreamHandler``."""
+        if not self._speaker.over:
+            self._finish()
+
+    def on_lost(self) -> None:
+        """See ``StreamHandler``."""
+        self._speaker.over = True
+        self._timer.stop()
+
+    def _time_over(self) -> None:
+        self._speaker.reset(CANCEL)
+        self._timer.stop()
+
+    def _finish(self, status: int = grpc.OK, text: str = "") -> None:
+        self._timer.stop()
+        self._speaker.finish(status, text)
+
+    def _on_message(self, said: m.ProcessingRequest) -> None:
+        speaker, kind = self._speaker, said.kind
+        if kind == "request_headers":
+            self._on_request(said)
+        elif kind == "request_body":
+            if speaker.buffers:
+                self._choose(buffered=True)
+            else:
+                speaker.give(kind, said.body, ends=said.end_of_stream)
+        elif kind == "response_headers":
+            served = m.endpoints(said.metadata, m.LB, SERVED_KEY) or [""]
+            speaker.show([], [(SERVED, served[0].encode())])
+            self._end_if(ends=said.end_of_stream)
+        elif kind == "response_body":
+            if speaker.gives_back:
+                speaker.give(kind, said.body, ends=said.end_of_stream)
+            else:
+                speaker.go_on(kind)
+            self._end_if(ends=said.end_of_stream)
+        elif kind is not None:  # trailers
+            speaker.go_on(kind)
+            self._end_if(ends=kind == "response_trailers")
+
+    def _end_if(self, *, ends: bool) -> None:
+        if ends:
+            self._finish()
+
+    def _on_request(self, said: m.ProcessingRequest) -> None:
+        speaker = self._speaker
+        speaker.modes = said.modes or speaker.modes
+        if problem := m.mode_problem(said, speaker.modes):
+            self._finish(grpc.FAILED_PRECONDITION, problem)
+            return
+        allowed = m.endpoints(said.metadata, m.SUBSET, SUBSET_KEY)
+        known = self._context.endpoints()
+        chosen = select(said.headers, known if allowed is None else [e for e in known if e in allowed])
+        if not chosen:
+            error = no_ready_engine("No endpoint of the pool is the one that the test asks for.")
+            headers = [(b"content-type", b"application/json"), *error.headers]
+            speaker.say(own_answer({"status": error.status, "headers": headers}, error.body()))
+            self._finish()
+            return
+        self._to = ",".join(chosen)
+        if speaker.buffers and not said.end_of_stream:
+            speaker.go_on("request_headers")
+        else:
+            self._choose(buffered=False)
+
+    def _choose(self, *, buffered: bool) -> None:
+        headers = m.header_mutation([(DESTINATION.encode(), self._to.encode())])
+        metadata = m.dynamic_metadata(m.LB, DESTINATION, self._to)
+        if buffered:
+            self._speaker.choose_buffered(headers, metadata, None)
+        else:
+            self._speaker.choose(headers, metadata)
+
+
+def select(headers: list[Header], known: list[str]) -> list[str]:
+    """The endpoints that the test asks for, by ``ip:port`` or by ``ip``, in its order; the first one known
+    where it asks for none."""
+    asked = next((value for name, value in headers if name == SELECTION), None)
+    if asked is None:
+        return known[:1]
+    names = [name.strip() for name in asked.decode("latin-1").split(",")]
+    return list(
+        dict.fromkeys(each for name in names for each in known if name in (each, each.rpartition(":")[0]))
+    )

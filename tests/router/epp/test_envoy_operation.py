@@ -1,0 +1,213 @@
+"""Through a real Envoy: certificates, tenants, ranks, and a picker's end as operators see them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from publisher.engine import DEMO_TOKENIZER_DIR
+from router.admission.key_file import digest_of
+from router.admission.settings import KeySettings
+from router.epp.request import conformance
+from router.epp.request.conformance import select
+from router.fleet.identity import EngineAddress
+from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gateway, port_of, recorder, stats_of
+from tests.support.envoy import envoy, program
+from tests.support.pki import make_authority, make_certificate
+from tests.support.ports import free_ports
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, configure, routing, running
+
+pytestmark = pytest.mark.envoy
+SELECTION = conformance.SELECTION.decode()
+
+
+@pytest.fixture(autouse=True)
+def _needs_envoy() -> None:
+    program()
+
+
+def test_only_gateways_with_a_certificate_are_answered(tmp_path: Path) -> None:
+    async def main() -> None:
+        make_authority(tmp_path)
+        for name in ("picker", "gateway"):
+            make_certificate(tmp_path, name)
+        files = {
+            "tls_cert_file": str(tmp_path / "picker.crt"),
+            "tls_key_file": str(tmp_path / "picker.key"),
+            "client_ca_file": str(tmp_path / "ca.crt"),
+        }
+        own = {
+            "certificate_chain": {"filename": str(tmp_path / "gateway.crt")},
+            "private_key": {"filename": str(tmp_path / "gateway.key")},
+        }
+        trusted = {"validation_context": {"trusted_ca": {"filename": str(tmp_path / "ca.crt")}}}
+        secured = epp(tls=True, **files)
+        async with running({}) as engines, routing(configure(*engines, epp=secured)) as rig:
+            names = [endpoint(engine) for engine in engines]
+            for folder, tls, answered in (
+                ("known", {"tls_certificates": [own], **trusted}, True),
+                ("unknown", trusted, False),
+            ):
+                (tmp_path / folder).mkdir()
+                async with envoy(tmp_path / folder, names, [port_of(rig)], tls=tls) as through:
+                    status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
+                    assert (status == 200) is answered
+            assert stats_of(rig).picks == {"duplex": 1}
+
+    run(main())
+
+
+def test_a_tenant_over_its_limit_gets_429_from_the_gateway(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys = tmp_path / "keys.toml"
+        digest = digest_of("key-of-small")
+        keys.write_text(
+            f'[tenants.small]\nrequests_per_minute = 1\n[[keys]]\ntenant = "small"\nsha256 = "{digest}"\n'
+        )
+        async with (
+            running({}) as engines,
+            gateway(tmp_path, *engines, keys=KeySettings(file=str(keys))) as (_, through),
+        ):
+            own = {"authorization": "Bearer key-of-small"}
+            status, _, answer = await through.ask("override_host", CHAT, body(TEXT))
+            assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
+            status, headers, _ = await through.ask("override_host", CHAT, body(TEXT), headers=own)
+            assert status == 200
+            assert headers["x-ratelimit-remaining-requests"] == "0"
+            for form in FORMS:
+                status, headers, answer = await through.ask(form, CHAT, body(TEXT), headers=own)
+                assert (status, json.loads(answer)["error"]["code"]) == (429, "rate_limit_exceeded")
+                assert int(headers["retry-after"]) > 0
+                assert headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
+
+    run(main())
+
+
+def test_ranks_behind_one_port_are_told_apart_by_a_header(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with recorder() as engine:
+            ranks = [EngineAddress(engine.url, rank) for rank in (0, 1)]
+            async with routing(configure(*ranks, epp=epp(fallbacks=1)), wait=False) as rig:
+                await until(lambda: all(status.up for status in rig.router.fleet), "both ranks are up")
+                names = [engine.url.removeprefix("http://")]
+                async with envoy(tmp_path, names, [port_of(rig)]) as through:
+                    for form in FORMS:
+                        for number in range(4):
+                            asked = {"model": MODEL, "input": f"{number} {TEXT}"}
+                            # A client's own is replaced: it would reach another rank than the one chosen.
+                            own = {"x-data-parallel-rank": "7"}
+                            status, headers, answer = await through.ask(
+                                form, "/v1/embeddings", asked, headers=own
+                            )
+                            assert status == 200
+                            rank = headers["x-kvatlas-engine"].rpartition("#dp")[2]
+                            assert json.loads(answer)["fields"]["x-data-parallel-rank"] == rank
+
+    run(main())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_of_the_conformance_suite_go_where_they_say(tmp_path: Path, form: str) -> None:
+    async def main() -> None:
+        async with recorder() as first, recorder() as second:
+            names = [engine.url.removeprefix("http://") for engine in (first, second)]
+            pods = [EngineAddress(engine.url) for engine in (first, second)]
+            settings = epp(conformance_headers=True)
+            async with AsyncExitStack() as stack:
+                rig = await stack.enter_async_context(routing(configure(*pods, epp=settings), wait=False))
+                through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+                for asked, sent in (*((n, n) for n in names), (f"10.0.0.9, {names[1]}", names[1])):
+                    own = {SELECTION: asked}
+                    content = b"x" * 100_000
+                    status, headers, answer = await through.ask(form, "/any", content, headers=own)
+                    assert status == 200
+                    told = json.loads(answer)
+                    assert told["bytes"] == 100_000
+                    assert told["fields"]["x-gateway-destination-endpoint"] == sent
+                    if form == "override_host":
+                        assert headers["x-conformance-test-served-endpoint"] == sent
+                own = {SELECTION: "10.0.0.9"}
+                status, _, answer = await through.ask(form, "/any", b"x", headers=own)
+                assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
+                status, _, _ = await through.ask(form, "/v1/models")
+                assert status == 200
+                assert rig.router.proxy.stats.requests == 0
+
+    run(main())
+
+
+def test_addresses_of_the_conformance_suite() -> None:
+    known = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.2:8001", "[fd00::1]:8000"]
+    cases = {
+        b"10.0.0.2": known[1:3],
+        b"10.0.0.2:8001,10.0.0.1": [known[2], known[0]],
+        b"[fd00::1]": known[3:],
+        b"10.0.0.22, x": [],
+    }
+    for asked, found in cases.items():
+        assert select([(SELECTION.encode(), asked)], known) == found
+    assert select([], known) == known[:1]
+
+
+@contextmanager
+def picker_process(port: int, ops_port: int, *engines: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``kvatlas epp`` in a process of its own."""
+    command = [sys.executable, "-m", "router", "epp", "--listen", f"127.0.0.1:{port}", "--no-tls"]
+    command += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--set", f"server.ops_port={ops_port}"]
+    command += ["--set", "epp.drain_delay_s=3", "--set", "fleet.poll_interval_s=0.2"]
+    for engine in engines:
+        command += ["--engine", engine]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.process
+def test_a_picker_that_is_told_to_end_leaves_without_a_failed_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        first, second, *ops = free_ports(4)
+        async with running({}, {}) as engines:
+            urls = [engine.base_url for engine in engines]
+            names = [endpoint(engine) for engine in engines]
+            with picker_process(first, ops[0], *urls) as goes, picker_process(second, ops[1], *urls) as stays:
+                async with envoy(tmp_path, names, [first, second]) as through:
+
+                    async def healthy(count: int) -> bool:
+                        return await through.stat("cluster.picker.membership_healthy") == count
+
+                    await until(lambda: healthy(2), "both pickers are ready")
+                    statuses: list[int] = []
+                    ended = asyncio.Event()
+
+                    async def asks(who: int) -> None:
+                        while not ended.is_set():
+                            text = f"{who} {len(statuses)} {TEXT}"
+                            status, _, _ = await through.ask("override_host", CHAT, body(text))
+                            statuses.append(status)
+
+                    async with asyncio.TaskGroup() as tasks:
+                        for who in range(4):
+                            tasks.create_task(asks(who))
+                        await until(lambda: len(statuses) > 20, "requests are answered")
+                        goes.send_signal(signal.SIGTERM)
+                        await until(lambda: goes.poll() is not None, "the picker has ended")
+                        answered = len(statuses)
+                        await until(lambda: len(statuses) > answered + 20, "the other one goes on")
+                        ended.set()
+                    assert set(statuses) == {200}
+                    assert goes.returncode == 0
+                    assert stays.poll() is None
+
+    run(main())
