@@ -66,7 +66,7 @@ class Roster:
         """By engine id, or by base URL for all its engines."""
         self.left_out = 0
         """Servers for which there is no room now."""
-        self._engines_max = engines_max
+        self.engines_max = engines_max
         self._by_source: dict[str, dict[str, list[DiscoveredEngine]]] = {}
         self._admitted: dict[str, None] = {}  # servers, in the order they came
 
@@ -90,7 +90,7 @@ class Roster:
         Raises ``FleetFullError``.
         """
         base_url = engine.base_url
-        if base_url not in self._admitted and len(self._admitted) >= self._engines_max:
+        if base_url not in self._admitted and len(self._admitted) >= self.engines_max:
             raise FleetFullError
         back = self.removed.pop(base_url, None) is not None
         own = self._by_source.setdefault(ADMIN, {})
@@ -165,8 +165,8 @@ class Roster:
         self._review(self.removed, named)
         in_order = [*(url for url in self._admitted if url in named), *named]
         candidates = dict.fromkeys(url for url in in_order if url not in self.removed)
-        self.left_out = max(0, len(candidates) - self._engines_max)
-        self._admitted = dict.fromkeys(list(candidates)[: self._engines_max])
+        self.left_out = max(0, len(candidates) - self.engines_max)
+        self._admitted = dict.fromkeys(list(candidates)[: self.engines_max])
         self._review(self.drained, self._admitted)
 
     def _review(self, decisions: dict[str, Override], servers: Container[str]) -> None:

@@ -33,11 +33,16 @@ class FleetSources:
         *,
         changed: Callable[[], None],
     ) -> None:
-        self._static = SourceStats(synced=True, engines=len(engines))
+        self._static = SourceStats(synced=True)
         self._sources: list[Source] = list(_configured(settings))
         self._roster = roster
         self._changed = changed
-        roster.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
+        self.set_static(engines)
+
+    def set_static(self, engines: Sequence[EngineAddress]) -> None:
+        """The engines that the configuration lists, from now on."""
+        self._static.engines = len(engines)
+        self._roster.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
 
     @property
     def stats(self) -> dict[str, SourceStats]:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 _GAUGE_MAX = 1e9
 """Beyond this a gauge is nonsense; believing it would overflow the cost of its engine."""
 _GAUGE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}]*)\})?\s+(\S+)",
+    re.MULTILINE,
+)
+_TRANSFERS = re.compile(
+    rb"^vllm:nixl_(num_failed_transfers|num_failed_notifications|num_kv_expired_reqs|"
+    rb"num_notifications_after_expiry)(?:_total)?(?:\{([^}]*)\})?\s+(\S+)",
     re.MULTILINE,
 )
 _POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
@@ -43,6 +49,17 @@ def read_asleep(text: bytes, dp_rank: int | None) -> bool:
     return False
 
 
+def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:
+    """What NIXL counts of transfers that went wrong, by its names without prefix; those of one rank if
+    ``dp_rank`` is given. Counters that have not moved yet are absent."""
+    found: dict[str, float] = {}
+    for name, value in _samples(_TRANSFERS, text, dp_rank):
+        if value < math.inf:
+            short = name.removeprefix("num_")
+            found[short] = found.get(short, 0.0) + value
+    return found
+
+
 def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
     """vLLM's gauges in a metrics page; those of one rank if ``dp_rank`` is given.
 
@@ -50,17 +67,22 @@ def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
     sensible number (NaN, negative, infinite) are left out.
     """
     gauges: dict[str, float] = {}
-    for match in _GAUGE.finditer(text):
-        name, labels = match[1].decode(), match[2] or b""
-        rank = _RANK.search(labels)
+    for name, value in _samples(_GAUGE, text, dp_rank):
+        if value <= _GAUGE_MAX:
+            known = gauges.get(name, 0.0)
+            gauges[name] = max(known, value) if name == "kv_cache_usage_perc" else known + value
+    return gauges
+
+
+def _samples(pattern: re.Pattern[bytes], text: bytes, dp_rank: int | None) -> Iterator[tuple[str, float]]:
+    """Name and value of each sample of this rank, or of all: numbers that are not negative."""
+    for match in pattern.finditer(text):
+        rank = _RANK.search(match[2] or b"")
         if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
             continue
         try:
             value = float(match[3])
         except ValueError:
             continue
-        if not 0 <= value <= _GAUGE_MAX or math.isnan(value):
-            continue
-        known = gauges.get(name, 0.0)
-        gauges[name] = max(known, value) if name == "kv_cache_usage_perc" else known + value
-    return gauges
+        if value >= 0:  # NaN is not
+            yield match[1].decode(), value

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NewType
+from typing import Literal, NewType
 from urllib.parse import urlsplit
 
 import msgspec
 
+Role = Literal["prefill", "decode", "both"]
 EngineId = NewType("EngineId", str)
 """Names an engine in metrics, receipts, headers and leases. Made by ``EngineAddress.engine_id`` alone, and
 never taken apart again: what it is made of, the engine's address has."""
@@ -30,6 +31,24 @@ class EngineAddress(msgspec.Struct, frozen=True):
     topic."""
     snapshot: str | None = None
     """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
+    role: Literal["prefill", "decode", "both"] | None = None
+    """``prefill``: computes prompts for others; ``decode``: fetches what those computed, and answers;
+    ``both``: either. Not set: an engine for itself ([prefill-decode.md](prefill-decode.md))."""
+
+    @property
+    def prefills(self) -> bool:
+        """It computes prompts for other engines."""
+        return self.role in {"prefill", "both"}
+
+    @property
+    def answers(self) -> bool:
+        """It gives answers to clients."""
+        return self.role != "prefill"
+
+    @property
+    def decodes(self) -> bool:
+        """It fetches what other engines have computed."""
+        return self.role in {"decode", "both"}
 
     @property
     def engine_id(self) -> EngineId:

@@ -21,8 +21,8 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks
-from router.fleet.identity import EngineAddress
+from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks, read_transfers
+from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
@@ -52,6 +52,10 @@ class FleetListener(Protocol[E_contra]):
 
 class _Models(msgspec.Struct):
     data: list[ModelCard]
+
+
+class _Version(msgspec.Struct):
+    version: str | None = None
 
 
 class _Source(msgspec.Struct):
@@ -84,14 +88,18 @@ class FleetPoller(Generic[E]):
     ) -> None:
         self._fleet = fleet
         self._listener = listener
-        self._settings = settings
         self._session = session
-        self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
+        self.configure(settings)
         self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
+
+    def configure(self, settings: FleetSettings) -> None:
+        """How often, from the next poll on."""
+        self._settings = settings
+        self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
 
     async def run(self) -> None:
         """Poll every server of the fleet; returns only by cancellation."""
@@ -177,6 +185,8 @@ class FleetPoller(Generic[E]):
         if models:
             self._missed.pop(base_url, None)
         changed = await self._discover_events(base_url) if models else []
+        if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
+            await self._ask_version(base_url)  # after the ranks are known: new ones have none yet
         for status in self._fleet.ranks(base_url):
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
@@ -195,6 +205,19 @@ class FleetPoller(Generic[E]):
         elif self._seldom.due(status.engine_id, asyncio.get_running_loop().time()) is not None:
             _log.warning("engine does not answer", engine=status.engine_id, problem=problem)
 
+    async def _ask_version(self, base_url: str) -> None:
+        """What it runs now: another server may have come at the same address."""
+        version: str | None = None
+        try:
+            version = _decode(await self._get(f"{base_url}/version"), _Version).version
+        except _NO_ANSWER:
+            return  # asked again at the next poll
+        except _BadAnswerError as error:
+            if error.status == 200:
+                _log.warning("version could not be parsed", server=base_url, problem=str(error))
+        for status in self._fleet.ranks(base_url):
+            status.version = version
+
     async def _discover_events(self, base_url: str) -> list[str]:
         """Ranks and endpoints from the server itself, unless configured; the ids whose addresses changed."""
         configured = self._fleet.configured(base_url)
@@ -207,7 +230,8 @@ class FleetPoller(Generic[E]):
         found: Sequence[EngineAddress] = ()
         try:
             body = await self._get(f"{base_url}/kv_event_sources")
-            found = discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
+            sources = _decode(body, dict[str, _Source | None])
+            found = discovered_engines(base_url, sources, configured[0].role if configured else None)
         except _NO_ANSWER:
             return []  # what was known stays; asked again at the next poll
         except _BadAnswerError as error:
@@ -229,6 +253,8 @@ class FleetPoller(Generic[E]):
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
+            if status.engine.role is not None:
+                status.transfers = read_transfers(body, status.engine.dp_rank)
             self._note_sleep(status, asleep=read_asleep(body, status.engine.dp_rank))
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
@@ -280,7 +306,9 @@ def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
         raise ValueError(str(error)) from None
 
 
-def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> list[EngineAddress]:
+def discovered_engines(
+    base_url: str, sources: Mapping[str, _Source | None], role: Role | None = None
+) -> list[EngineAddress]:
     """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
 
     Sources that publish nothing, or whose endpoint or rank is not one, are left out.
@@ -299,7 +327,7 @@ def discovered_engines(base_url: str, sources: Mapping[str, _Source | None]) -> 
         if replay is not None and not _ENDPOINT.fullmatch(replay):
             replay = None
         named = number if len(sources) > 1 else None
-        live[number] = EngineAddress(base_url, named, events, replay, source.topic)
+        live[number] = EngineAddress(base_url, named, events, replay, source.topic, role=role)
     return [live[number] for number in sorted(live)]
 
 

@@ -14,6 +14,7 @@ from router.http.tls import TlsFiles
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")
 _DNS_PORT = 53
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _NAMESPACE = re.compile(r"\*|[a-z0-9]([a-z0-9-]{0,62})")
 
 
@@ -85,19 +86,25 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines found in Kubernetes, by list and watch. The service account needs get, list and watch on pods
-    and EndpointSlices, as selected below.
+    """Engines found in Kubernetes, by list and watch. The service account needs get, list and watch on pods,
+    EndpointSlices and InferencePools, as selected below.
 
     Annotations of a pod: `kvatlas.io/port`, `kvatlas.io/events-port`, `kvatlas.io/replay-port`,
     `kvatlas.io/snapshot-port`, `kvatlas.io/topic`, `kvatlas.io/data-parallel-size` (event ports are base +
-    rank), `kvatlas.io/drain: "true"` (no new requests), `kvatlas.io/ignore: "true"` (not an engine).
+    rank), `kvatlas.io/drain: "true"` (no new requests), `kvatlas.io/ignore: "true"` (not an engine). The
+    label `llm-d.ai/role` (`prefill`, `decode`, `prefill-decode`) gives its role.
     """
 
     selector: str = ""
     """Label selector of the engines' pods, e.g. `app=vllm`; switches this source on."""
+    inference_pool: str = ""
+    """Name of an InferencePool (`inference.networking.k8s.io/v1`) whose selector and target ports say which
+    pods are engines, instead of `selector`; switches this source on. Its namespace is the one of
+    `namespaces`, else the router's own."""
     service_selector: str = ""
-    """Label selector of EndpointSlices, e.g. `kubernetes.io/service-name=vllm`. With `selector`: a pod
-    gets requests only while its endpoint is ready. Alone: every endpoint is an engine."""
+    """Label selector of EndpointSlices, e.g. `kubernetes.io/service-name=vllm`. With `selector` or
+    `inference_pool`: a pod gets requests only while its endpoint is ready. Alone: every endpoint is an
+    engine."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; the router's own where none is given. `*` is all of them and needs a
     ClusterRole."""
@@ -137,6 +144,8 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"namespaces: {namespace!r} is not a namespace; * stands for all")
         if "*" in self.namespaces and len(self.namespaces) > 1:
             raise ValueError("namespaces: * covers all namespaces; give it alone")
+        if self.inference_pool:
+            self._check_pool()
         if not 0 < self.port < 1 << 16:
             raise ValueError(f"port: {self.port} is not a port number")
         if self.watch_s < 1:
@@ -146,9 +155,17 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.api is not None and urlsplit(self.api).scheme not in {"http", "https"}:
             raise ValueError(f"api: {self.api!r} is not http(s)://HOST:PORT")
 
+    def _check_pool(self) -> None:
+        if not _OBJECT_NAME.fullmatch(self.inference_pool):
+            raise ValueError(f"inference_pool: {self.inference_pool!r} is not the name of an object")
+        if self.selector:
+            raise ValueError("inference_pool: it has a selector of its own; leave out selector")
+        if len(self.namespaces) > 1 or "*" in self.namespaces:
+            raise ValueError("namespaces: an inference_pool is in one namespace; give that one")
+
     @property
     def on(self) -> bool:
-        return bool(self.selector or self.service_selector)
+        return bool(self.selector or self.service_selector or self.inference_pool)
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):

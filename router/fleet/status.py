@@ -34,7 +34,7 @@ class EngineStatus:
 
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_up", "base_model", "engine", "engine_id"),
-        *("kv_usage", "pool_blocks", "problem"),
+        *("kv_usage", "pool_blocks", "problem", "transfers", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -46,6 +46,10 @@ class EngineStatus:
         self.kv_usage: float | None = None
         self.pool_blocks: int | None = None
         """Blocks of its KV pool, as its metrics say."""
+        self.version: str | None = None
+        """What it runs, as ``GET /version`` says; asked of engines with a role only."""
+        self.transfers: dict[str, float] = {}
+        """Transfers of KV that went wrong, as its metrics count them."""
         self._up = False
         self._held = ""
         self._asleep = False
@@ -138,6 +142,7 @@ class Fleet(Generic[E]):
         self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[E]] = {}
         self._adapters: frozenset[str] | None = None
+        self._roles: bool | None = None
         self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
     def __iter__(self) -> Iterator[E]:
@@ -232,6 +237,14 @@ class Fleet(Generic[E]):
     def _changed(self) -> None:
         self._ready.clear()
         self._adapters = None
+        self._roles = None
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether any engine computes prompts for others, or fetches what they computed."""
+        if self._roles is None:
+            self._roles = any(status.engine.role is not None for status in self._status.values())
+        return self._roles
 
     def knows(self, model: str) -> bool:
         """Whether any engine, also one that is down now, was ever seen to serve ``model``."""

@@ -18,8 +18,12 @@ from aiohttp import web
 
 from tests.support.kube_objects import Json
 
-PODS, SLICES = "pods", "endpointslices"
-_KINDS = {PODS: ("PodList", "v1"), SLICES: ("EndpointSliceList", "discovery.k8s.io/v1")}
+PODS, SLICES, POOLS = "pods", "endpointslices", "inferencepools"
+_KINDS = {
+    PODS: ("PodList", "v1"),
+    SLICES: ("EndpointSliceList", "discovery.k8s.io/v1"),
+    POOLS: ("InferencePoolList", "inference.networking.k8s.io/v1"),
+}
 
 
 class Event(NamedTuple):
@@ -65,7 +69,7 @@ class FakeKube:
         self.port = 0
         self.expired_pages = 0
         """So many of the next continued pages answer 410."""
-        self._objects: dict[str, dict[tuple[str, str], Json]] = {PODS: {}, SLICES: {}}
+        self._objects: dict[str, dict[tuple[str, str], Json]] = {kind: {} for kind in _KINDS}
         self._history: list[Event] = []
         self._compacted = 0
         self._changed = asyncio.Condition()
@@ -171,6 +175,9 @@ class FakeKube:
         wanted = dict(
             part.split("=", 1) for part in request.query.get("labelSelector", "").split(",") if part
         )
+        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
+        if name and one["metadata"]["name"] != name:
+            return False
         return all(one["metadata"]["labels"].get(key) == value for key, value in wanted.items())
 
     def _list(self, request: web.BaseRequest, resource: str) -> web.Response:
@@ -220,7 +227,7 @@ class FakeKube:
                             await self._changed.wait()
         except TimeoutError:
             if self.bookmark_at_end:
-                kind = "Pod" if resource == PODS else "EndpointSlice"
+                kind = _KINDS[resource][0].removesuffix("List")
                 mark = {"kind": kind, "metadata": {"resourceVersion": str(self.version)}}
                 await answer.write(_line({"type": "BOOKMARK", "object": mark}))
         return answer

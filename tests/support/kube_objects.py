@@ -131,3 +131,28 @@ def endpoint_slice(
             for key, port in ({"http": 8000} if ports is None else ports).items()
         ],
     }
+
+
+def inference_pool(
+    name: str, selector: dict[str, str], ports: list[int], *, namespace: str = "serving"
+) -> Json:
+    """A pool with the status that its gateway writes."""
+    accepted = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": ""}
+    return {
+        "kind": "InferencePool",
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "metadata": {"name": name, "namespace": namespace, "uid": f"uid-{name}", "labels": {}},
+        "spec": {
+            "selector": {"matchLabels": selector},
+            "targetPorts": [{"number": port} for port in ports],
+            "appProtocol": "http",
+            "endpointPickerRef": {
+                "group": "",
+                "kind": "Service",
+                "name": "kvatlas-epp",
+                "port": {"number": 9002},
+                "failureMode": "FailClose",
+            },
+        },
+        "status": {"parents": [{"parentRef": {"name": "gateway"}, "conditions": [accepted]}]},
+    }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import msgspec
 import pytest
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges
+from router.fleet.gauges import read_asleep, read_gauges, read_transfers
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import reachable
 from router.fleet.settings import FleetSettings
@@ -394,3 +395,46 @@ def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
             assert status.up
 
     asyncio.run(main())
+
+
+def test_what_nixl_counts_of_transfers_that_went_wrong() -> None:
+    text = b"""# TYPE vllm:nixl_num_kv_expired_reqs counter
+vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name="m"} 3.0
+vllm:nixl_num_kv_expired_reqs_total{engine="1",model_name="m"} 4.0
+vllm:nixl_num_kv_expired_reqs_created{engine="1",model_name="m"} 1.7e9
+vllm:nixl_num_notifications_after_expiry_total{engine="1",model_name="m"} 1
+vllm:nixl_num_failed_transfers_total{engine="0"} NaN
+vllm:nixl_num_descriptors_sum{engine="0"} 9
+"""
+    assert read_transfers(text, None) == {"kv_expired_reqs": 7.0, "notifications_after_expiry": 1.0}
+    assert read_transfers(text, 0) == {"kv_expired_reqs": 3.0}
+
+
+def test_ranks_that_are_found_have_their_servers_version_before_they_are_up() -> None:
+    async def main() -> None:
+        async with watching(lambda url: EngineAddress(url, role="decode")) as watch:
+            watch.server.answers["/version"] = page(b'{"version":"0.32.0"}')
+            watch.server.answers["/kv_event_sources"] = {"0": SOURCE, "1": SOURCE}
+            await watch.until(lambda: len(list(watch.fleet)) == 2 and all(one.up for one in watch.fleet))
+            assert [status.version for status in watch.fleet] == ["0.32.0", "0.32.0"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("role", ["decode", None])
+def test_the_version_of_engines_with_a_role_is_asked_for_and_their_role_is_kept(role: Any) -> None:
+    async def main() -> None:
+        async with watching(lambda url: EngineAddress(url, role=role)) as watch:
+            watch.server.answers["/version"] = page(b'{"version":"0.32.0"}')
+            watch.server.answers["/kv_event_sources"] = {"0": SOURCE}
+            await watch.until(lambda: all(status.publishes_events and status.up for status in watch.fleet))
+            (status,) = watch.fleet
+            assert status.engine.role == role
+            if role is None:
+                assert status.version is None
+                return
+            assert status.version == "0.32.0", "known before it is up"
+            watch.server.answers["/version"] = page(b'{"version":"0.33.0"}')
+            await watch.until(lambda: status.version == "0.33.0", "another one")
+
+    run(main())

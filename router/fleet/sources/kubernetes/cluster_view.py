@@ -1,22 +1,31 @@
-"""From pods and EndpointSlices to engines. Pure: the same objects always make the same picture.
+"""From pods, EndpointSlices and an InferencePool to engines. Pure: the same objects always make the same
+picture.
 
 With pods selected, each pod that runs and has an address is an engine; slices, where they are watched too,
 say whether it is ready and complete its ports; an endpoint that is no pod is an engine as well. With slices
-alone every endpoint is an engine. What an annotation says wins over a named port; what makes no sense counts
-as not given, and is told as a problem.
+alone every endpoint is an engine. An InferencePool selects pods, and each of its target ports is an engine at
+every pod, since a gateway knows no others: several are the ranks of one server. Otherwise, what an annotation
+says wins over a named port. What makes no sense counts as not given, and is told as a problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from router.fleet.identity import EngineAddress
+from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import DiscoveredEngine
-from router.fleet.sources.kubernetes.objects import Endpoint, EndpointSlice, Pod
+from router.fleet.sources.kubernetes.objects import Endpoint, EndpointSlice, InferencePool, Pod
 
 PREFIX = "kvatlas.io/"
+ROLE_LABEL = "llm-d.ai/role"
+_ROLES: dict[str, Role] = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "prefill-decode": "both",
+    "both": "both",
+}
 RANKS_MAX = 1024
 NOT_READY, TERMINATING, ANNOTATED = "not ready", "terminating", "drained by annotation"
 NO_SLICE = "in no EndpointSlice"
@@ -49,16 +58,21 @@ class _Server(NamedTuple):
     annotations: dict[str, str]
     held: str
     uid: str
+    role: str | None = None
 
 
 def read_cluster(
-    pods: Iterable[Pod], slices: Iterable[EndpointSlice], settings: KubernetesSettings
+    pods: Iterable[Pod],
+    slices: Iterable[EndpointSlice],
+    settings: KubernetesSettings,
+    target_ports: Sequence[int] = (),
 ) -> ClusterView:
-    """What these objects say; ``settings`` tell which of the two are watched, and names of ports."""
+    """What these objects say; ``settings`` tell which of them are watched, and names of ports.
+    ``target_ports``: of the pool."""
     places = _places(slices)
     by_pod: dict[tuple[str, str], _Place] = {p.pod: p for p in places if p.pod is not None}
     servers: list[_Server] = []
-    if settings.selector:
+    if settings.selector or settings.inference_pool:
         gated = bool(settings.service_selector)
         servers += [server for pod in pods for server in _of_pod(pod, by_pod, gated=gated)]
         places = [place for place in places if place.pod is None]
@@ -66,9 +80,28 @@ def read_cluster(
     discovered: dict[str, DiscoveredEngine] = {}
     problems: list[str] = []
     for server in sorted(servers, key=_rank):
-        for one in _engines(server, settings, problems):
+        for one in _engines(server, settings, target_ports, problems):
             discovered.setdefault(one.engine.engine_id, one)
     return ClusterView(sorted(discovered.values(), key=lambda one: one.engine.engine_id), problems)
+
+
+class PoolView(NamedTuple):
+    """What an InferencePool says: the pods' label selector, and their ports."""
+
+    selector: str
+    ports: tuple[int, ...]
+
+
+def read_pool(pools: Iterable[InferencePool], name: str) -> PoolView | None:
+    """None: there is no such pool. Raises ``ValueError`` for one that says nothing of use."""
+    pool = next((one for one in pools if one.metadata.name == name), None)
+    if pool is None:
+        return None
+    labels = pool.spec.selector.match_labels
+    ports = tuple(port.number for port in pool.spec.target_ports)
+    if not labels or not ports or not all(0 < port < 1 << 16 for port in ports):
+        raise ValueError(f"InferencePool {name}: it needs selector.matchLabels and targetPorts")
+    return PoolView(",".join(f"{key}={value}" for key, value in sorted(labels.items())), ports)
 
 
 def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> Iterator[_Server]:
@@ -94,7 +127,8 @@ def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> 
     if len(listed) == 1:
         ports.setdefault("", listed[0].container_port)
     where = f"{meta.namespace}/{meta.name}"
-    yield _Server(where, pod.status.pod_ip, ports, annotations, held, meta.uid)
+    role = (meta.labels or {}).get(ROLE_LABEL)
+    yield _Server(where, pod.status.pod_ip, ports, annotations, held, meta.uid, role)
 
 
 def _places(slices: Iterable[EndpointSlice]) -> list[_Place]:
@@ -141,7 +175,7 @@ def _rank(server: _Server) -> tuple[int, str, str]:
 
 
 def _engines(
-    server: _Server, settings: KubernetesSettings, problems: list[str]
+    server: _Server, settings: KubernetesSettings, target_ports: Sequence[int], problems: list[str]
 ) -> Iterator[DiscoveredEngine]:
     def number(name: str, most: int) -> int | None:
         text = server.annotations.get(PREFIX + name)
@@ -155,26 +189,33 @@ def _engines(
     def port(annotation: str, name: str) -> int | None:
         return number(annotation, 65535) or server.ports.get(name)
 
-    http = port("port", settings.port_name) or server.ports.get("") or settings.port
+    http = target_ports or [port("port", settings.port_name) or server.ports.get("") or settings.port]
     events = port("events-port", settings.events_port_name)
     replay = port("replay-port", settings.replay_port_name) if events else None
     snapshot = number("snapshot-port", 65535) if events else None
-    ranks = number("data-parallel-size", RANKS_MAX) or 1
+    ranks = len(http) if len(http) > 1 else number("data-parallel-size", RANKS_MAX) or 1
     if max(events or 0, replay or 0, snapshot or 0) + ranks - 1 > 65535:
         problems.append(f"{server.where}: event ports of {ranks} ranks reach beyond 65535")
         events = replay = snapshot = None
+    held = server.held
+    if server.role is not None and server.role not in _ROLES:
+        held = held or f"its role {server.role[:40]!r} is not known here"
+        problems.append(
+            f"{server.where}: label {ROLE_LABEL} = {server.role[:40]!r} is none of {', '.join(_ROLES)}"
+        )
     host = f"[{server.address}]" if ":" in server.address else server.address
     for rank in range(ranks):
         zmq = [None if base is None else f"tcp://{host}:{base + rank}" for base in (events, replay, snapshot)]
         engine = EngineAddress(
-            f"http://{host}:{http}",
-            rank if ranks > 1 else None,
+            f"http://{host}:{http[rank] if len(http) > 1 else http[0]}",
+            rank if ranks > len(http) else None,
             zmq[0],
             zmq[1],
             server.annotations.get(f"{PREFIX}topic", ""),
             zmq[2],
+            _ROLES.get(server.role or ""),
         )
-        yield DiscoveredEngine(engine, server.held, server.uid)
+        yield DiscoveredEngine(engine, held, server.uid)
 
 
 def _yes(annotations: dict[str, str], name: str) -> bool:

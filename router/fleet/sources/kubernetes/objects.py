@@ -28,6 +28,7 @@ class Meta(_Lenient, frozen=True):
     resource_version: str = ""
     deletion_timestamp: str | None = None
     annotations: dict[str, str] | None = None
+    labels: dict[str, str] | None = None
 
 
 class ContainerPort(_Lenient, frozen=True):
@@ -99,6 +100,26 @@ class EndpointSlice(_Lenient, frozen=True):
     ports: list[EndpointPort] | None = None
 
 
+class LabelSelector(_Lenient, frozen=True):
+    match_labels: dict[str, str] = {}
+
+
+class TargetPort(_Lenient, frozen=True):
+    number: int
+
+
+class PoolSpec(_Lenient, frozen=True):
+    selector: LabelSelector = LabelSelector()
+    target_ports: list[TargetPort] = []
+
+
+class InferencePool(_Lenient, frozen=True):
+    """``inference.networking.k8s.io/v1`` InferencePool."""
+
+    metadata: Meta
+    spec: PoolSpec = PoolSpec()
+
+
 class _ReceivedMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     resourceVersion: str = ""  # noqa: N815  # by lightkube's name for it
     name: msgspec.Raw = _ABSENT
@@ -106,6 +127,7 @@ class _ReceivedMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     uid: msgspec.Raw = _ABSENT
     deletionTimestamp: msgspec.Raw = _ABSENT  # noqa: N815
     annotations: msgspec.Raw = _ABSENT
+    labels: msgspec.Raw = _ABSENT
 
 
 class Received(NamespacedResourceG, msgspec.Struct, frozen=True, omit_defaults=True):
@@ -134,3 +156,12 @@ class ReceivedSlice(Received, frozen=True, omit_defaults=True):
     addressType: msgspec.Raw = _ABSENT  # noqa: N815
     endpoints: msgspec.Raw = _ABSENT
     ports: msgspec.Raw = _ABSENT
+
+
+class ReceivedPool(Received, frozen=True, omit_defaults=True):
+    """``inference.networking.k8s.io/v1`` InferencePool."""
+
+    _api_info = ApiInfo(
+        ResourceDef("inference.networking.k8s.io", "v1", "InferencePool"), "inferencepools", _VERBS
+    )
+    spec: msgspec.Raw = _ABSENT

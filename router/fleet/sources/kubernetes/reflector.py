@@ -21,12 +21,12 @@ from lightkube import ApiError, AsyncClient, ConfigError, NotReadyError
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import SourceStats
 from router.fleet.sources.kubernetes.access import AccessError
-from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod, Received
+from router.fleet.sources.kubernetes.objects import EndpointSlice, InferencePool, Pod, Received
 from router.fleet.sources.kubernetes.store import ObjectStore
 from router.fleet.sources.kubernetes.transport import BadAnswerError, RefusedError, WatchEndedError
 
 _log = structlog.get_logger()
-T = TypeVar("T", Pod, EndpointSlice)
+T = TypeVar("T", Pod, EndpointSlice, InferencePool)
 _Events = AsyncGenerator[tuple[str, Received], None]
 _GONE = 410
 _RETRY_S_MIN = 0.2
@@ -43,7 +43,8 @@ _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Reflector(Generic[T]):
-    """Runs until cancelled. ``changed`` is called whenever ``store`` may differ."""
+    """Runs until cancelled. ``changed`` is called whenever ``store`` may differ; ``selector`` is of labels,
+    ``name`` that of the only object wanted."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Reflector(Generic[T]):
         namespace: str,
         selector: str,
         *,
+        name: str = "",
         settings: KubernetesSettings,
         stats: SourceStats,
         changed: Callable[[], None],
@@ -66,7 +68,9 @@ class Reflector(Generic[T]):
         self._kind: type[T] = kind
         self._namespace = namespace
         # lightkube writes a key without a value as it is given
-        self._labels: dict[str, Any] = {selector: None}
+        self._selected: dict[str, Any] = {"labels": {selector: None}} if selector else {}
+        if name:
+            self._selected["fields"] = {"metadata.name": name}
         self._where = f"{client.config.cluster.server}: {kind.__name__} in {namespace}"
         self._settings = settings
         self._stats = stats
@@ -131,7 +135,7 @@ class Reflector(Generic[T]):
     async def _list(self) -> None:
         found: list[T] = []
         listing = self._client.list(
-            self._resource, namespace=self._namespace, labels=self._labels, chunk_size=_PAGE
+            self._resource, namespace=self._namespace, chunk_size=_PAGE, **self._selected
         )
         async with asyncio.timeout(_LIST_S):
             async for one in listing:
@@ -159,7 +163,7 @@ class Reflector(Generic[T]):
         events = self._client.watch(
             self._resource,
             namespace=self._namespace,
-            labels=self._labels,
+            **self._selected,
             server_timeout=max(1, round(watch_s)),
             resource_version=self._version,
         )

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from router.fleet.sources.kubernetes.objects import EndpointSlice, Pod
+from router.fleet.sources.kubernetes.objects import EndpointSlice, InferencePool, Pod
 
-T = TypeVar("T", Pod, EndpointSlice)
+T = TypeVar("T", Pod, EndpointSlice, InferencePool)
 _DELETED_MAX = 4096
 """Deleted objects remembered until the next list."""
 
@@ -64,7 +64,7 @@ class ObjectStore(Generic[T]):
         return True
 
 
-def _key(one: Pod | EndpointSlice) -> tuple[str, str]:
+def _key(one: Pod | EndpointSlice | InferencePool) -> tuple[str, str]:
     return one.metadata.namespace, one.metadata.name
 
 

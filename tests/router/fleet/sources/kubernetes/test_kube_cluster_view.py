@@ -233,3 +233,24 @@ def test_whatever_the_objects_say_it_makes_a_picture(data: st.DataObject) -> Non
     ids = [one.engine.engine_id for one in found.discovered]
     assert len(set(ids)) == len(ids)
     assert seen(pods[::-1], slices[::-1], chosen).discovered == found.discovered
+
+
+@pytest.mark.parametrize(
+    ("label", "role"),
+    [
+        ("prefill", "prefill"),
+        ("decode", "decode"),
+        ("prefill-decode", "both"),
+        ("both", "both"),
+        (None, None),
+    ],
+)
+def test_the_label_of_llm_d_gives_a_pod_its_role(label: str | None, role: Any) -> None:
+    labels = {"app": "vllm"} | ({} if label is None else {"llm-d.ai/role": label})
+    assert [one.role for one in engines([pod("a", "10.0.0.1", labels=labels)])] == [role]
+
+
+def test_a_pod_of_another_role_gets_no_requests() -> None:
+    view = seen([pod("a", "10.0.0.1", labels={"llm-d.ai/role": "encode"})])
+    assert [bool(one.held) for one in view.discovered] == [True]
+    assert "llm-d.ai/role = 'encode'" in view.problems[0]
