@@ -1,19 +1,17 @@
 """One engine's events turned into residency: the writer's side of the index.
 
-For every event in order: its plane (medium, group) is found, the group learned, the hash scheme detected,
-and the index told of one more or one less copy. Blocks outside the GPU teach nothing; ``offloaded.py`` counts
-them. Events that make no sense (unknown medium or kind) cost
-themselves only and are counted by reason. Copies are counted, never merged; re-reports of a
-``kv_cache_report_mode=full`` engine are recognised and not counted where the operator says they occur.
+For every event in order: its plane (medium, group) is found, what it shows of groups and hashes is learned
+(``learn/knowledge.py``), and the index told of one more or one less copy. Blocks outside the GPU teach
+nothing; ``offloaded.py`` counts them. Events that make no sense (unknown medium or kind) cost themselves only
+and are counted by reason. Copies are counted, never merged; re-reports of a ``kv_cache_report_mode=full``
+engine are recognised and not counted where the operator says they occur.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from publisher.block_hash import HashScheme, PromptExtras, block_hashes
+from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import (
     AllBlocksCleared,
     BlockHash,
@@ -22,11 +20,11 @@ from publisher.events import (
     DecodedBatch,
     to_block_hash,
 )
-from publisher.groups import Family, GroupSpec, scheduler_block_size
+from publisher.groups import GroupSpec
 from router.index.base import Index, Plane
-from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
-from router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
-from router.index.learn.prefixes import LearnedKeys
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.knowledge import EngineKnowledge
+from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
 from router.index.learn.root_events import root_event
 from router.index.media import GPU
@@ -43,11 +41,7 @@ _ON_GPU = frozenset({None, "", GPU})
 """How events name the engine's own pool."""
 
 
-def _nobody() -> None:
-    """There is nobody to tell."""
-
-
-class EngineResidency:
+class EngineResidency(EngineKnowledge):
     """What one engine holds, how its cache is laid out, and how its hashes are made."""
 
     def __init__(
@@ -58,113 +52,21 @@ class EngineResidency:
         known_schemes: Callable[[], Iterable[HashScheme]] = tuple,
         shared_layouts: dict[CacheLayout, CacheLayout] | None = None,
     ) -> None:
-        self.engine_id = engine_id
+        layouts = {} if shared_layouts is None else shared_layouts
+        super().__init__(engine_id, facts, known_schemes, layouts)
         self.index = index
-        self.facts = facts
-        self.rejected: Counter[str] = Counter()
         self.events = 0
         self.re_reports = 0
-        self._known_schemes = known_schemes
-        self.changed: Callable[[], None] = _nobody
-        """Told whenever layout, scheme, mode or stores may have changed."""
-        self.scheme: HashScheme | None = None
-        """The scheme to hash prompts with: the engine's own, or ours in learned mode; None before either."""
-        self._shared_layouts = {} if shared_layouts is None else shared_layouts
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())
 
     def _reset(self, expected: tuple[GroupSpec, ...]) -> None:
-        self._groups = GroupLearner(self.facts, expected)
-        self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
-        self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
-        self.assumed: HashScheme | None = None
-        self._learned: LearnedKeys | None = LearnedKeys()
-        self._layout: CacheLayout | None = None
-        self._lookahead = 0
+        self._unlearn(expected)
         self.removals = RemovalEvidence()
         self._planes: dict[int | None, Plane] = {}
         self._settled: dict[tuple[int | None, int], Plane] = {}
         self._outside.reset()
         self._settle()
-
-    @property
-    def detection(self) -> Detection:
-        return self._detector.state
-
-    def _settle(self) -> None:
-        """Something changed that predictions rest on."""
-        self.scheme = self._found_scheme()
-        self.changed()
-
-    def check_integrity(self) -> list[str]:
-        """Works out anew what is kept; an empty list, or one sentence per contradiction."""
-        if self.scheme != self._found_scheme():
-            return [f"{self.engine_id}: scheme {self.scheme} is kept, {self._found_scheme()} was found"]
-        return []
-
-    def _found_scheme(self) -> HashScheme | None:
-        if self._detector.scheme is not None:
-            return self._detector.scheme
-        if self._detector.state is Detection.LEARNED and self._groups.groups:
-            return learned_scheme(self._unit(), self._lookahead)
-        return None
-
-    @property
-    def mode(self) -> str:
-        """How its hashes are had: the state of detection, or ``assumed`` while a scheme is only assumed."""
-        return str(self.detection) if self.assumed is None else "assumed"
-
-    def offer(self, prompt: Sequence[int], extras: PromptExtras) -> bool:
-        """A prompt to be placed somewhere: blocks that this engine told of may stand in it. True if that (or
-        ``confirm``) changed what is known of its hashes."""
-        if self._groups.groups:
-            self._detector.offer(prompt, extras, self._unit())
-        return self._after_detection()
-
-    def confirm(self, scheme: HashScheme) -> None:
-        """It holds blocks of a prompt hashed by this scheme: that is the proof."""
-        self._detector.confirm(scheme)
-        self._after_detection()
-
-    def doubt(self) -> None:
-        """It reported more cached tokens than the assumed scheme made expect."""
-        self._detector.doubt()
-        self._after_detection()
-        self._settle()
-
-    @property
-    def doubted(self) -> bool:
-        """Whether receipts spoke against what was assumed."""
-        return self._detector.doubted
-
-    @property
-    def unproven(self) -> bool:
-        """Whether nothing is known of its hashes for sure; see ``SchemeDetector``."""
-        return self._detector.unproven
-
-    @property
-    def learned(self) -> LearnedKeys | None:
-        """The translation to use for look-ups; None in native mode."""
-        return self._learned if self._detector.state is Detection.LEARNED else None
-
-    @property
-    def layout(self) -> CacheLayout | None:
-        """Learned so far; None before the first stored block."""
-        return self._layout
-
-    @property
-    def missing_facts(self) -> tuple[str, ...]:
-        """Configuration without which this model's hits cannot be predicted."""
-        return self._layout.missing_facts if self._layout is not None else ()
-
-    @property
-    def assumed_kinds(self) -> frozenset[int]:
-        """Groups taken for full attention because nothing says what they are."""
-        return frozenset(self._groups.assumed_kinds)
-
-    @property
-    def scheme_mismatches(self) -> int:
-        return self._detector.mismatches
 
     @property
     def stores(self) -> frozenset[str]:
@@ -185,12 +87,7 @@ class EngineResidency:
 
         What the snapshot did not teach of the engine's hashes stays as it was known; its counts are exact.
         """
-        if self._detector.state is not Detection.NATIVE and old._detector.state is not Detection.WAITING:
-            self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
-            self.assumed = old.assumed
-            self._relayout()
-        if self._layout is None:
-            self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
+        self._inherit(old)
         self.removals = old.removals  # what was learned of the publisher; it is the same
         self.index.adopt(self.engine_id, old.engine_id)
         self.engine_id = self._outside.engine_id = old.engine_id
@@ -226,16 +123,6 @@ class EngineResidency:
                 self.clear()
         if self._detector.state is Detection.SEARCHING:
             self.advance_detection()
-
-    def advance_detection(self) -> None:
-        """One bounded slice of a running seed search."""
-        self._detector.advance()
-        self._after_detection()
-
-    def finish_detection(self) -> None:
-        """Run a seed search to its end (for tools without an event loop)."""
-        self._detector.finish()
-        self._after_detection()
 
     def _stored(self, event: BlockStored) -> None:
         if event.medium not in _ON_GPU:
@@ -334,69 +221,6 @@ class EngineResidency:
         if plane is None:
             plane = self._planes[group_idx] = Plane(GPU, group_idx or 0)
         return plane
-
-    def _learn_group(self, event: BlockStored) -> bool:
-        if event.num_tokens() < max(1, len(event.block_hashes)) * event.block_size or not event.block_size:
-            self.rejected["tokens_do_not_fill_blocks"] += 1
-            return False
-        try:
-            changed = self._groups.observe(event)
-        except ValueError:
-            self.rejected["unknown_kind"] += 1
-            return False
-        ahead = event.lookahead_token_ids
-        if ahead and len(ahead[0]) != self._lookahead:
-            self._lookahead, changed = len(ahead[0]), True
-        if changed:
-            self._relayout()
-        return True
-
-    def _relayout(self) -> None:
-        scheme = self._detector.scheme or self.assumed
-        unit = scheme.hash_block_size if scheme is not None else None
-        if self._groups.groups:
-            layout = make_layout(self._groups.groups, self.facts, unit, self._lookahead)
-            self._layout = self._shared_layouts.setdefault(layout, layout)
-        self._settle()
-
-    def _unit(self) -> int:
-        return math.gcd(*(group.block_size for group in self._groups.groups))
-
-    def _usual_unit(self) -> int:
-        """The hash block of an engine whose operator chose none: with Mamba states at every block it is that
-        of the scheduler."""
-        groups = self._groups.groups
-        dense = any(g.family is Family.MAMBA and g.mamba_cache_mode == "all" for g in groups)
-        return scheduler_block_size(groups) if dense else self._unit()
-
-    def _detect(self, event: BlockStored) -> None:
-        if event.parent_block_hash is not None:
-            self._detector.observe_child(event, self.facts.lora_paths)
-        elif self._groups.groups:
-            self._detector.observe(root_event(event, self.facts.lora_paths), event, self._unit())
-        self._after_detection()
-
-    def _assumed(self) -> HashScheme | None:
-        groups = self._groups.groups
-        if not groups:
-            return None
-        hidden = all(group.family is Family.CHUNKED for group in groups)
-        return self._detector.assumed(self._usual_unit(), self._lookahead, hidden=hidden)
-
-    def _after_detection(self) -> bool:
-        """Take over what the detector found; whether anything changed."""
-        now = self._detector.state, self._detector.scheme
-        assumed = self._assumed()
-        if now == self._detected and assumed == self.assumed:
-            return False
-        self._detected, self.assumed = now, assumed
-        self._relayout()
-        if self._detector.state is Detection.NATIVE:
-            self._learned = None
-        elif self._learned is None:
-            self._learned = LearnedKeys()
-        self._settle()
-        return True
 
     def _is_re_report(self, event: BlockStored) -> bool:
         """A full store from token 0 of blocks that were already a hit: the engine reports, nothing is new.

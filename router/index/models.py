@@ -93,6 +93,12 @@ class Scopes:
         if model is not None:
             self.scope(model).remove(engine_id)
 
+    def relearn(self, base_model: str) -> None:
+        """What is known of the model has changed: no engine serves it until it is assigned again."""
+        for engine_id in [one for one, model in self._model_of.items() if model == base_model]:
+            self.remove(engine_id)
+        self._by_model.pop(base_model, None)
+
     def advance_detection(self) -> bool:
         """One slice of every running seed search; True while any is left."""
         searching = [engine for scope in self._by_model.values() for engine in scope.searching()]

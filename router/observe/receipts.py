@@ -60,6 +60,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Who tokenized the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
+    leg: str = ""
+    """``prefill``: it computed the prompt for another engine; ``decode``: it fetched what another one had
+    computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
+    gap_s: float | None = None
+    """Of a decode leg: seconds between the answer of the prefill engine and this request."""
     waited_s: float = 0.0
     """Seconds that the request waited in the router before an engine was asked."""
     index_problem: str = ""

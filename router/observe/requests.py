@@ -21,8 +21,9 @@ Fields = list[tuple[bytes, bytes]]
 _log = structlog.get_logger()
 MODELS_MAX = 256
 OTHER = "other"
-GONE, BROKEN = "client_gone", "broken_stream"
-"""Instead of the status, where the client left before the end, and where the engine broke off."""
+GONE, BROKEN, UNSEEN = "client_gone", "broken_stream", "unseen"
+"""Instead of the status, where the client left before the end, where the engine broke off, and where a
+gateway passed the answer on without showing it."""
 _TEXT_MAX = 200
 _TELL_EVERY_S = 5.0
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -166,6 +167,7 @@ class RequestRecord:
         "times",
         "trace",
         "tracker",
+        "unseen",
         "usage",
         "waited_s",
         "why",
@@ -188,6 +190,7 @@ class RequestRecord:
         self.explained = False
         """Why it will not be answered is in the log already."""
         self.broken = False
+        self.unseen = False
         self.bytes_in = 0
         self.bytes_out = 0
         self.waited_s = 0.0
@@ -237,6 +240,8 @@ class RequestRecord:
         """The label ``status``."""
         if self.broken:
             return BROKEN
+        if self.unseen:
+            return UNSEEN
         if self.gone or not self.status:
             return GONE
         return str(self.status)

@@ -176,6 +176,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     storage_load_s_per_token: float = 5e-5
     """Seconds to load one token from storage. Default: 100 KB of KV per token at 2 GB/s, between a Redis
     server and a store over TCP that writes straight into host memory."""
+    sequence_s: float = 0.02
+    """Seconds charged for each request that an engine already has, where part of the prompt can be loaded
+    from memory outside the GPUs: little is computed then, and blocks for sequences that generate are what is
+    short."""
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
     queue saves."""
@@ -217,6 +221,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in (
             "load_s_per_token",
             "storage_load_s_per_token",
+            "sequence_s",
             "queue_gap_s",
             "tie_s",
             "tie_fraction",

@@ -8,6 +8,7 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
          + premium * (the two above)     what others will pay for the pages that this visit takes
          + load * cpu + fetch * storage  blocks e copies back instead of computing them
          + decode * running              what running sequences cost the prefill
+         + sequence * (running + waiting)    only where some engine could load a part of the prompt
 
     offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
@@ -24,6 +25,9 @@ The premium (``eviction_premium``) is a second price of a computed token: beside
 page, and a page that is wanted again has to go for it, to be computed once more later. A cost without it
 looks at this prompt alone, and copies what another engine holds as soon as a short queue makes the copy
 cheaper; every copy makes all caches smaller. Found by simulation: docs/decisions/005-eviction-premium.md.
+
+The price of a sequence: where memory behind the GPUs works, a fifth of the tokens is computed, and what is
+short is no longer compute but blocks for sequences that generate. Found by simulation as well: 010.
 
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
@@ -56,17 +60,19 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
     return Cost(*weigh((candidate,), prompt_tokens, settings)[0])
 
 
-def weigh(candidates: Iterable[Candidate], prompt_tokens: int, settings: PolicySettings) -> list[Weighed]:
+def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> list[Weighed]:
     """The cost of each candidate: the fields of ``Cost``, in order."""
     # Plain comparisons, locals and tuples: this runs once per engine and request.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
     beta, premium = settings.beta, settings.eviction_premium
     weighed: list[Weighed] = []
+    loads = False
     for candidate in candidates:
         hit, queue_s, load_s = candidate.hit, candidate.queue_s, 0.0
         cached, trunk, rate = hit.whole_tokens, hit.trunk_tokens, candidate.prefill_s_per_token
         cached = most if cached > most else cached  # noqa: FURB136
         if cached > hit.soon_tokens:
+            loads = True
             near = min(hit.near_tokens, cached)
             load_s = settings.load_s_per_token * (near - hit.soon_tokens)
             load_s += settings.storage_load_s_per_token * (cached - near)
@@ -91,7 +97,22 @@ def weigh(candidates: Iterable[Candidate], prompt_tokens: int, settings: PolicyS
                 trunk,
             )
         )
-    return weighed
+    return _with_sequences(candidates, weighed, settings.sequence_s) if loads else weighed
+
+
+def _with_sequences(
+    candidates: Sequence[Candidate], weighed: Iterable[Weighed], sequence_s: float
+) -> list[Weighed]:
+    """The same where a part of the prompt can be loaded: the price of sequences is in ``decode_s``."""
+    dearer: list[Weighed] = []
+    for candidate, parts in zip(candidates, weighed, strict=True):
+        engine, queue_s, prefill_s, load_s, decode_s, credit_s, eviction_s, total_s, uncached, trunk = parts
+        more_s = sequence_s * (candidate.running + candidate.waiting)
+        decode_s, total_s = decode_s + more_s, total_s + more_s
+        dearer.append(
+            (engine, queue_s, prefill_s, load_s, decode_s, credit_s, eviction_s, total_s, uncached, trunk)
+        )
+    return dearer
 
 
 def choose(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import structlog
@@ -25,13 +25,18 @@ from router.index.models import Scopes
 from router.openai.apis import PROMPT_APIS
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
+from router.pd.course import Course
+from router.pd.settings import PdSettings
+from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
-from router.placement.candidate import Ask, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, Choice, PolicySettings, ask
 from router.placement.engine import NO_LOOK, Accounts, Engine, Look, PromptView, SharedView
 from router.placement.holding.hold import Hold
-from router.placement.placement import Decision, Placement
+from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
+from router.placement.split.apart import Apart
+from router.placement.split.legs import DecodePlacement, PrefillPlacement
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -39,6 +44,7 @@ from router.proxy.attempt import Fields
 
 _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
+_NO_PD = PdSettings()
 
 
 class Planner:
@@ -58,33 +64,47 @@ class Planner:
         check_every: int = 0,
         shared: SharedView | None = None,
         queue: QueueSettings = _NO_QUEUE,
+        pd: PdSettings = _NO_PD,
+        pd_stats: PdStats | None = None,
     ) -> None:
         self._fleet = fleet
         self._scopes = scopes
         self._reader = reader
         self._accounts = accounts
-        self._settings = settings
         self._retention = retention
-        self._expose = expose_decision
-        self._check_every = check_every
         self._decisions = 0
         self._shared = shared
-        self._policy = policy(settings.policy)
+        self._pd = pd
+        self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self.hold: Hold | None = None
-        """Keeps requests while engines are saturated, where they are to wait."""
-        if queue.saturation_s is not None:
-            self.hold = Hold(queue, queue.saturation_s, fleet, now=accounts.now)
-            accounts.room = self.hold.room
+        """Keeps requests while engines are saturated, where they are to wait, or once were."""
+        self.configure(settings, queue, expose_decision=expose_decision, check_every=check_every)
 
-    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Placement:
-        """Choose an engine and open its entries. Raises ``ApiError`` where nobody can be asked, or not soon
-        enough. Who is placed again has waited already."""
-        decision = await self._decide(request, exclude)
+    def configure(
+        self, settings: PolicySettings, queue: QueueSettings, *, expose_decision: bool, check_every: int
+    ) -> None:
+        """What holds from the next decision on. Raises ``ValueError`` for a policy that there is not."""
+        self._policy = policy(settings.policy)
+        self._settings = settings
+        self._expose = expose_decision
+        self._check_every = check_every
+        if self.hold is not None:
+            self.hold.configure(queue)
+        elif queue.saturation_s is not None:
+            self.hold = Hold(queue, self._fleet, now=self._accounts.now)
+            self._accounts.room = self.hold.room
+
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+    ) -> Placement:
+        """Choose an engine, or two, and open their entries. Raises ``ApiError`` where nobody can be asked, or
+        not soon enough. Who is placed again has waited already."""
+        decision = await self._decide(request, exclude, course=course)
         if self._check_every:
             self._check()
         hold = self.hold
-        if hold is None or exclude or not hold.holds(request, decision):
+        if hold is None or exclude or course is not None or not hold.holds(request, decision):
             return self._placed(request, decision, 0.0)
         if request.trace is not None:
             request.trace.phase("queue")
@@ -92,12 +112,17 @@ class Planner:
         ticket = await hold.wait(request, decision)
         try:
             waited_s = self._accounts.now() - began_s
-            decision = await self._decide(request, exclude, decision.read)
+            decision = await self._decide(request, exclude, decision.read, course=course)
             return self._placed(request, decision, waited_s)
         finally:
             hold.room.leave(ticket)
 
     def _placed(self, request: InboundRequest, decision: Decision, waited_s: float) -> Placement:
+        split = decision.split
+        if split is not None:
+            if split.body is not None:
+                return self._placed_apart(request, decision, split, waited_s)
+            self.pd_stats.count(self.pd_stats.whole, split.why)
         return Placement(
             request,
             decision,
@@ -105,6 +130,30 @@ class Planner:
             retention=self._retention,
             client_headers=self._client_headers(decision) if self._expose else (),
             waited_s=waited_s,
+        )
+
+    def _placed_apart(
+        self, request: InboundRequest, decision: Decision, split: Split, waited_s: float
+    ) -> DecodePlacement:
+        """The place at the decode engine is taken before the other one is asked."""
+        prefill = None
+        if split.prefill is not None:
+            prefill = PrefillPlacement(
+                request,
+                split.prefill,
+                self._accounts,
+                retention=self._retention,
+                waited_s=waited_s,
+                rest_s=self._pd.no_connector_s,
+            )
+        return DecodePlacement(
+            request,
+            decision,
+            split,
+            self._accounts,
+            retention=self._retention,
+            client_headers=self._client_headers(decision) if self._expose else (),
+            prefill=prefill,
         )
 
     def _check(self) -> None:
@@ -133,9 +182,12 @@ class Planner:
         read: Prompt | TextAffinity | None = None,
         *,
         rehearsal: bool = False,
+        course: Course | None = None,
     ) -> Decision:
         """``read``: what the prompt has been found to be, where that is known."""
         engines = self._holders(request, self._askable(request.model, exclude), exclude)
+        apart = self._apart(request, exclude, course) if self._fleet.has_roles else None
+        asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if read is None and request.method == "POST" and request.path in PROMPT_APIS:
             if request.trace is not None:
@@ -143,28 +195,41 @@ class Planner:
             read = await self._reader.read(request)
         schemes: dict[HashScheme, None] = {}
         if isinstance(read, Prompt):
-            schemes = _schemes(engines)
+            schemes = _schemes(asked_of)
             for scheme in schemes:
                 await self._reader.hashes(read, scheme)
+        if apart is not None:
+            await apart.read_body(read)
         if request.trace is not None:
             request.trace.phase("decide")
-        look = NO_LOOK if self._shared is None else await self._look(self._shared, read, engines, rehearsal)
+        look = NO_LOOK if self._shared is None else await self._look(self._shared, read, asked_of, rehearsal)
         if self.hold is not None:
             self.hold.others(look.load)
-        engines = [engine for engine in engines if not engine.closed]
+        engines, asked_of = _still_there(engines), _still_there(asked_of)
         if not engines:  # they left while the prompt was being read
             raise no_ready_engine("The engines that serve this model have just been removed; retry shortly.")
         now = self._accounts.now()
         if isinstance(read, Prompt):
-            asked = self._asked(read, engines, schemes, look, now, detail=rehearsal)
+            asked = self._asked(read, asked_of, schemes, look, now, detail=rehearsal)
             question = self._question(read, next(iter(schemes)))
         else:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
             question = Ask(asked.tokens, key, read.keys[0] if read is not None and read.keys else key)
         candidates = tuple([engine.candidate(asked, now) for engine in engines])
-        choice = self._policy(candidates, question, self._settings, state)
-        return Decision(read, asked.tokens, tuple(engines), candidates, choice, look.problem)
+
+        def pick(among: Sequence[Candidate]) -> Choice:
+            return self._policy(among, question, self._settings, state)
+
+        if apart is None:
+            return Decision(read, asked.tokens, tuple(engines), candidates, pick(candidates), look.problem)
+        plain = Decision(read, asked.tokens, tuple(engines), candidates, pick(candidates), look.problem)
+        return apart.decide(plain, asked, question, pick, now)
+
+    def _apart(self, request: InboundRequest, exclude: frozenset[str], course: Course | None) -> Apart:
+        apart = Apart(request, course, self._pd, self._settings)
+        apart.find_helpers(self._fleet.ready(request.model), exclude, self._accounts.now())
+        return apart
 
     async def _look(
         self, shared: SharedView, read: Prompt | TextAffinity | None, engines: list[Engine], detail: bool
@@ -178,6 +243,8 @@ class Planner:
 
     def _askable(self, model: str | None, exclude: frozenset[str]) -> list[Engine]:
         ready = self._fleet.ready(model)
+        if self._fleet.has_roles:
+            ready = self._answering(ready)
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
@@ -195,6 +262,16 @@ class Planner:
                 "All engines are rate-limiting (Retry-After).", retry_after_s=math.ceil(min(waits_s))
             )
         return willing
+
+    @staticmethod
+    def _answering(ready: list[Engine]) -> list[Engine]:
+        """Those that give answers to clients."""
+        found = [engine for engine in ready if engine.engine.answers]
+        if ready and not found:
+            raise no_ready_engine(
+                "Only prefill engines are ready for this model; GET /ready gives the reason."
+            )
+        return found
 
     def _holders(
         self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
@@ -288,9 +365,17 @@ class Planner:
     def _client_headers(decision: Decision) -> Fields:
         """What the client is told of the decision."""
         hit, headers = decision.candidate.hit, [(b"x-kvatlas-engine", decision.engine.engine_id.encode())]
+        split = decision.split
+        if split is not None and split.prefill is not None:
+            hit = split.prefill.candidate.hit
+            headers.append((b"x-kvatlas-prefill-engine", split.prefill.engine.engine_id.encode()))
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         return tuple(headers)
+
+
+def _still_there(engines: list[Engine]) -> list[Engine]:
+    return [engine for engine in engines if not engine.closed]
 
 
 def _schemes(engines: list[Engine]) -> dict[HashScheme, None]:

@@ -144,7 +144,7 @@ class Engine(EngineStatus):
 
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving"),
-        *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "shadow"),
+        *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "rests_until", "shadow"),
     )
 
     def __init__(
@@ -168,6 +168,8 @@ class Engine(EngineStatus):
         """What it probably holds; only of an engine without events."""
         self.feed: FeedStats | None = None
         """Of the feed that runs here; None where none does."""
+        self.rests_until = 0.0
+        """It is not asked to compute prompts for others before, since it handed nothing over."""
         self._accounts = accounts
         self._elsewhere = elsewhere
         self._leaving = leaving

@@ -9,7 +9,7 @@ import msgspec
 from router.index.seats import EngineHit
 from router.placement.candidate import Candidate, Hit
 from router.placement.engine import Engine
-from router.placement.placement import Decision
+from router.placement.placement import Decision, Split
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 
@@ -28,13 +28,42 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
         },
         "index_problem": decision.index_problem,
         "waits": decision.waits,
-        "engines": [
-            _engine(engine, candidate, msgspec.to_builtins(cost), decision.prompt_tokens)
-            for engine, candidate, cost in zip(
-                decision.engines, decision.candidates, decision.choice.costs, strict=True
-            )
-        ],
+        **({} if decision.split is None else {"split": _split(decision.split)}),
+        "engines": _engines(decision),
     }
+
+
+def _split(split: Split) -> dict[str, Any]:
+    """Whether the prompt is computed elsewhere; ``why`` not, and what both would cost."""
+    told = {
+        "why": split.why,
+        "local_s": split.local_s,
+        "remote_s": split.remote_s,
+        "transfer_tokens": split.lacks_tokens,
+        "transfer_s": split.transfer_s,
+    }
+    prefill = split.prefill
+    if prefill is None:
+        return {**told, "prefill": None}
+    hit, choice = prefill.candidate.hit, prefill.choice
+    chosen = {
+        "engine": choice.engine_id,
+        "reason": choice.reason,
+        "hit_tokens": hit.whole_tokens,
+        "hit_by_medium": hit.by_medium,
+        "uncached_tokens": choice.uncached_tokens,
+        "engines": _engines(prefill),
+    }
+    return {**told, "prefill": chosen}
+
+
+def _engines(decision: Decision) -> list[dict[str, Any]]:
+    return [
+        _engine(engine, candidate, msgspec.to_builtins(cost), decision.prompt_tokens)
+        for engine, candidate, cost in zip(
+            decision.engines, decision.candidates, decision.choice.costs, strict=True
+        )
+    ]
 
 
 def _prompt(decision: Decision) -> dict[str, Any]:

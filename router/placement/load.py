@@ -9,6 +9,10 @@ the next one starts when the head's first token is seen. That is how vLLM schedu
 account is corrected by evidence instead of drifting. Where evidence cannot come (an answer that is not
 streamed), or is overdue, the head counts as done after its time and the next one starts.
 
+The answer of some requests is not seen at all (``unseen``): their prompts count as done after their time, and
+they end when whoever sent them says so, or when the engine's own gauges show fewer requests than the account
+has; the oldest of them are those that ended.
+
 Load that the router did not cause (other routers, direct clients) is what the engine's own gauges show beyond
 the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
 replicas tell each other (``own``, ``OthersLoad``) is better and sooner known, and counts where it is more.
@@ -20,6 +24,7 @@ twice changes nothing. Times are the caller's clock and must not go backwards.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -38,6 +43,10 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Size of a foreign prompt until the router has sent prompts of its own there."""
     awaited_max: int = 4096
     """Awaited prompts per engine; beyond it the oldest counts as done."""
+    answer_s: float = 10.0
+    """From a first token to the answer's end, until answers were seen."""
+    unseen_s_min: float = 1.0
+    """Gauges say nothing of a request that was sent less than this before: it may not be there yet."""
 
 
 class LoadStats(msgspec.Struct):
@@ -53,6 +62,8 @@ class LoadStats(msgspec.Struct):
     """Placed requests that the engine refused or broke off."""
     overdue: int = 0
     """Streamed prompts whose first token came later than ``LoadSettings`` waits for."""
+    ended_by_gauges: int = 0
+    """Requests whose answers were not seen and which the engine's own numbers showed to have ended."""
     overflow: int = 0
     """Prompts dropped from the account by ``awaited_max``."""
 
@@ -90,6 +101,9 @@ class Ticket(msgspec.Struct, eq=False):
     streams: bool
     load_s: float = 0.0
     """What the engine is expected to spend loading offloaded blocks for it."""
+    sent_s: float = 0.0
+    begun_s: float = 0.0
+    """When its prompt was done."""
     awaited: bool = True
     ended: bool = False
 
@@ -105,9 +119,9 @@ class LoadAccount:
     """
 
     __slots__ = (
-        *("_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
+        *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
         *("_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
-        *("_mean_tokens", "_running", "_settings", "_sure"),
+        *("_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
         *("rates", "stats"),
     )
 
@@ -121,6 +135,8 @@ class LoadAccount:
         self._awaited_tokens = 0
         self._awaited_load_s = 0.0
         self._running = 0
+        self._unseen: dict[Ticket, Callable[[], None]] = {}  # in the order of admission
+        self._answer_s = settings.answer_s  # mean, from a first token to the end
         self._head_s = 0.0  # when the engine began with the head
         self._sure = True  # whether _head_s is a fact (idle engine or first token seen) or a guess
         self._carried_tokens = 0  # of prompts that overtook the head
@@ -140,7 +156,7 @@ class LoadAccount:
             self._advance(now)
         if not self._awaited:
             self._head_s, self._sure, self._carried_tokens = now, True, 0
-        ticket = Ticket(uncached_tokens if uncached_tokens > 1 else 1, streams, load_s)  # noqa: FURB136
+        ticket = Ticket(uncached_tokens if uncached_tokens > 1 else 1, streams, load_s, now)  # noqa: FURB136
         self._awaited[ticket] = None
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
@@ -149,8 +165,18 @@ class LoadAccount:
         self.stats.admitted += 1
         if len(self._awaited) > self._settings.awaited_max:
             self.stats.overflow += 1
-            self._start(next(iter(self._awaited)))
+            self._start(next(iter(self._awaited)), now)
             self._head_s, self._sure = now, False
+        return ticket
+
+    def hold(self, now: float) -> Ticket:
+        """A request will run there whose prompt is computed elsewhere: its place is kept from now on."""
+        if self._awaited:
+            self._advance(now)
+        ticket = Ticket(0, streams=False, awaited=False, begun_s=now)
+        self._running += 1
+        self._last_admit_s = now
+        self.stats.admitted += 1
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> PrefillSample | None:
@@ -165,7 +191,7 @@ class LoadAccount:
         was_head = next(iter(self._awaited)) is ticket
         foreign_running, foreign_waiting = self._foreign(now)
         running = self._running + foreign_running
-        self._start(ticket)
+        self._start(ticket, now)
         if not was_head:
             self._carried_tokens += ticket.uncached_tokens
             return None
@@ -175,9 +201,21 @@ class LoadAccount:
         self._head_s, self._sure, self._carried_tokens = now, True, 0
         return sample if known else None
 
+    def unseen(self, ticket: Ticket, now: float, ended: Callable[[], None]) -> float:
+        """Nothing will be heard of it any more. Returns the seconds after which it should be over; ``ended``
+        is called when the gauges show that it has ended sooner."""
+        if ticket.ended:
+            return 0.0
+        ticket.streams = False
+        self._unseen[ticket] = ended
+        return self.queue_ahead_s(now) + self._answer_s
+
     def finish(self, ticket: Ticket, now: float) -> None:
         """The answer ended, or its client went away."""
-        self.stats.finished += not ticket.ended
+        if not ticket.ended:
+            self.stats.finished += 1
+            if not ticket.awaited and ticket not in self._unseen:
+                self._answer_s += 0.1 * (now - ticket.begun_s - self._answer_s)
         self._end(ticket, now)
 
     def fail(self, ticket: Ticket, now: float) -> None:
@@ -188,11 +226,23 @@ class LoadAccount:
     def report(self, *, running: int, waiting: int, now: float) -> None:
         """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``."""
         self._advance(now)
+        self._end_unseen(self._running + len(self._awaited) - running - waiting, now)
         own_awaited = len(self._awaited)
         foreign = max(0, running + waiting - own_awaited - self._running)
         self._foreign_waiting = min(foreign, max(0, waiting - own_awaited))
         self._foreign_running = foreign - self._foreign_waiting
         self._gauges_s = now
+
+    def _end_unseen(self, count: int, now: float) -> None:
+        """So many requests less are there than the account has."""
+        before_s = now - self._settings.unseen_s_min
+        for ticket, ended in list(self._unseen.items()) if count > 0 else ():
+            if count <= 0 or ticket.sent_s > before_s:
+                break
+            count -= 1
+            self.stats.ended_by_gauges += 1
+            self.finish(ticket, now)
+            ended()
 
     def queue_ahead_s(self, now: float) -> float:
         """Seconds of prefill and loads still to do there before a prompt sent now would start."""
@@ -248,6 +298,8 @@ class LoadAccount:
             problems.append(f"awaited tokens {self._awaited_tokens} are not their sum")
         if not math.isclose(self._awaited_load_s, sum(t.load_s for t in self._awaited), abs_tol=1e-6):
             problems.append(f"awaited loads of {self._awaited_load_s} s are not their sum")
+        if any(t.ended for t in self._unseen):
+            problems.append("ended requests still pass unseen")
         if self._running < 0 or any(t.ended or not t.awaited for t in self._awaited):
             problems.append("ended requests are still counted")
         return problems
@@ -265,8 +317,8 @@ class LoadAccount:
             if now - self._head_s < allowed_s:
                 break
             self.stats.overdue += head.streams
-            self._start(head)
             self._head_s += allowed_s
+            self._start(head, self._head_s)
             self._sure, self._carried_tokens = False, 0
         return rate
 
@@ -275,8 +327,9 @@ class LoadAccount:
             return 0, 0
         return self._foreign_running, self._foreign_waiting
 
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket, now: float) -> None:
         """From awaited to running."""
+        ticket.begun_s = now
         del self._awaited[ticket]
         self._awaited_tokens -= ticket.uncached_tokens
         # Nothing awaited is nothing to load: errors of rounding do not add up.
@@ -291,6 +344,7 @@ class LoadAccount:
         if ticket.awaited:
             if next(iter(self._awaited)) is ticket:
                 self._head_s, self._sure, self._carried_tokens = now, False, 0
-            self._start(ticket)
+            self._start(ticket, now)
+        self._unseen.pop(ticket, None)
         self._running -= 1
         ticket.ended = True

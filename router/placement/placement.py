@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -20,9 +20,11 @@ from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Receipt
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
+from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Choice, Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt, keeps
+from router.placement.load import Ticket
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
@@ -30,6 +32,22 @@ from router.proxy.paths import CACHE_RESETS
 
 _REQUEST_ID_BYTES_MAX = 256
 """Clients choose it, and receipts are kept."""
+
+
+class Split(msgspec.Struct, frozen=True):
+    """What was decided on computing a prompt on one engine for another. ``why``: it is not, for this."""
+
+    why: str = ""
+    body: SplitBody | None = None
+    prefill: Decision | None = None
+    """The engine that computes it, and what else there was; None where it is not, or has been already."""
+    lacks_tokens: int = 0
+    """What the decode engine would be sent."""
+    transfer_s: float = 0.0
+    local_s: float | None = None
+    """Cost of the best engine alone."""
+    remote_s: float | None = None
+    """Cost of the best pair."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -44,6 +62,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
     waits: bool = False
     """Explained: the request would have to wait in the queue now."""
+    split: Split | None = None
+    """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
 
     @property
     def engine(self) -> Engine:
@@ -60,6 +80,8 @@ class Placement(Attempt):
     """One request on one engine, with the decision that put it there. ``retention``: tokens between the
     blocks that the engine keeps of every prompt; None: it keeps all."""
 
+    _is_answer: ClassVar[bool] = True
+    """The client gets this engine's answer."""
     __slots__ = (
         "_accounts",
         "_answered",
@@ -67,6 +89,7 @@ class Placement(Attempt):
         "_prefilled",
         "_ticket",
         "_ttft_s",
+        "_unseen",
         "decision",
         "engine",
     )
@@ -80,6 +103,7 @@ class Placement(Attempt):
         retention: Callable[[str], int | None],
         client_headers: Fields,
         waited_s: float = 0.0,
+        later: bool = False,
     ) -> None:
         engine, choice = decision.engine, decision.choice
         rank = engine.engine.dp_rank
@@ -95,20 +119,16 @@ class Placement(Attempt):
             engine_headers=() if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),),
             client_headers=client_headers,
             waited_s=waited_s,
+            later=later,
         )
         self.decision = decision
         self.engine = engine
         self._accounts = accounts
-        self._answered = self._prefilled = False
+        self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
-        self._ticket = engine.load.admit(
-            uncached_tokens=choice.uncached_tokens,
-            now=self.asked_s,
-            streams=request.stream,
-            load_s=cost.load_s,
-        )
+        self._ticket = self._admit()
         if accounts.room is not None:
-            accounts.room.charge(request.claim, engine.base_model or "", choice.uncached_tokens)
+            self._charge(accounts.room, self.uncached_tokens)
         self._flying: InflightPrompt | None = None
         read = decision.read
         if isinstance(read, Prompt):
@@ -116,13 +136,35 @@ class Placement(Attempt):
                 engine.engine_id,
                 read.hashes(engine.scheme),
                 self.asked_s,
-                _kept(engine, decision.candidate.hit, read.num_tokens, retention(engine.base_model or "")),
+                self._keeps(read, retention(engine.base_model or "")),
             )
-            accounts.hot.add(
-                request.model or "", read.hashes(engine.scheme), engine.scheme.hash_block_size, self.asked_s
-            )
+            if self._is_answer:
+                accounts.hot.add(
+                    request.model or "",
+                    read.hashes(engine.scheme),
+                    engine.scheme.hash_block_size,
+                    self.asked_s,
+                )
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
+
+    def _admit(self) -> Ticket:
+        """Its place in the load account."""
+        choice = self.decision.choice
+        return self.engine.load.admit(
+            uncached_tokens=choice.uncached_tokens,
+            now=self.asked_s,
+            streams=self.request.stream,
+            load_s=choice.cost.load_s,
+        )
+
+    def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
+        """The prefixes of the prompt that the engine will be able to hit, in hash blocks."""
+        return _kept(self.engine, self.decision.candidate.hit, read.num_tokens, retention)
+
+    def _charge(self, room: WaitingRoom, tokens: int) -> None:
+        """Its tenant has so many more tokens computed."""
+        room.charge(self.request.claim, self.engine.base_model or "", tokens)
 
     def facts(self) -> dict[str, Any]:
         """See ``Attempt``."""
@@ -146,6 +188,12 @@ class Placement(Attempt):
         urls = dict.fromkeys(decision.engines[i].engine.base_url for i in order)
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
+
+    def unseen(self, ended: Callable[[], None]) -> float:
+        """See ``Attempt``."""
+        super().unseen(ended)
+        self._answered = self._unseen = True
+        return self.engine.load.unseen(self._ticket, self.now(), ended)
 
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""
@@ -196,15 +244,22 @@ class Placement(Attempt):
         if not engine.closed and isinstance(self.decision.read, Prompt):
             if not self._prefilled:
                 self._served()
-            receipt = self._receipt(usage)
-            engine.receipts.add(receipt)
-            accounts.receipts.add(receipt)
-            if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
-                engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
-            if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
-                engine.residency.writer.doubt()
-        if accounts.access is not None and self.request.path in PROMPT_APIS:
+            if not self._unseen:
+                self._learn(self._receipt(usage))
+        # What passed unseen reported nothing: there is neither a receipt nor a line of the access log.
+        logs = self._is_answer and not self._unseen and self.request.path in PROMPT_APIS
+        if accounts.access is not None and logs:
             self._log_access(accounts.access, usage, now)
+
+    def _learn(self, receipt: Receipt) -> None:
+        """From what the engine reported."""
+        engine = self.engine
+        engine.receipts.add(receipt)
+        self._accounts.receipts.add(receipt)
+        if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
+            engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
+        if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
+            engine.residency.writer.doubt()
 
     def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:
         """What its tenant was charged for is now known; and there may be room for others."""
@@ -212,15 +267,14 @@ class Placement(Attempt):
         if self._answered:
             room.settle(claim, pool, charged, usage)
         else:
-            room.charge(claim, pool, -charged)
+            self._charge(room, -charged)
         room.changed()
 
     def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
-        read, candidate = self.decision.read, self.decision.candidate
+        read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
             log.skip()
             return
-        hit = candidate.hit
         log.add(
             Access(
                 arrived_s=time.time() - (now - self.asked_s),
@@ -234,9 +288,14 @@ class Placement(Attempt):
                 cached_tokens=usage.cached_tokens if usage is not None else None,
                 ttft_s=self._ttft_s,
                 duration_s=now - self.asked_s,
-                queue_s=candidate.queue_s,
+                queue_s=self.decision.candidate.queue_s,
             )
         )
+
+    @property
+    def _reported_hit(self) -> Hit:
+        """What is predicted of the ``cached_tokens`` in the answer."""
+        return self.decision.candidate.hit
 
     def _receipt(self, usage: Usage | None) -> Receipt:
         decision, hit = self.decision, self.decision.candidate.hit
@@ -278,11 +337,11 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -
         alignment=layout.alignment,
         hash_block_size=layout.hash_block_size,
         retention_interval=retention,
-        every_block=_only_full(layout),
+        every_block=only_full(layout),
     )
 
 
 @lru_cache(maxsize=256)
-def _only_full(layout: CacheLayout) -> bool:
+def only_full(layout: CacheLayout) -> bool:
     """Every group is full attention: every block is a boundary."""
     return all(c.family is Family.FULL for c in layout.classes)

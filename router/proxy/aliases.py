@@ -32,6 +32,11 @@ class Aliases:
                 raise ValueError(f"{name}: {min(chained)} is an alias itself; name a served model")
         self._shares = {name: tuple(weights.items()) for name, weights in shares.items()}
 
+    @classmethod
+    def of(cls, shares: Mapping[str, Mapping[str, float]]) -> Aliases | None:
+        """None where there are no such names."""
+        return cls(shares) if shares else None
+
     def items(self) -> list[tuple[str, list[str]]]:
         """Every name, and the models that it may stand for."""
         return [(name, [to for to, weight in shares if weight]) for name, shares in self._shares.items()]

@@ -34,6 +34,8 @@ from router.openai.errors import (
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
+from router.pd.settings import PdSettings
+from router.pd.stats import PdStats
 from router.proxy.aliases import Aliases, with_model
 from router.proxy.carrier import Outbound
 from router.proxy.forward import Forwarder, Placer
@@ -74,20 +76,34 @@ class ProxyApp:
         aliases: Aliases | None = None,
         tls: ssl.SSLContext | None = None,
         claims: bool = False,
+        pd: PdSettings | None = None,
+        pd_stats: PdStats | None = None,
     ) -> None:
-        self.settings = settings or ProxySettings()
+        settings = settings or ProxySettings()
         self.stats = stats or ProxyStats()
+        self.pd_stats = pd_stats or PdStats()
         self.requests = requests or RequestTracker(clock)
         self._gate = gate
+        self.client = UpstreamClient(settings, self.stats, clock, tls)
+        self._forwarder = Forwarder(
+            planner,
+            self.client,
+            settings=settings,
+            stats=self.stats,
+            clock=clock,
+            pd=pd or PdSettings(),
+            pd_stats=self.pd_stats,
+        )
+        self.configure(settings, aliases, claims=claims)
+
+    def configure(self, settings: ProxySettings, aliases: Aliases | None, *, claims: bool) -> None:
+        """What holds for requests from now on, and for connections made from now on."""
+        self.settings = settings
+        self._forwarder.configure(settings)
+        self.client.configure(settings)
         self._aliases = aliases
         self._claims = claims
-        self.client = UpstreamClient(self.settings, self.stats, clock, tls)
-        self._rules = Rules(
-            not self.settings.trust_client_kv_transfer_params, self.settings.kv_cache_report_mode
-        )
-        self._forwarder = Forwarder(
-            planner, self.client, settings=self.settings, stats=self.stats, clock=clock
-        )
+        self._rules = Rules(not settings.trust_client_kv_transfer_params, settings.kv_cache_report_mode)
 
     def close(self) -> None:
         """Close all connections to engines."""
@@ -195,7 +211,7 @@ class ProxyApp:
         record.model = model or ""
         carrier = scope.get("extensions", _NONE).get(CARRIER)
         if carrier is not None:
-            request.among = carrier.among
+            request.among, request.whole = carrier.among, True
         return Outbound(request, head, target, record, entry, carrier)
 
     async def _named(self, body: bytes, model: str) -> bytes:

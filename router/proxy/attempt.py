@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from router.openai.request import InboundRequest, Usage
+from router.pd.bodies import SplitBody
 from router.proxy.breaker import Breaker
 
 _TOO_MANY = 429
@@ -25,8 +26,8 @@ class Attempt:
     ``expected_s``: seconds that the engine should need until its first token. ``now``: monotonic seconds."""
 
     __slots__ = (
-        *("_breaker", "_heard", "_open", "asked_s", "base_url", "client_headers", "engine_headers"),
-        *("engine_id", "expected_s", "now", "request", "uncached_tokens", "waited_s"),
+        *("_breaker", "_heard", "_open", "asked_s", "base_url", "body", "client_headers", "engine_headers"),
+        *("engine_id", "expected_s", "now", "prefill", "request", "uncached_tokens", "version", "waited_s"),
     )
 
     def __init__(
@@ -42,6 +43,7 @@ class Attempt:
         engine_headers: Fields = (),
         client_headers: Fields = (),
         waited_s: float = 0.0,
+        later: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.base_url = base_url
@@ -58,8 +60,21 @@ class Attempt:
         self._breaker = breaker
         self._heard = False
         self._open = True
-        self.asked_s = now()
-        breaker.begin(self.asked_s, streams=request.stream)
+        self.body: SplitBody | None = None
+        """Of a request that this engine takes over after another one has computed its prompt."""
+        self.prefill: Attempt | None = None
+        """That other engine, which is to be asked first; None: it has been."""
+        self.version: str | None = None
+        """What the engine runs, of one that computes prompts for others."""
+        if later:
+            self.asked_s = now()
+        else:
+            self.asked()
+
+    def asked(self) -> None:
+        """The engine is asked now; said by whoever made this to be asked ``later``."""
+        self.asked_s = self.now()
+        self._breaker.begin(self.asked_s, streams=self.request.stream)
 
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
@@ -68,6 +83,12 @@ class Attempt:
     def next_best(self, count: int) -> tuple[str, ...]:
         """Base URLs of up to so many engines that would have been chosen after this one, in order."""
         return ()
+
+    def unseen(self, ended: Callable[[], None]) -> float:
+        """The answer will not be seen. Returns after how many seconds it should be over; ``ended`` is called
+        where that is known sooner."""
+        self._breaker.unseen(self.asked_s)
+        return 0.0
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""
@@ -101,6 +122,16 @@ class Attempt:
         if wait_s > 0:
             self._breaker.refused(xxhash.xxh3_64_intdigest(self.request.body), wait_s, now)
         return self._end(None, "status")
+
+    def fetch_failed(self) -> bool:
+        """The engine could not fetch what another one had computed, which says little of it."""
+        return self._end(None, "status")
+
+    def handed_over(self, gap_s: float) -> None:
+        """The engine is told of blocks that another one has held for it for so long."""
+
+    def held_nothing(self) -> None:
+        """The engine was to keep a prompt for another one, and has no connector for that."""
 
     def broke(self, reason: str) -> bool:
         """The connection failed, for one of ``router.openai.request.FAILURES``, or could not be had within

@@ -114,6 +114,11 @@ class Silence:
         if streams and self.asked_at == math.inf:
             self.asked_at = now
 
+    def unseen(self, asked_at: float) -> None:
+        """Nobody will hear of the request that was sent then."""
+        if self.asked_at == asked_at:
+            self.asked_at = math.inf
+
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """A client left without a byte. Returns whether that is evidence."""
         waited_s = now - asked_at
@@ -182,6 +187,11 @@ class Breaker:
         self._silence.begin(now, streams=streams)
         if streams:
             self._told()
+
+    def unseen(self, asked_at: float) -> None:
+        """The answer to the request that went there then will not be seen: no evidence of anything."""
+        self._silence.unseen(asked_at)
+        self._told()
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""

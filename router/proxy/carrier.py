@@ -4,7 +4,7 @@ client already and is told where to send it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -51,8 +51,9 @@ class Answer(Protocol):
 class Carrier(Protocol):
     """Takes a request to the engine of an attempt, and brings the answer."""
 
-    def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> Awaitable[Answer]:
-        """Send it, and wait for the answer's head. Raises ``UpstreamError``."""
+    def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> Awaitable[Answer | None]:
+        """Send it, and wait for the answer's head; None: it went to the client unseen, and should be over.
+        Raises ``UpstreamError``."""
 
     def done(self, answer: Answer) -> None:
         """The answer is not needed any more."""
@@ -67,8 +68,14 @@ class OwnConnections:
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
 
-    def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> Awaitable[Any]:
-        """See ``Carrier``."""
+    def ask(
+        self,
+        attempt: Attempt,
+        out: Outbound,
+        timeout_s: float,
+        once: Callable[[], None] | None = None,
+    ) -> Awaitable[Any]:
+        """See ``Carrier``; ``once`` as for ``UpstreamClient.exchange``."""
         request = out.request
         origin = self._client.origin(attempt.base_url)
         has_body = request.body or out.head.content_length is not None or request.method == "POST"
@@ -80,7 +87,7 @@ class OwnConnections:
             own=attempt.engine_headers,
             length=len(request.body) if has_body else None,
         )
-        return self._client.exchange(origin, request.method, head, request.body, timeout_s)
+        return self._client.exchange(origin, request.method, head, request.body, timeout_s, once=once)
 
     def done(self, answer: Any) -> None:
         """See ``Carrier``."""

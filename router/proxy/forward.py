@@ -5,12 +5,15 @@ can still be replaced without the client noticing; from the first byte given to 
 retry. A request that breaks an engine (500, or the connection ends before the first byte) is given to one
 other engine and then to none: some requests break every engine they meet. A placement ends exactly once, with
 ``finished`` or ``failed``, also when this is cancelled.
+
+A placement on two engines has the first one asked (``split/legs.py``) while the second one's place is held;
+what the second one may be told, and what comes after a failure, is for the request's ``Course``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -29,17 +32,19 @@ from router.openai.errors import (
     retry_after_s,
 )
 from router.openai.request import InboundRequest
+from router.pd.course import Course
+from router.pd.settings import PdSettings
+from router.pd.stats import PdStats
+from router.pd.transfer import NixlPull
 from router.proxy.answers.relay import AnswerRelay, engine_failed
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
+from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs
 from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
-_BROKEN = 500
-_REFUSALS = frozenset({429, 500, 502, 503, 504})
-"""Statuses after which another engine is asked: this one is busy, broken or going down."""
 _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
 _BREAK_LINES_MAX = 10
@@ -57,9 +62,12 @@ class Refusal(msgspec.Struct, gc=False):
 class Placer(Protocol):
     """Chooses the engine for a request."""
 
-    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> Attempt:
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+    ) -> Attempt:
         """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is nobody to ask. A request may
-        be placed several times (a retry before the first byte), never on an engine in ``exclude``."""
+        be placed several times (a retry before the first byte), never on an engine in ``exclude``;
+        ``course``: it has been placed on two engines, and what may come now."""
 
 
 class Forwarder:
@@ -73,14 +81,23 @@ class Forwarder:
         settings: ProxySettings,
         stats: ProxyStats,
         clock: Callable[[], float],
+        pd: PdSettings,
+        pd_stats: PdStats,
     ) -> None:
         self._planner = planner
         self._own = OwnConnections(client)
         self._settings = settings
         self._stats = stats
         self._clock = clock
+        self._legs = Legs(
+            self._own, NixlPull(), pd=pd, proxy=settings, stats=pd_stats, proxy_stats=stats, clock=clock
+        )
         self._lines = 0
         self._lines_second = 0
+
+    def configure(self, settings: ProxySettings) -> None:
+        """What holds for requests from now on."""
+        self._settings = self._legs.proxy = settings
 
     async def forward(self, out: Outbound, send: Send) -> None:
         """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.
@@ -90,13 +107,14 @@ class Forwarder:
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
-        breaks = 0
+        breaks = attempt = 0
+        course: Course | None = None
         carrier = out.carrier or self._own
-        for attempt in range(self._settings.attempts_max):
+        while attempt < self._settings.attempts_max:
             if attempt and self._clock() >= retry_end:
                 break
             try:
-                placement = await self._planner.place(out.request, exclude=exclude)
+                placement = await self._place(out, exclude, course)
             except ApiError:
                 if outcome is None:
                     raise
@@ -104,30 +122,61 @@ class Forwarder:
             if attempt:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
-            out.record.placed(
-                placement.engine_id,
-                completion=out.request.path in PROMPT_APIS,
-                waited_s=placement.waited_s,
-            )
-            out.record.why = placement.facts
-            if out.entry is not None:
-                out.entry.placed(placement.uncached_tokens)
-            if out.record.trace is not None:
-                placement.engine_headers += out.record.trace.asks(placement.engine_id, placement.facts())
-            outcome = await self._attempt(placement, out, carrier, send)
+            if course is None and placement.body is not None:
+                course = self._legs.course()
+            try:
+                outcome = await self._carry(placement, out, carrier, send, course)
+            except AgainError as again:  # at most once for each prefill that the course allows, and once more
+                breaks += again.broke
+                if breaks < _BREAKS_MAX:
+                    continue
+                self._stats.requests_quarantined += 1
+                outcome = outcome or UpstreamError("reset")
+                break
             if outcome is None:
                 return
+            attempt += 1
             exclude |= {placement.engine_id}
-            sent = not isinstance(outcome, UpstreamError) or outcome.sent
-            if sent and out.request.method not in REPEATABLE:
+            if _unrepeatable(out.request, outcome):
                 break
-            if _broke(outcome):
-                breaks += 1
-                out.record.explained = True
-                self._tell_break(out.request, placement.engine_id, outcome, last=breaks == _BREAKS_MAX)
-            if breaks == _BREAKS_MAX or not carrier.may_retry():
+            breaks = self._note_break(out, placement.engine_id, outcome, breaks)
+            if breaks >= _BREAKS_MAX or not carrier.may_retry():
                 break
         await self._give_up(outcome, out.record, send)
+
+    async def _place(self, out: Outbound, exclude: frozenset[str], course: Course | None) -> Attempt:
+        if course is None:
+            return await self._planner.place(out.request, exclude=exclude)
+        return await self._planner.place(out.request, exclude=exclude | course.failed, course=course)
+
+    async def _carry(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: Course | None
+    ) -> Refusal | UpstreamError | None:
+        """See ``_attempt``; before it, the prompt is computed by another engine, where the placement says so.
+        Raises ``AgainError``."""
+        if out.entry is not None:
+            out.entry.placed(placement.uncached_tokens)
+        try:
+            if placement.body is not None and course is not None:
+                if placement.prefill is not None:
+                    self._tell(placement.prefill, out)
+                    await self._legs.prefill(placement.prefill, placement.body, out, course)
+                placement.asked()
+            self._tell(placement, out)
+            return await self._attempt(placement, out, carrier, send, course)
+        finally:
+            placement.finished(None)
+
+    @staticmethod
+    def _tell(placement: Attempt, out: Outbound) -> None:
+        """An engine is asked now."""
+        record = out.record
+        record.placed(
+            placement.engine_id, completion=out.request.path in PROMPT_APIS, waited_s=placement.waited_s
+        )
+        record.why = placement.facts
+        if record.trace is not None:
+            placement.engine_headers += record.trace.asks(placement.engine_id, placement.facts())
 
     def _tell_retry(
         self, record: RequestRecord, outcome: Refusal | UpstreamError | None, engine_id: str
@@ -142,6 +191,16 @@ class Forwarder:
                 next=engine_id,
                 problem=_why(outcome),
             )
+
+    def _note_break(
+        self, out: Outbound, engine_id: str, outcome: Refusal | UpstreamError, breaks: int
+    ) -> int:
+        """How many engines it has broken now."""
+        if not _broke(outcome):
+            return breaks
+        out.record.explained = True
+        self._tell_break(out.request, engine_id, outcome, last=breaks + 1 >= _BREAKS_MAX)
+        return breaks + 1
 
     def _tell_break(
         self, request: InboundRequest, engine_id: str, outcome: Refusal | UpstreamError, *, last: bool
@@ -180,19 +239,26 @@ class Forwarder:
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
     async def _attempt(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send
+        self,
+        placement: Attempt,
+        out: Outbound,
+        carrier: Carrier,
+        send: Send,
+        course: Course | None,
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
         connection: Answer | None = None
-        settings = self._settings
-        timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
         try:
-            connection = await carrier.ask(placement, out, timeout_s)
+            connection = await self._ask(placement, out, carrier, course)
+            if connection is None:
+                out.record.unseen = True
+                return None
             own = placement.client_headers
             if out.entry is not None:
                 own += out.entry.answer_headers()
             head = read_answer_headers(connection.headers, out.head.request_id, own)
-            if connection.status in _REFUSALS:
+            if connection.status in REFUSALS:
+                self._legs.failed(placement, course, connection.status)
                 body = await self._read_refusal(connection)
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
                 if placement.refused(connection.status, wait_s):
@@ -210,6 +276,7 @@ class Forwarder:
             )
             await relay.run()
         except UpstreamError as error:
+            self._legs.failed(placement, course)
             engine_failed(placement, error, self._stats)
             return error
         except asyncio.CancelledError:
@@ -220,7 +287,15 @@ class Forwarder:
         finally:
             if connection is not None:
                 carrier.done(connection)
-            placement.finished(None)
+
+    def _ask(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None
+    ) -> Awaitable[Answer | None]:
+        settings = self._settings
+        timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
+        if course is not None and placement.body is not None:
+            return self._legs.fetch(placement, placement.body, out, course, timeout_s)
+        return carrier.ask(placement, out, timeout_s)
 
     async def _read_refusal(self, connection: Answer) -> bytes:
         """The body of an error answer. One that is too long to keep counts as no answer."""
@@ -236,8 +311,14 @@ def _why(outcome: Refusal | UpstreamError) -> str:
     return outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}"
 
 
+def _unrepeatable(request: InboundRequest, outcome: Refusal | UpstreamError) -> bool:
+    """Whether the engine may have taken it, and it must not be sent twice."""
+    sent = not isinstance(outcome, UpstreamError) or outcome.sent
+    return sent and request.method not in REPEATABLE
+
+
 def _broke(outcome: Refusal | UpstreamError) -> bool:
     """Whether the request may have broken the engine: it was there, and no answer came of it."""
     if isinstance(outcome, Refusal):
-        return outcome.status == _BROKEN
+        return outcome.status == BROKEN
     return outcome.sent and outcome.reason != "overflow"

@@ -149,6 +149,14 @@ class GroupLearner:
         """Whether groups are expected that no event has confirmed yet."""
         return bool(self._expected)
 
+    def expect(self, groups: tuple[GroupSpec, ...]) -> bool:
+        """Another engine of the same model has these; True when the groups changed."""
+        missing = {group.group_idx: group for group in groups} if self._started else {}
+        for idx in self._expected.keys() | self._groups.keys():
+            missing.pop(idx, None)
+        self._expected |= missing
+        return bool(missing)
+
     def observe(self, event: BlockStored) -> bool:
         """Learn from one GPU event with blocks of at least one token; True when the groups changed.
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from publisher.block_hash import PromptHashes
 from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Runs, Slot, Words
+from router.index.store.recall import HASHES_MIN, Recall
 from router.index.store.rows import Patterns, Steps, slot_position
 
 _SWEEP_SLICE = 512
@@ -53,6 +56,7 @@ class MemoryIndex:
     def __init__(self) -> None:
         self._row_of: dict[BlockHash, int] = {}
         self._patterns = Patterns()
+        self._recall = Recall()
         self._columns: dict[tuple[Plane, int], int] = {}
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
@@ -66,12 +70,14 @@ class MemoryIndex:
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         lane = self._lane(engine_id, plane)
         row_of, steps = self._row_of, lane.set
+        stamps, mask, now = self._recall.stamps, self._recall.mask, self._recall.now
         get, new = row_of.get, 0
         for block in hashes:
             row = get(block, 0)
             step = steps[row]
             if step != row:
                 row_of[block] = step
+                stamps[block & mask] = now
                 new += 1
             else:
                 lane.extra[block] = lane.extra.get(block, 0) + 1
@@ -86,6 +92,7 @@ class MemoryIndex:
             return ()
         left: list[BlockHash] = []
         row_of, steps, extra = self._row_of, lane.clear, lane.extra
+        stamps, mask, now = self._recall.stamps, self._recall.mask, self._recall.now
         for block in hashes:
             if extra and block in extra:
                 self._drop_copy(extra, block)
@@ -97,6 +104,7 @@ class MemoryIndex:
                 self._unknown_removals += 1
                 continue
             lane.count -= 1
+            stamps[block & mask] = now
             if step:
                 row_of[block] = step
             else:
@@ -147,12 +155,16 @@ class MemoryIndex:
         return None if slot is None else Slot(*slot_position(slot))
 
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
-        numbers = self._numbers(hashes)
+        numbers: npt.NDArray[np.integer[Any]]
+        if isinstance(hashes, PromptHashes) and len(hashes) >= HASHES_MIN:
+            numbers = self._recall.rows(hashes, self._numbers)
+        else:
+            numbers = self._numbers(hashes)
         found = self._patterns.matrix.take(numbers, axis=0)
         columns = {key: found[:, column] for key, column in self._columns.items()}
         return Rows(len(hashes), columns, self._runs(numbers, found))
 
-    def _runs(self, numbers: npt.NDArray[np.intp], found: Words) -> Runs | None:
+    def _runs(self, numbers: npt.NDArray[np.integer[Any]], found: Words) -> Runs | None:
         changes = (numbers[1:] != numbers[:-1]).nonzero()[0]
         if not len(numbers) or len(changes) >= _RUNS_MAX:
             return None
@@ -281,6 +293,7 @@ class MemoryIndex:
         del self._sweep[-_SWEEP_SLICE:]
 
     def _drop_unused_rows(self) -> None:
+        self._recall.begin()
         renumbered = self._patterns.keep_only(sorted(set(self._row_of.values())))
         self._row_of = {block: new for block, row in self._row_of.items() if (new := renumbered[row])}
         for lanes in self._lanes.values():

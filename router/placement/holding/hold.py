@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from router.admission.queue.fair import Lane
 from router.admission.queue.room import Ticket, WaitingRoom
 from router.admission.queue.settings import QueueSettings
@@ -27,18 +29,23 @@ _OTHERS_FRESH_S = 1.0
 
 
 class Hold:
-    """The waiting room of a fleet. ``hold_s``: seconds of prompts queued that make an engine saturated."""
+    """The waiting room of a fleet. Without ``saturation_s`` no engine is ever saturated: those that wait go,
+    and nobody joins them."""
 
-    def __init__(
-        self, settings: QueueSettings, hold_s: float, fleet: Fleet[Engine], *, now: Callable[[], float]
-    ) -> None:
-        self._settings = settings
-        self._hold_s = hold_s
+    def __init__(self, settings: QueueSettings, fleet: Fleet[Engine], *, now: Callable[[], float]) -> None:
         self._fleet = fleet
         self._now = now
         self._others: Mapping[str, OthersLoad] = {}
         self._others_s = -math.inf
         self.room = WaitingRoom(settings, clock=now, gap_s=self._gap_s)
+        self.configure(settings)
+
+    def configure(self, settings: QueueSettings) -> None:
+        """What holds from now on, for those that wait too."""
+        off = settings.saturation_s is None
+        self._hold_s = math.inf if settings.saturation_s is None else settings.saturation_s
+        self._settings = msgspec.structs.replace(settings, engine_requests_max=None) if off else settings
+        self.room.configure(settings)
 
     def others(self, load: Mapping[str, OthersLoad]) -> None:
         """What other replicas have in flight, as just heard."""
@@ -77,7 +84,7 @@ class Hold:
         model, only = lane
         now = self._now()
         ready = [one for one in self._fleet.ready(model) if only is None or one.engine_id == only]
-        gaps = [self._gap_at(one, now) for one in ready if one.breaker.allows(now)]
+        gaps = [self._gap_at(one, now) for one in ready if one.engine.answers and one.breaker.allows(now)]
         return min(gaps) if gaps else 0.0
 
     def _gap_at(self, engine: Engine, now: float) -> float:

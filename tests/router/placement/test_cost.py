@@ -37,7 +37,7 @@ def test_cost_is_the_stated_formula() -> None:
         prefill_s_per_token=0.001,
         decode_interference_s=0.002,
     )
-    knobs = PolicySettings(beta=0.5, eviction_premium=0.25, load_s_per_token=0.0001)
+    knobs = PolicySettings(beta=0.5, eviction_premium=0.25, load_s_per_token=0.0001, sequence_s=0.0)
     parts = cost(candidate, 8000, knobs)
     assert parts.queue_s == 0.7
     assert parts.prefill_s == pytest.approx(5.0)  # 8000 - 1000 - 2000 tokens
@@ -127,6 +127,20 @@ def test_slow_storage_is_worth_less_than_host_memory() -> None:
     none = make_candidate("none")
     assert choose([none, storage, cpu], 8000, DEFAULTS).engine_id == "cpu"
     assert choose([none, storage], 8000, DEFAULTS).engine_id == "storage"
+
+
+def test_where_prompts_are_loaded_every_request_an_engine_has_costs_and_elsewhere_none_does() -> None:
+    knobs = PolicySettings(sequence_s=0.05)
+    loads = make_candidate("loads", cpu_tokens=4000, trunk_tokens=4000, running=3, waiting=1)
+    computes = make_candidate("computes", running=2)
+    for candidate, sequences in zip(choose([loads, computes], 8000, knobs).costs, (4, 2), strict=True):
+        plain = cost(loads if sequences == 4 else computes, 8000, PolicySettings(sequence_s=0.0))
+        assert candidate.decode_s == pytest.approx(plain.decode_s + 0.05 * sequences)
+        assert candidate.total_s == pytest.approx(plain.total_s + 0.05 * sequences)
+    alone = choose([computes, make_candidate("idle")], 8000, knobs).costs[0]
+    assert alone.decode_s == cost(computes, 8000, knobs).decode_s == 0.0
+    crowded = changed(loads, running=40)
+    assert choose([crowded, changed(loads, engine_id="free")], 8000, knobs).engine_id == "free"
 
 
 def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:

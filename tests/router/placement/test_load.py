@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.placement.load import LoadAccount, LoadSettings, Ticket
 from router.placement.rates import FleetRates, RateSettings
+from router.proxy.breaker import Breaker
 from tests.support.examples import examples
 
 RATE = 0.001
@@ -228,3 +229,69 @@ def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, floa
         state = one.at(now)
         assert state.running + state.waiting == state.foreign
         assert state.awaited_tokens == 0
+
+
+def test_a_place_that_is_held_counts_as_running_and_teaches_nothing() -> None:
+    account = LoadAccount(FleetRates().engine())
+    held = account.hold(1.0)
+    now = account.at(2.0)
+    assert (now.running, now.waiting, now.awaited_tokens, now.queue_s) == (1, 0, 0, 0.0)
+    assert account.first_token(held, 9.0) is None
+    account.finish(held, 10.0)
+    assert account.at(10.0).running == 0
+    assert account.check_integrity() == []
+
+
+def test_an_unseen_answer_should_be_over_after_queue_and_the_mean_of_answers() -> None:
+    load = account(answer_s=4.0)
+    seen = load.admit(uncached_tokens=1000, now=0.0)
+    load.first_token(seen, 1.0)
+    load.finish(seen, 15.0)  # 14 s, a tenth of which counts
+    load.admit(uncached_tokens=2000, now=20.0)
+    unseen = load.admit(uncached_tokens=500, now=20.0)
+    assert load.unseen(unseen, 20.0, lambda: None) == pytest.approx(2.5 + 5.0)
+    load.finish(unseen, 27.5)
+    assert load.unseen(unseen, 28.0, lambda: None) == 0.0
+    assert load.check_integrity() == []
+
+
+def test_gauges_end_the_oldest_unseen_answers_that_may_have_ended() -> None:
+    load, ended = account(), list[str]()
+    watched = load.admit(uncached_tokens=10, now=0.0)
+    load.first_token(watched, 0.1)
+    tickets = [load.admit(uncached_tokens=10, now=number / 10) for number in (2, 3, 40)]
+    for name, ticket in zip("abc", tickets, strict=True):
+        load.unseen(ticket, 4.0, lambda name=name: ended.append(name))  # type: ignore[misc]
+    load.report(running=4, waiting=0, now=4.5)
+    assert ended == []
+    load.report(running=3, waiting=0, now=4.6)
+    assert ended == ["a"]
+    load.report(running=0, waiting=0, now=4.7)  # the last one may not have arrived yet
+    assert ended == ["a", "b"]
+    assert (load.at(4.7).running, load.at(4.7).foreign) == (2, 0)
+    load.report(running=1, waiting=0, now=5.1)
+    assert ended == ["a", "b", "c"]
+    for ticket in (*tickets, watched):
+        load.finish(ticket, 6.0)  # who sent them says so, too
+    assert (load.stats.finished, load.stats.ended_by_gauges) == (4, 3)
+    assert load.at(6.0).running == 0
+    assert load.check_integrity() == []
+
+
+def test_an_unseen_stream_is_never_overdue() -> None:
+    load = account()
+    first = load.admit(uncached_tokens=1000, now=0.0)
+    load.unseen(first, 0.0, lambda: None)
+    load.admit(uncached_tokens=1000, now=0.0)
+    assert load.queue_ahead_s(1.5) == pytest.approx(0.5)  # by time, as nothing will be heard
+    assert load.stats.overdue == 0
+
+
+@pytest.mark.parametrize("unseen", [True, False])
+def test_an_unseen_request_is_no_evidence_that_its_engine_is_silent(unseen: bool) -> None:
+    breaker = Breaker()
+    for now in (1.0, 20.0):
+        breaker.begin(now, streams=True)
+        if unseen:
+            breaker.unseen(now)
+    assert breaker.allows(21.0) is unseen

@@ -1,0 +1,175 @@
+"""The bodies of both requests, cut out of the client's: every other byte stays, and nothing is encoded again.
+
+The prefill engine is asked for one token and no stream, so the values of the fields that say otherwise are
+replaced where they stand, each time they occur; the decode engine gets the client's own body with the
+parameters put in front. Which requests stay whole is read on the way.
+
+Fields are found by the fast JSON parser, and their places by the text; where that is not certain (a key that
+occurs twice or is written with escapes), and in large bodies, the text is looked through (``members``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Any, Final
+
+import msgspec
+
+from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.openai.members import MalformedError, Scan
+
+_LENGTHS: Final = {
+    CHAT: b"max_tokens",
+    COMPLETION: b"max_tokens",
+    MESSAGES: b"max_tokens",
+    RESPONSES: b"max_output_tokens",
+    GENERATE: b"",
+}
+"""The field of each API that bounds the answer; in ``sampling_params`` where it is empty."""
+_REPLACED: Final = {
+    b"stream": b"false",
+    b"stream_options": b"null",
+    b"max_tokens": b"1",
+    b"max_completion_tokens": b"1",
+    b"max_output_tokens": b"1",
+    b"min_tokens": b"0",
+    b"store": b"false",
+}
+_ABSENT: Final = frozenset({b"null", b""})
+_MUST_BE: Final = {
+    b"n": _ABSENT | {b"1"},
+    b"best_of": _ABSENT | {b"1"},
+    b"use_beam_search": _ABSENT | {b"false"},
+    b"prompt_logprobs": _ABSENT,
+    b"background": _ABSENT | {b"false"},
+    b"kv_transfer_params": frozenset({b""}),
+}
+"""Values with which a request may go to two engines; with any other one it stays whole, for this field."""
+_WANTED: Final = _REPLACED.keys() | _MUST_BE.keys()
+_SAMPLING: Final = b"sampling_params"
+_SCANNED_BYTES: Final = 1 << 20
+WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
+
+_Spans = dict[bytes, list[tuple[int, int]]]
+_Fields = msgspec.defstruct(
+    "_Fields", [(name.decode(), msgspec.Raw, msgspec.Raw(b"")) for name in sorted(_WANTED)], gc=False
+)
+_DECODER: Final = msgspec.json.Decoder(_Fields)
+_MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _WANTED}
+_END: Final = re.compile(rb"[ \t\r\n]*\}")
+_START: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
+
+
+class SplitBody(msgspec.Struct, frozen=True):
+    """A client's body, and where it is to be changed. ``whole``: why it is for one engine; "": it is not."""
+
+    text: bytes
+    whole: str = ""
+    start: int = 0
+    """Behind the object's opening brace."""
+    lengths_at: int = 0
+    """Where the field that bounds the answer goes, if there is none."""
+    missing: bytes = b""
+    """Name of that field; empty where there is one."""
+    edits: tuple[tuple[int, int, bytes], ...] = ()
+    """Start, end and new text, in order."""
+
+    def prefill(self, asks: bytes) -> bytes:
+        """For the prefill engine, with these ``kv_transfer_params``."""
+        edits = [(self.start, self.start, b'"kv_transfer_params":%b,' % asks), *self.edits]
+        if self.missing:
+            comma = b"" if _END.match(self.text, self.lengths_at) else b","
+            edits.append((self.lengths_at, self.lengths_at, b'"%b":1%b' % (self.missing, comma)))
+        pieces: list[bytes | memoryview] = []
+        view, done = memoryview(self.text), 0
+        for start, end, new in sorted(edits, key=lambda edit: edit[0]):
+            pieces += [view[done:start], new]
+            done = end
+        return b"".join((*pieces, view[done:]))
+
+    def decode(self, params: bytes) -> bytes:
+        """For the decode engine, with what the prefill engine handed over."""
+        view = memoryview(self.text)
+        return b"".join((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
+
+
+def split_body(path: str, body: bytes) -> Generator[None, None, SplitBody]:
+    """Steps (see ``members``) to what both engines would get of a request of this API."""
+    length = _LENGTHS.get(path)
+    if length is None:
+        return SplitBody(body, "api")
+    if length and len(body) <= _SCANNED_BYTES:
+        found = _quick(body, length)
+        if found is not None:
+            return found
+    try:
+        return (yield from _scanned(body, length))
+    except MalformedError:
+        return SplitBody(body, "body")
+
+
+def _quick(body: bytes, length: bytes) -> SplitBody | None:
+    """None: it is not certain where everything is."""
+    start = _START.match(body)
+    fields = _decoded(body)
+    if start is None or fields is None:
+        return None
+    spans: _Spans = {}
+    for name, value in fields.items():
+        if not value:
+            continue
+        places = list(_MEMBER[name].finditer(body))
+        if len(places) != 1 or not body.startswith(value, places[0].end()):
+            return None
+        spans[name] = [(places[0].end(), places[0].end() + len(value))]
+    found = _made(body, start.end(), spans, length, start.end())
+    if found.whole:
+        return found
+    after = _decoded(found.prefill(b"{}"))  # a nested field of this name was not the one that counts
+    expected = {name: _REPLACED[name] for name in spans.keys() & _REPLACED.keys()}
+    right = after is not None and all(after[name] == value for name, value in expected.items())
+    return found if right else None
+
+
+def _decoded(body: bytes) -> dict[bytes, bytes] | None:
+    try:
+        fields: Any = _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return {name: bytes(getattr(fields, name.decode())) for name in _WANTED}
+
+
+def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
+    scan = Scan(body)
+    start = scan.start()
+    if start is None:
+        return SplitBody(body, "body")
+    spans: _Spans = {}
+    inner = -1
+    for member in scan.members(start):
+        if member is None:
+            yield
+        elif member.name == _SAMPLING and not length:
+            inner = member.value
+        elif member.name in _WANTED:
+            spans.setdefault(member.name, []).append((member.value, member.end))
+    if length:
+        return _made(body, start + 1, spans, length, start + 1)
+    if inner < 0 or body[inner : inner + 1] != b"{":
+        return SplitBody(body, "body")
+    for member in scan.members(inner):
+        if member is None:
+            yield
+        elif member.name in _WANTED:
+            spans.setdefault(member.name, []).append((member.value, member.end))
+    return _made(body, start + 1, spans, b"max_tokens", inner + 1)
+
+
+def _made(body: bytes, start: int, spans: _Spans, length: bytes, lengths_at: int) -> SplitBody:
+    for name, allowed in _MUST_BE.items():
+        if any(bytes(body[at:end]) not in allowed for at, end in spans.get(name, ())):
+            return SplitBody(body, name.decode())
+    edits = [(at, end, new) for name, new in _REPLACED.items() for at, end in spans.get(name, ())]
+    missing = b"" if length in spans else length
+    return SplitBody(body, "", start, lengths_at, missing, tuple(sorted(edits)))

@@ -1,0 +1,74 @@
+"""What may happen next to one request that goes to two engines: a state machine without sockets or clock.
+
+The proxy tells what came of each request it sent; the course says whether the next placement may be split,
+which engines it leaves out, and which handoff a decode engine may be told of. Always true: a prefill's
+parameters are sent at most once (``Handoff``), no more than ``prefills_max`` prefills are asked for, and
+after that the request is whole, so that it ends.
+
+    placed --> prefill --handed over--> decode --> answer
+                 | failed: another prefill engine; none left: whole
+                 | refused by 4xx, nothing handed over: whole
+               decode | not reached: another decode engine, same handoff while young
+                      | too late: prefill again (its blocks are cached)
+                      | 500: the blocks could not be fetched: whole, also on the same engine
+                      | otherwise failed: split anew elsewhere
+"""
+
+from __future__ import annotations
+
+from router.pd.handoff import Handoff
+from router.pd.settings import PdSettings
+
+_BROKEN = 500
+
+
+class Course:
+    """Of one request, from its first split placement until its end."""
+
+    __slots__ = ("_handoff", "_settings", "_whole", "failed", "prefills")
+
+    def __init__(self, settings: PdSettings) -> None:
+        self._settings = settings
+        self._handoff: Handoff | None = None
+        self._whole = False
+        self.prefills = 0
+        """Prefill engines asked so far."""
+        self.failed: frozenset[str] = frozenset()
+        """Prefill engines that are not asked again."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether the next placement may be on two engines."""
+        return not self._whole and self.prefills < self._settings.prefills_max
+
+    def handoff(self, now: float) -> Handoff | None:
+        """What a decode engine may be told of now."""
+        held = self._handoff
+        return held if held is not None and held.alive(now) else None
+
+    @property
+    def told(self) -> bool:
+        """A decode engine has been told of what is held, and nobody else is to be."""
+        return self._handoff is not None and self._handoff.sent
+
+    def asked(self) -> None:
+        """A prefill engine is asked."""
+        self.prefills += 1
+        self._handoff = None
+
+    def handed_over(self, handoff: Handoff) -> None:
+        """It holds the blocks."""
+        self._handoff = handoff
+
+    def prefill_failed(self, engine_id: str) -> None:
+        """It is down, busy or broken."""
+        self.failed |= {engine_id}
+
+    def nothing_held(self) -> None:
+        """It answered, but holds nothing for anybody: no engine need be asked again."""
+        self._whole = True
+
+    def decode_failed(self, status: int = 0) -> None:
+        """The decode engine was told and failed, by this status or (0) by its connection."""
+        self._handoff = None
+        self._whole = self._whole or status == _BROKEN

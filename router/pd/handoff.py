@@ -1,0 +1,56 @@
+"""What a prefill engine holds for a request, for whom, and until when.
+
+Always true: the parameters are given out once, and never when less than the margin is left of the lease. The
+lease is counted from the last moment at which the answer surely was not there yet, by the router's clock, so
+that a router that stood still does not take old blocks for fresh ones.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.pd.settings import PdSettings
+
+
+class HandoffRefusedError(Exception):
+    """The parameters must not be sent any more."""
+
+
+class Handoff(msgspec.Struct):
+    """``params``: the JSON text that the decode engine is to get. Times are monotonic seconds."""
+
+    params: bytes
+    source: str
+    """Id of the prefill engine."""
+    version: str | None
+    """What that engine runs."""
+    answered_s: float
+    """When its answer had been read."""
+    until_s: float
+    """Not to be sent from then on."""
+    sent: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        params: bytes,
+        *,
+        source: str,
+        version: str | None,
+        held_since_s: float,
+        answered_s: float,
+        settings: PdSettings,
+    ) -> Handoff:
+        """Of an answer that was not there before ``held_since_s``."""
+        until_s = held_since_s + settings.lease_s - settings.lease_margin_s
+        return cls(params, source, version, answered_s, until_s)
+
+    def alive(self, now: float) -> bool:
+        """Whether a decode engine may be told of it."""
+        return not self.sent and now < self.until_s
+
+    def take(self, now: float) -> None:
+        """It is sent now. Raises ``HandoffRefusedError`` where it may not be."""
+        if not self.alive(now):
+            raise HandoffRefusedError
+        self.sent = True

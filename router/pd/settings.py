@@ -1,0 +1,49 @@
+"""Settings of prefill and decode on different engines; all defaults live here."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines with the roles `prefill` and `decode`: when a request goes to two of them, and how long what
+    the first one holds may be fetched ([prefill-decode.md](prefill-decode.md)). Raises ``ValueError`` for a
+    value out of range."""
+
+    lease_s: float = 30.0
+    """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that nobody fetches."""
+    lease_margin_s: float = 10.0
+    """The decode engine is not asked any more when less than this is left of the lease: it must have the
+    request in its scheduler before the lease ends, or it reads blocks that hold something else by then."""
+    min_remote_tokens: int = 256
+    """Prompts of which the decode engine lacks fewer tokens than this are never prefilled elsewhere."""
+    transfer_s_per_token: float = 1e-5
+    """Seconds to transfer the KV of one token. Default: 100 KB per token at 10 GB/s."""
+    leg_overhead_s: float = 0.01
+    """Seconds that the second request and the handshake add to a time to first token."""
+    decode_delay_weight: float = 1.0
+    """What a second for which a prefill holds up one running sequence counts, in seconds of waiting for a
+    first token. 0: the prompt alone counts, and decode engines prefill whenever they are idle."""
+    prefills_max: int = 2
+    """Most prefill engines that are asked for one request; then the decode engine computes the prompt."""
+    mix_versions: bool = False
+    """Pair engines whose `/version` differs or is not known. vLLM's NIXL connector refuses other versions."""
+    no_connector_s: float = 60.0
+    """Seconds for which a prefill engine that handed nothing over is not asked again."""
+    answer_bytes_max: int = 8 << 20
+    """Largest answer of a prefill engine that is read: it lists the blocks."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                continue
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
+        if self.lease_margin_s >= self.lease_s:
+            raise ValueError(
+                f"lease_margin_s = {self.lease_margin_s} leaves nothing of lease_s = {self.lease_s}; "
+                "it must be less"
+            )
+        if self.prefills_max < 1:
+            raise ValueError(f"prefills_max must be at least 1, got {self.prefills_max}")

@@ -1,0 +1,32 @@
+"""Counters of requests on two engines; the metrics exporter reads them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PdStats(msgspec.Struct):
+    """Plain counters, monotone."""
+
+    split: int = 0
+    """Requests sent to a prefill and a decode engine, retries included."""
+    whole: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests of fleets with roles that one engine got whole, by reason."""
+    handoffs: int = 0
+    """Prefills whose blocks a decode engine was told to fetch."""
+    prefill_failures: dict[str, int] = msgspec.field(default_factory=dict)
+    """Prefills that gave nothing to hand over, by reason."""
+    leases_late: int = 0
+    """Prefills thrown away because too little was left of their lease."""
+    handoffs_spent: int = 0
+    """Decode engines that failed after they had been told of the blocks, which are not given to another."""
+    handoffs_kept: int = 0
+    """Decode engines that could not be reached, so that another one was told of the same blocks."""
+    gap_s: float = 0.0
+    """Seconds between the two requests, summed over all handoffs."""
+    prefill_s: float = 0.0
+    """Seconds that prefill engines took to answer, summed over all handoffs."""
+
+    def count(self, counts: dict[str, int], reason: str) -> None:
+        """One more of these."""
+        counts[reason] = counts.get(reason, 0) + 1

@@ -1,0 +1,192 @@
+"""Whether a request's prompt is computed on one engine and decoded on another: asked once per decision, in
+fleets whose engines have roles.
+
+What keeps a request whole is a word (``Split.why``): who sent it, what it asks for, what became of it so far,
+or that one engine alone is cheaper. All others go to the cheapest pair (``pairs.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.index.learn.layout import CacheLayout
+from router.openai.apis import PROMPT_APIS
+from router.openai.members import TooManyStepsError, at_leisure
+from router.openai.request import InboundRequest
+from router.pd.bodies import SplitBody, split_body
+from router.pd.course import Course
+from router.pd.handoff import Handoff
+from router.pd.settings import PdSettings
+from router.placement.candidate import Ask, Candidate, Choice, Cost, PolicySettings, Reason
+from router.placement.cost import weigh
+from router.placement.engine import Engine, PromptView
+from router.placement.placement import Decision, Split
+from router.placement.split.legs import lacking
+from router.placement.split.pairs import Pick, Side, cheapest_taker, fits, plan
+from router.prompts.affinity import TextAffinity
+from router.prompts.prompt import Prompt
+
+
+class Apart:
+    """One request in one decision. ``why``: it is known to stay whole; "": not so far."""
+
+    __slots__ = ("_body", "_course", "_pd", "_policy", "_request", "helpers", "why")
+
+    def __init__(
+        self, request: InboundRequest, course: Course | None, pd: PdSettings, policy: PolicySettings
+    ) -> None:
+        self._request = request
+        self._course = course
+        self._pd = pd
+        self._policy = policy
+        self.helpers: list[Engine] = []
+        """Engines that may compute its prompt for another one."""
+        self._body: SplitBody | None = None
+        self.why = _bound_to_one(request)
+
+    def find_helpers(self, ready: list[Engine], exclude: frozenset[str], now: float) -> None:
+        """Fill ``helpers``."""
+        complete_layouts(ready)
+        if self.why:
+            return
+        if self._course is not None and not self._course.splits and self._course.handoff(now) is None:
+            self.why = "retried"
+            return
+        self.helpers = [
+            engine
+            for engine in ready
+            if engine.engine.prefills
+            and engine.engine_id not in exclude
+            and now >= engine.rests_until
+            and engine.breaker.allows(now)
+        ]
+
+    async def read_body(self, read: Prompt | TextAffinity | None) -> None:
+        """Look for what keeps it whole, and for the places where its body is to be changed."""
+        if self.why:
+            return
+        if not isinstance(read, Prompt):
+            self.why = "unread"
+        elif read.num_prompts > 1:
+            self.why = "prompts"
+        elif read.skips_cache:
+            self.why = "prompt_logprobs"
+        else:
+            try:
+                self._body = await at_leisure(split_body(self._request.path, self._request.body))
+            except TooManyStepsError:
+                self.why = "body"
+            else:
+                self.why = self._body.whole
+
+    def decide(self, plain: Decision, asked: PromptView, question: Ask, pick: Pick, now: float) -> Decision:
+        """The decision, given the one among engines that answer."""
+        read = plain.read
+        if self.why or not isinstance(read, Prompt):
+            return msgspec.structs.replace(plain, split=Split(self.why))
+        engines = zip(plain.engines, plain.candidates, strict=True)
+        decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
+        handoff = None if self._course is None else self._course.handoff(now)
+        taken = None if handoff is None else self._take_over(decode, handoff, question)
+        choice, split = taken or self._plan(plain, decode, asked, question, pick, now)
+        return msgspec.structs.replace(plain, choice=choice, split=split)
+
+    def _plan(
+        self,
+        plain: Decision,
+        decode: Sequence[Side],
+        asked: PromptView,
+        question: Ask,
+        pick: Pick,
+        now: float,
+    ) -> tuple[Choice, Split]:
+        tokens = plain.prompt_tokens
+        helpers: dict[str, Engine] = {
+            engine.engine_id: engine for engine in self.helpers if not engine.closed
+        }
+        chosen = plan(
+            decode,
+            [Side(engine.candidate(asked, now), engine.version) for engine in helpers.values()],
+            tokens,
+            question.prompt_key,
+            pick=pick,
+            policy=self._policy,
+            pd=self._pd,
+        )
+        choice, partner = self._chosen(decode, chosen.decode, tokens), chosen.partner
+        if partner is None:
+            return choice, Split(chosen.why, local_s=chosen.local_s, remote_s=chosen.remote_s)
+        mates = tuple([side.candidate for side in partner.sides])
+        there = tuple([helpers[candidate.engine_id] for candidate in mates])
+        lacks = decode[chosen.decode].lacks
+        split = Split(
+            body=self._body,
+            prefill=Decision(plain.read, tokens, there, mates, partner.choice, plain.index_problem),
+            lacks_tokens=lacks,
+            transfer_s=self._transfer_s(lacks),
+            local_s=chosen.local_s,
+            remote_s=chosen.remote_s,
+        )
+        return msgspec.structs.replace(choice, uncached_tokens=partner.choice.uncached_tokens), split
+
+    def _take_over(
+        self, decode: Sequence[Side], handoff: Handoff, question: Ask
+    ) -> tuple[Choice, Split] | None:
+        """Another engine fetches what one could not be told of; None: there is none that may."""
+        places = [
+            place
+            for place, side in enumerate(decode)
+            if side.lacks
+            and side.candidate.engine_id != handoff.source
+            and fits(side.version, handoff.version, self._pd)
+        ]
+        if not places:
+            return None
+        able, tokens = [decode[place] for place in places], question.prompt_tokens
+        taker = cheapest_taker(able, tokens, question.prompt_key, policy=self._policy, pd=self._pd)
+        lacks = able[taker].lacks
+        choice = msgspec.structs.replace(self._chosen(decode, places[taker], tokens), uncached_tokens=0)
+        return choice, Split(body=self._body, lacks_tokens=lacks, transfer_s=self._transfer_s(lacks))
+
+    def _transfer_s(self, lacks: int) -> float:
+        return self._pd.leg_overhead_s + self._pd.transfer_s_per_token * lacks
+
+    def _chosen(self, sides: Sequence[Side], place: int, tokens: int) -> Choice:
+        weighed = weigh([side.candidate for side in sides], tokens, self._policy)
+        reason: Reason = "only" if len(sides) == 1 else "cheapest"
+        cost = Cost(*weighed[place])
+        return Choice(place, cost.engine_id, reason, cost.uncached_tokens, weighed)
+
+
+def complete_layouts(engines: Sequence[Engine]) -> None:
+    """What one engine told of its groups holds for the others of its model: an engine that fetches prompts
+    tells of full attention only, and would look as if it had nothing else."""
+    fullest: dict[str | None, CacheLayout] = {}
+    for engine in engines:
+        layout, known = engine.layout, fullest.get(engine.base_model)
+        if layout is not None and (known is None or len(known.groups) < len(layout.groups)):
+            fullest[engine.base_model] = layout
+    for engine in engines:
+        layout, known = engine.layout, fullest.get(engine.base_model)
+        if layout is known or layout is None or known is None or engine.residency is None:
+            continue
+        if len(layout.groups) < len(known.groups):
+            engine.residency.writer.expect(known.groups)
+
+
+def _bound_to_one(request: InboundRequest) -> str:
+    if request.method != "POST" or request.path not in PROMPT_APIS:
+        return "api"
+    if request.whole or request.among is not None:
+        return "gateway"
+    if request.pinned is not None:
+        return "pinned"
+    return "earlier_response" if request.earlier_response is not None else ""
+
+
+def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
+    """An engine that can fetch nothing lacks nothing that could be sent."""
+    lacks = lacking(engine, candidate.hit, tokens) if engine.engine.decodes else 0
+    return Side(candidate, engine.version, lacks)

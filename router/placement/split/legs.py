@@ -1,0 +1,147 @@
+"""Placements of a request on two engines: one computes the prompt, the other one fetches it and answers.
+
+Both are entered in the books when the decision is made, so the decode engine's place is held while the other
+one computes. What the decode engine gets is no prefill: it teaches nothing about rates, and of the prompt it
+will hold the groups that are transferred, full attention only. Its ``cached_tokens`` are the other engine's
+hit, so the prediction is compared where it was made. Always true: each ends once, whatever becomes of the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from publisher.groups import Family
+from router.admission.queue.room import WaitingRoom
+from router.observe.receipts import Receipt
+from router.openai.request import InboundRequest, Usage
+from router.placement.candidate import Hit
+from router.placement.engine import Accounts, Engine
+from router.placement.load import Ticket
+from router.placement.placement import Decision, Placement, Split, only_full
+from router.prompts.prompt import Prompt
+from router.proxy.attempt import Fields
+
+
+class PrefillPlacement(Placement):
+    """The prompt's computation. Its answer comes when the prefill is over, as a stream's first token does.
+    ``rest_s``: how long the engine is left alone if it turns out to hand nothing over."""
+
+    _is_answer = False
+    __slots__ = ("_rest_s",)
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        waited_s: float,
+        rest_s: float,
+    ) -> None:
+        as_stream = msgspec.structs.replace(request, stream=True)
+        super().__init__(
+            as_stream, decision, accounts, retention=retention, client_headers=(), waited_s=waited_s
+        )
+        self._rest_s = rest_s
+        self.version = self.engine.version
+
+    def held_nothing(self) -> None:
+        """See ``Attempt``."""
+        self.engine.rests_until = self.now() + self._rest_s
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Attempt``."""
+        return super().facts() | {"kvatlas.leg": "prefill"}
+
+    def _charge(self, room: WaitingRoom, tokens: int) -> None:
+        """The other placement is charged, until the request's end."""
+
+    def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:
+        room.changed()
+
+    def _receipt(self, usage: Usage | None) -> Receipt:
+        return msgspec.structs.replace(super()._receipt(usage), leg="prefill")
+
+
+class DecodePlacement(Placement):
+    """The answer. ``split`` says what it is to be sent."""
+
+    __slots__ = ("_gap_s", "_split")
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        split: Split,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        client_headers: Fields,
+        prefill: PrefillPlacement | None,
+    ) -> None:
+        self._split = split
+        self._gap_s: float | None = None
+        super().__init__(
+            request, decision, accounts, retention=retention, client_headers=client_headers, later=True
+        )
+        self.body = split.body
+        self.prefill = prefill
+        self.expected_s = decision.choice.cost.queue_s + split.transfer_s
+
+    def handed_over(self, gap_s: float) -> None:
+        """See ``Attempt``."""
+        self._gap_s = gap_s
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Attempt``."""
+        return super().facts() | {
+            "kvatlas.leg": "decode",
+            "kvatlas.transfer_tokens": self._split.lacks_tokens,
+            "kvatlas.gap_s": self._gap_s,
+        }
+
+    def _admit(self) -> Ticket:
+        return self.engine.load.hold(self.asked_s)
+
+    def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
+        layout = self.engine.layout
+        return () if layout is None or not only_full(layout) else super()._keeps(read, retention)
+
+    @property
+    def _reported_hit(self) -> Hit:
+        prefill = self._split.prefill
+        return Hit() if prefill is None else prefill.candidate.hit
+
+    def _served(self) -> None:
+        shadow = self.engine.shadow
+        if shadow is not None and all(group.family is Family.FULL for group in shadow.spec.groups):
+            super()._served()
+
+    def _receipt(self, usage: Usage | None) -> Receipt:
+        return msgspec.structs.replace(
+            super()._receipt(usage),
+            predicted_tokens=None,
+            cpu_tokens=0,
+            storage_tokens=0,
+            leg="decode",
+            gap_s=self._gap_s,
+        )
+
+    def _learn(self, receipt: Receipt) -> None:
+        self.engine.receipts.add(receipt)
+        self._accounts.receipts.add(receipt)
+
+
+def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
+    """Prompt tokens that would be transferred to this engine. Models with Mamba layers always get their
+    state, so their full-attention prefix counts; it is no hit for the engine alone."""
+    has = hit.soon_tokens
+    layout = engine.layout
+    if layout is not None and any(c.family is Family.MAMBA for c in layout.classes):
+        has = max(has, hit.trunk_tokens)
+    return max(0, prompt_tokens - has)

@@ -1,0 +1,1 @@
+"""A request on two engines: both requests, one after the other."""

@@ -1,0 +1,215 @@
+"""One request on two engines: the first one computes the prompt and keeps it, the second one fetches it.
+
+The first engine's answer is read whole and never passed on; the second one's is the client's. What always
+holds: the attempt at the first engine has ended when ``prefill`` returns or raises, and a client that leaves
+closes the connection, upon which that engine frees what it had computed; the second engine's request is
+written once, and only while the lease is young (``Handoff``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from router.http.client.connection import UpstreamError
+from router.openai.errors import retry_after_s
+from router.openai.request import Usage
+from router.pd.bodies import SplitBody
+from router.pd.course import Course
+from router.pd.handoff import Handoff, HandoffRefusedError
+from router.pd.settings import PdSettings
+from router.pd.stats import PdStats
+from router.pd.transfer import NixlPull
+from router.proxy.answers.relay import engine_failed
+from router.proxy.answers.usage import read_usage
+from router.proxy.attempt import Attempt
+from router.proxy.carrier import Answer, Outbound, OwnConnections
+from router.proxy.headers import read_answer_headers
+from router.proxy.settings import ProxySettings
+from router.proxy.split.quiet import Quiet
+from router.proxy.stats import ProxyStats
+
+REFUSALS = frozenset({429, 500, 502, 503, 504})
+"""Statuses after which another engine is asked: this one is busy, broken or going down."""
+BROKEN = 500
+"""The status of an engine that the request may have broken."""
+
+
+class AgainError(Exception):
+    """The engine that was to answer is not at fault: the request is placed again, as its course allows.
+    ``broke``: it may have broken the engine that computed its prompt."""
+
+    def __init__(self, problem: str, *, broke: bool = False) -> None:
+        super().__init__(problem)
+        self.broke = broke
+
+
+class Legs:
+    """Sends both requests. One per proxy; holds no state of a request."""
+
+    def __init__(
+        self,
+        carrier: OwnConnections,
+        transfer: NixlPull,
+        *,
+        pd: PdSettings,
+        proxy: ProxySettings,
+        stats: PdStats,
+        proxy_stats: ProxyStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._carrier = carrier
+        self._transfer = transfer
+        self._pd = pd
+        self.proxy = proxy
+        self._stats = stats
+        self._proxy_stats = proxy_stats
+        self._clock = clock
+
+    def course(self) -> Course:
+        """Of a request that is placed on two engines for the first time."""
+        return Course(self._pd)
+
+    async def prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
+        """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
+        to nothing."""
+        course.asked()
+        self._stats.split += 1
+        try:
+            await self._ask_prefill(attempt, body, out, course)
+        except AgainError as error:
+            problem = str(error)
+            self._stats.count(self._stats.prefill_failures, problem.replace(" ", "_"))
+            engine = attempt.engine_id
+            out.record.tracker.warn("prefill failed", out.record, engine, engine=engine, problem=problem)
+            raise
+        except asyncio.CancelledError:
+            self._proxy_stats.clients_gave_up += attempt.gave_up()
+            raise
+
+    async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
+        asks = body.prefill(self._transfer.asks)
+        request = msgspec.structs.replace(out.request, body=asks, stream=False)
+        asked_s = self._clock()
+        usage: Usage | None = None
+        answer: Any = None
+        quiet = Quiet(self._clock)
+        try:
+            out = msgspec.structs.replace(out, request=request)
+            answer = await self._carrier.ask(attempt, out, self.proxy.first_byte_timeout_s)
+            quiet.over()
+            content = await self._read(answer)
+            self._check(attempt, answer, out, course)
+            usage = _usage(content)
+            handoff = self._handoff(attempt, content, course, quiet.at_s)
+            self._stats.prefill_s += handoff.answered_s - asked_s
+        except UpstreamError as error:
+            engine_failed(attempt, error, self._proxy_stats)
+            course.prefill_failed(attempt.engine_id)
+            broke = error.sent and error.reason != "overflow"
+            raise AgainError(error.reason, broke=broke) from None
+        finally:
+            quiet.over()
+            if answer is not None:
+                self._carrier.done(answer)
+            attempt.finished(usage)
+
+    def _check(self, attempt: Attempt, answer: Answer, out: Outbound, course: Course) -> None:
+        """Raises ``AgainError`` for an answer that is no success."""
+        status = answer.status
+        if status in REFUSALS:
+            head = read_answer_headers(answer.headers, out.head.request_id, ())
+            wait_s = retry_after_s(head.retry_after, self.proxy.retry_after_s_max)
+            if attempt.refused(status, wait_s):
+                self._proxy_stats.count_failure("status")
+            course.prefill_failed(attempt.engine_id)
+            raise AgainError("status", broke=status == BROKEN)
+        attempt.answered(status)
+        if status != 200:
+            course.nothing_held()  # the decode engine will tell the client what is wrong with the request
+            raise AgainError("refused")
+        attempt.first_byte(status)
+
+    def _handoff(self, attempt: Attempt, content: bytes, course: Course, held_since_s: float) -> Handoff:
+        told = self._transfer.read(content)
+        if isinstance(told, str):
+            course.nothing_held()
+            attempt.held_nothing()
+            raise AgainError(told)
+        handoff = Handoff.of(
+            told,
+            source=attempt.engine_id,
+            version=attempt.version,
+            held_since_s=held_since_s,
+            answered_s=self._clock(),
+            settings=self._pd,
+        )
+        course.handed_over(handoff)
+        return handoff
+
+    async def _read(self, answer: Answer) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while data := await answer.read():
+            pieces.append(data)
+            size += len(data)
+            if size > self._pd.answer_bytes_max:
+                raise UpstreamError("reset")
+        return b"".join(pieces)
+
+    async def fetch(
+        self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, timeout_s: float
+    ) -> Answer:
+        """Ask the second engine, telling it what is held. Raises ``UpstreamError``, and ``AgainError`` where
+        it is too late to tell it."""
+        handoff = course.handoff(self._clock())
+        if handoff is None:
+            raise self._late()
+
+        def told() -> None:
+            now = self._clock()
+            handoff.take(now)
+            gap_s = now - handoff.answered_s
+            self._stats.handoffs += 1
+            self._stats.gap_s += gap_s
+            attempt.handed_over(gap_s)
+
+        request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
+        out = msgspec.structs.replace(out, request=request)
+        try:
+            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told)
+        except HandoffRefusedError:
+            raise self._late() from None
+        except UpstreamError as error:
+            if not handoff.sent:
+                self._stats.handoffs_kept += 1
+            elif error.stale:  # which says nothing of the engine
+                self._stats.handoffs_spent += 1
+                course.decode_failed()
+                raise AgainError("stale connection") from None
+            raise
+        return answer
+
+    def _late(self) -> AgainError:
+        self._stats.leases_late += 1
+        return AgainError("late")
+
+    def failed(self, attempt: Attempt, course: Course | None, status: int = 0) -> None:
+        """The second engine gave no answer that the client can have. Raises ``AgainError`` where that says
+        only that the blocks could not be fetched."""
+        if course is None or attempt.body is None or not course.told:
+            return
+        self._stats.handoffs_spent += 1
+        course.decode_failed(status)
+        if status == BROKEN and attempt.fetch_failed():
+            raise AgainError("fetch failed")
+
+
+def _usage(content: bytes) -> Usage | None:
+    try:
+        return read_usage(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

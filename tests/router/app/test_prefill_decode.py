@@ -1,0 +1,384 @@
+"""A router before simulated prefill and decode engines: right answers, exact receipts, empty books."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from publisher.engine import SimulatedEngine
+from publisher.groups import GroupSpec
+from publisher.simulator.text import WRONG_MARK
+from router.admission.queue.settings import QueueSettings
+from router.fleet.identity import EngineAddress, Role
+from router.pd.settings import PdSettings
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, Rig, configure, routing, running
+
+SPLITS = PdSettings(min_remote_tokens=64, leg_overhead_s=0.0, transfer_s_per_token=0.0)
+P: dict[str, Any] = {"role": "prefill"}
+D: dict[str, Any] = {"role": "decode"}
+LEGS = {"prefill", "decode"}
+
+
+def prompt(number: int, tokens: int = 700) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(3, 250) for _ in range(tokens)]
+
+
+def completion(number: int, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt(number), "max_tokens": 6, "ignore_eos": True, **fields}
+
+
+def of(engine: SimulatedEngine) -> EngineAddress:
+    role: Role | None = engine.settings.role
+    return EngineAddress(engine.base_url, role=role)
+
+
+@asynccontextmanager
+async def apart(*engines: dict[str, Any], **changes: Any) -> AsyncIterator[tuple[Rig, list[SimulatedEngine]]]:
+    async with running(*engines) as started:
+        config = configure(*(of(engine) for engine in started), **{"pd": SPLITS, **changes})
+        async with routing(config) as rig:
+            yield rig, started
+            await until(lambda: rig.idle, "every request has ended")
+            rig.check_books()
+
+
+@contextmanager
+def busy(rig: Rig) -> Iterator[None]:
+    """A sequence runs on every decode engine, so that prompts are better computed elsewhere."""
+    loads = [engine.load for engine in rig.router.fleet if engine.engine.decodes]
+    tickets = [load.hold(time.monotonic()) for load in loads]
+    yield
+    for load, ticket in zip(loads, tickets, strict=True):
+        load.finish(ticket, time.monotonic())
+
+
+async def receipts(rig: Rig) -> list[Any]:
+    _, found = await rig.ask("GET", "/kvatlas/receipts")
+    return list(found)
+
+
+async def told_alone(path: str, body: dict[str, Any]) -> Any:
+    """What one engine for itself answers."""
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        status, answer = await rig.ask("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+
+TEXT = "Once upon a time there was a router that asked two engines for one answer. " * 20
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": completion(1),
+    "/v1/chat/completions": {
+        "model": MODEL,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": TEXT}],
+    },
+    "/v1/responses": {"model": MODEL, "input": TEXT, "max_output_tokens": 6, "ignore_eos": True},
+    "/v1/messages": {"model": MODEL, "max_tokens": 6, "messages": [{"role": "user", "content": TEXT}]},
+    "/inference/v1/generate": {
+        "model": MODEL,
+        "token_ids": prompt(2),
+        "sampling_params": {"max_tokens": 6, "ignore_eos": True},
+    },
+}
+
+
+def words(answer: dict[str, Any]) -> Any:
+    """What was generated."""
+    return answer.get("choices") or answer.get("output") or answer.get("content")
+
+
+def plain(value: Any) -> Any:
+    """Without ids, which differ."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if key != "id"}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_answer_is_that_of_one_engine(path: str) -> None:
+    async def main() -> None:
+        body = BODIES[path]
+        alone = await told_alone(path, body)
+        async with apart(P, D) as (rig, (p, d)):
+            with busy(rig):
+                status, answer = await rig.ask("POST", path, body)
+                assert status == 200, answer
+                assert plain(words(answer)) == plain(words(alone))
+            stats = rig.router.proxy.pd_stats
+            assert (stats.split, stats.handoffs, stats.whole) == (1, 1, {})
+            found = await receipts(rig)
+            assert [(one["leg"], one["engine_id"]) for one in found] == [
+                ("prefill", p.base_url),
+                ("decode", d.base_url),
+            ]
+
+    run(main())
+
+
+def test_a_streamed_chat_by_the_openai_client() -> None:
+    async def main() -> None:
+        async with apart(P, D) as (rig, _):
+            with busy(rig):
+                stream = await rig.api.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": TEXT}],
+                    max_tokens=6,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body={"ignore_eos": True},
+                )
+                chunks = [chunk async for chunk in stream]
+            assert chunks[-1].usage is not None
+            assert chunks[-1].usage.completion_tokens == 6
+            assert rig.router.proxy.pd_stats.handoffs == 1
+
+    run(main())
+
+
+def test_predictions_are_exact_where_they_were_made() -> None:
+    """A prefix that the prefill engine has: its receipt says so, and the client's usage too."""
+
+    async def main() -> None:
+        async with apart(P, D) as (rig, (p, d)):
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(1))
+                await rig.caught_up(p, d)
+                more = {**completion(1), "prompt": prompt(1) + prompt(5, 500)}
+                _, answer = await rig.ask("POST", "/v1/completions", more)
+            await rig.caught_up(p, d)
+            *_, first, second = await receipts(rig)
+            hit = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert hit > 600
+            assert (first["leg"], first["outcome"], first["predicted_tokens"]) == ("prefill", "exact", hit)
+            assert (second["leg"], second["outcome"]) == ("decode", "unpredicted")
+            assert 0 <= second["gap_s"] < 10
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"n": 2, "temperature": 1.0}, "n"),
+        ({"prompt": [prompt(1), prompt(2)]}, "prompts"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": prompt(1, 60)}, "short"),
+    ],
+)
+def test_what_is_not_split_goes_to_the_decode_engine_alone(fields: dict[str, Any], why: str) -> None:
+    async def main() -> None:
+        async with apart(P, D) as (rig, _):
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(1, **fields))
+            stats = rig.router.proxy.pd_stats
+            assert (stats.split, stats.whole) == (0, {why: 1})
+
+    run(main())
+
+
+def test_an_idle_decode_engine_computes_prompts_itself() -> None:
+    async def main() -> None:
+        async with apart(P, D, pd=PdSettings()) as (rig, _):
+            await rig.ask("POST", "/v1/completions", completion(1))
+            assert rig.router.proxy.pd_stats.whole == {"local": 1}
+
+    run(main())
+
+
+def test_a_prefix_at_the_decode_engine_makes_the_prefill_engine_superfluous() -> None:
+    async def main() -> None:
+        async with apart(P, D) as (rig, (p, d)):
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(1))
+                await rig.caught_up(p, d)
+                await rig.ask("POST", "/v1/completions", completion(1))
+            stats = rig.router.proxy.pd_stats
+            assert (stats.split, stats.whole) == (1, {"short": 1})
+
+    run(main())
+
+
+def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
+    """As measured, with a window shorter than a block: whoever looks at full attention alone would send the
+    prompt to the decode engine, which cannot use what it has."""
+    groups = (GroupSpec(0, "sliding_window", 128, sliding_window=64), GroupSpec(1, "full_attention", 128))
+
+    async def main() -> None:
+        pd = msgspec.structs.replace(SPLITS, min_remote_tokens=128)
+        async with apart({**P, "groups": groups}, {**D, "groups": groups}, pd=pd) as (rig, (p, d)):
+            with busy(rig):
+                for _ in range(2):
+                    body = completion(1, prompt=prompt(1, 324), max_tokens=2)
+                    await rig.ask("POST", "/v1/completions", body)
+                    await rig.caught_up(p, d)
+            assert rig.router.proxy.pd_stats.split == 2
+            prefills = [one for one in await receipts(rig) if one["leg"] == "prefill"]
+            assert [one["outcome"] for one in prefills] == ["exact", "exact"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(("mix", "whole"), [(False, {"version": 1}), (True, {"retried": 1})])
+def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
+    """Told to pair them all the same, the router finds out that they refuse each other, and goes on."""
+
+    async def main() -> None:
+        pd = msgspec.structs.replace(SPLITS, mix_versions=mix)
+        async with apart({**P, "version": "0.31.0"}, D, pd=pd) as (rig, _):
+            with busy(rig):
+                status, _ = await rig.ask("POST", "/v1/completions", completion(1))
+            assert status == 200
+            assert rig.router.proxy.pd_stats.whole == whole
+
+    run(main())
+
+
+def test_a_prefill_engine_without_connector_is_left_alone_for_a_while() -> None:
+    async def main() -> None:
+        async with running({}, D) as (p, d):
+            addresses = EngineAddress(p.base_url, role="prefill"), of(d)
+            async with routing(configure(*addresses, pd=SPLITS)) as rig:
+                for number in (1, 2):
+                    with busy(rig):
+                        status, _ = await rig.ask("POST", "/v1/completions", completion(number))
+                        assert status == 200
+                stats = rig.router.proxy.pd_stats
+                assert stats.prefill_failures == {"no_connector": 1}
+                assert (stats.split, stats.whole) == (1, {"retried": 1, "no_prefill_engine": 1})
+                rig.check_books()
+
+    run(main())
+
+
+@pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
+def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
+    async def main() -> None:
+        alone = await told_alone("/v1/completions", completion(1))
+        async with apart({**P, "dies_at": point}, D) as (rig, _):
+            with busy(rig):
+                status, answer = await rig.ask("POST", "/v1/completions", completion(1))
+            assert status == 200, answer
+            assert words(answer) == words(alone)
+
+    run(main())
+
+
+def test_a_decode_engine_that_dies_is_replaced() -> None:
+    async def main() -> None:
+        alone = await told_alone("/v1/completions", completion(1))
+        async with apart(P, {**D, "dies_at": "before_answer"}, {**D, "dies_at": None}) as (rig, _):
+            with busy(rig):
+                for _ in range(2):  # one of them meets it
+                    status, answer = await rig.ask("POST", "/v1/completions", completion(1))
+                    assert status == 200, answer
+                    assert words(answer) == words(alone)
+
+    run(main())
+
+
+def test_a_clients_parameters_reach_no_engine() -> None:
+    """These would end a real decode engine, and a simulated one."""
+
+    async def main() -> None:
+        async with apart(P, D) as (rig, _):
+            killing = completion(1, kv_transfer_params={"do_remote_prefill": True})
+            status, _ = await rig.ask("POST", "/v1/completions", killing)
+            assert status == 200
+            assert all(engine.up for engine in rig.router.fleet)
+
+    run(main())
+
+
+def test_explain_names_both_engines_and_what_they_would_cost() -> None:
+    async def main() -> None:
+        async with apart(P, D) as (rig, (p, d)):
+            with busy(rig):
+                _, told = await rig.ask("POST", "/kvatlas/explain", completion(1))
+            split = told["split"]
+            assert told["choice"]["engine"] == d.base_url
+            assert split["prefill"]["engine"] == p.base_url
+            assert split["remote_s"] < split["local_s"]
+            assert split["transfer_tokens"] == 700
+            assert split["why"] == ""
+            _, told = await rig.ask("POST", "/kvatlas/explain", completion(1, n=2))
+            assert (told["split"]["why"], told["split"]["prefill"]) == ("n", None)
+            assert rig.router.proxy.pd_stats.split == 0
+
+    run(main())
+
+
+def test_with_prefill_engines_alone_the_router_is_not_ready_and_says_why() -> None:
+    async def main() -> None:
+        async with running(P) as (p,):
+            away = EngineAddress("http://127.0.0.1:9", role="decode")
+            async with routing(configure(of(p), away), wait=False) as rig:
+                await until(lambda: any(engine.up for engine in rig.router.fleet), "one is up")
+                status, told = await rig.ask("GET", "/ready")
+                assert (status, "prefill" in told["reason"]) == (503, True)
+                status, told = await rig.ask("POST", "/v1/completions", completion(1))
+                assert (status, told["error"]["code"]) == (503, "no_ready_engine")
+                assert "prefill" in told["error"]["message"]
+
+    run(main())
+
+
+def test_a_request_waits_for_a_decode_engine_however_idle_the_others_are() -> None:
+    async def main() -> None:
+        queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+        async with apart(P, D, queue=queue) as (rig, _):
+            room = rig.router.accounts.room
+            assert room is not None
+            with busy(rig):
+                asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+                await until(lambda: room.stats.waiting == 1, "it waits")
+                for _ in range(3):  # whoever looks for room again finds none
+                    room.changed()
+                    await asyncio.sleep(0)
+                assert room.stats.waiting == 1
+            room.changed()
+            status, _ = await asked
+            assert status == 200
+
+    run(main())
+
+
+def test_metrics_count_splits_only_where_engines_have_roles() -> None:
+    async def main() -> None:
+        async with apart(P, D) as (rig, _):
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(1))
+            _, page = await rig.ask("GET", "/metrics")
+            assert "kvatlas_pd_handoffs_total 1.0" in page
+        async with running({}) as (engine,), routing(configure(engine)) as rig:
+            _, page = await rig.ask("GET", "/metrics")
+            assert "kvatlas_pd_" not in page
+
+    run(main())
+
+
+def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
+    async def main() -> None:
+        numbers = list(range(40))
+        async with running({}) as (engine,), routing(configure(engine)) as rig:
+            asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
+            alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
+        async with apart(P, P, D, {"role": "both"}) as (rig, _):
+            asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
+            answers = await asyncio.gather(*asked)
+            assert [status for status, _ in answers] == [200] * len(numbers)
+            assert [words(answer) for _, answer in answers] == alone
+            assert WRONG_MARK not in str(answers)
+            assert rig.router.proxy.pd_stats.handoffs > 0
+
+    run(main())

@@ -1,0 +1,154 @@
+"""What both engines get of a client's body: exact to the byte but for what must differ."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.openai.members import at_once
+from router.pd.bodies import SplitBody, split_body
+
+ASKS = b'{"do_remote_decode":true}'
+PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]]}'
+
+
+def split(path: str, body: bytes) -> SplitBody:
+    return at_once(split_body(path, body))
+
+
+FRONT = b'"kv_transfer_params":' + ASKS + b","
+TEXT = b'[{"role":"user","content":"Gr\xc3\xbc\xc3\x9fe \\ud83d\\ude00 \\"stream\\": true"}]'
+CASES = {
+    "chat": (
+        CHAT,
+        b'{"model": "m", "stream": true, "stream_options": {"x": 1}, "messages": %b, "max_tokens": 50}'
+        % TEXT,
+        b'{"model": "m", "stream": false, "stream_options": null, "messages": %b, "max_tokens": 1}' % TEXT,
+    ),
+    "chat of the newer field": (
+        CHAT,
+        b'{"max_completion_tokens":9,"messages":[],"min_tokens" : 4 }',
+        b'{"max_tokens":1,"max_completion_tokens":1,"messages":[],"min_tokens" : 0 }',
+    ),
+    "completion without a bound": (
+        COMPLETION,
+        b' {"prompt":"a","seed":12345678901234567890123456789,"n":1}',
+        b' {"max_tokens":1,"prompt":"a","seed":12345678901234567890123456789,"n":1}',
+    ),
+    "responses": (
+        RESPONSES,
+        b'{"input":"hi","max_output_tokens":64,"store":true,"stream":true}',
+        b'{"input":"hi","max_output_tokens":1,"store":false,"stream":false}',
+    ),
+    "messages": (
+        MESSAGES,
+        b'{"max_tokens":64,"messages":[{"role":"user","content":"hi"}],"stream":true}',
+        b'{"max_tokens":1,"messages":[{"role":"user","content":"hi"}],"stream":false}',
+    ),
+    "generate": (
+        GENERATE,
+        b'{"token_ids":[1,2],"sampling_params":{"max_tokens":7,"min_tokens":2,"seed":0},"stream":true}',
+        b'{"token_ids":[1,2],"sampling_params":{"max_tokens":1,"min_tokens":0,"seed":0},"stream":false}',
+    ),
+    "generate without a bound": (
+        GENERATE,
+        b'{"token_ids":[1,2],"sampling_params":{ }}',
+        b'{"token_ids":[1,2],"sampling_params":{"max_tokens":1 }}',
+    ),
+    "keys given twice and with escapes": (
+        CHAT,
+        b'{"stream":true,"messages":[],"str\\u0065am":true,"max_tokens":5,"max_tokens":6}',
+        b'{"stream":false,"messages":[],"str\\u0065am":false,"max_tokens":1,"max_tokens":1}',
+    ),
+    "a field of the same name elsewhere": (
+        CHAT,
+        b'{"messages":[{"role":"user","content":"hi","stream":true}],"str\\u0065am":true,"max_tokens":5}',
+        b'{"messages":[{"role":"user","content":"hi","stream":true}],"str\\u0065am":false,"max_tokens":1}',
+    ),
+}
+"""API, body, and the body of the prefill engine without the parameters in front."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_prefill_engine_gets_one_token_and_no_stream(case: str) -> None:
+    path, body, wanted = CASES[case]
+    found = split(path, body)
+    start = wanted.index(b"{") + 1
+    assert found.whole == ""
+    assert found.prefill(ASKS) == wanted[:start] + FRONT + wanted[start:]
+    json.loads(found.prefill(ASKS))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: str) -> None:
+    path, body, _ = CASES[case]
+    start = body.index(b"{") + 1
+    found = split(path, body).decode(PARAMS)
+    assert found == body[:start] + b'"kv_transfer_params":' + PARAMS + b"," + body[start:]
+    assert json.loads(found) == {"kv_transfer_params": json.loads(PARAMS), **json.loads(body)}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "why"),
+    [
+        (CHAT, {"n": 2}, "n"),
+        (COMPLETION, {"best_of": 3}, "best_of"),
+        (COMPLETION, {"use_beam_search": True}, "use_beam_search"),
+        (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (RESPONSES, {"background": True}, "background"),
+        (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+        (GENERATE, {"sampling_params": {"n": 2}}, "n"),
+        (GENERATE, {"token_ids": [1]}, "body"),
+        (BATCH, {}, "api"),
+        (COHERE, {}, "api"),
+    ],
+)
+@pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "large"])
+def test_what_one_engine_must_do_stays_whole(path: str, fields: dict[str, Any], why: str, size: int) -> None:
+    body = json.dumps({"model": "m" * size, **fields}).encode()
+    assert split(path, body).whole == why
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 1}, {"n": None}, {"best_of": 1}, {"use_beam_search": False}, {"prompt_logprobs": None}]
+)
+def test_the_same_fields_with_harmless_values_keep_nothing_back(fields: dict[str, Any]) -> None:
+    assert split(CHAT, json.dumps({"messages": [], **fields}).encode()).whole == ""
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"a":', b"nonsense", '{"messages":[]}'.encode("utf-16")])
+def test_what_is_no_object_in_utf_8_stays_whole(body: bytes) -> None:
+    assert split(CHAT, body).whole == "body"
+
+
+_KEYS = st.sampled_from(["stream", "max_tokens", "min_tokens", "stream_options", "messages", "x", "n"])
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.tuples(_KEYS, _VALUES), min_size=1, max_size=6), st.booleans(), st.booleans())
+def test_any_body_asks_for_one_token_and_keeps_the_rest(
+    members: list[tuple[str, Any]], large: bool, escaped: bool
+) -> None:
+    """Also with keys given twice, of which Python takes the last one and others the first."""
+    members = [(key, 1 if key == "n" else value) for key, value in members]
+    texts = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=escaped)}" for key, value in members]
+    texts += ['"pad": "%s"' % ("p" * (1 << 20))] if large else []
+    body = ("{" + ", ".join(texts) + "}").encode()
+    found = split(CHAT, body)
+    assert found.whole == ""
+    pairs: list[tuple[str, Any]] = json.loads(found.prefill(ASKS), object_pairs_hook=list)
+    fixed = {"stream": False, "max_tokens": 1, "min_tokens": 0, "stream_options": None}
+    sent = json.loads(body, object_pairs_hook=list)
+    rest = [(key, fixed.get(key, value)) for key, value in sent]
+    given_bound = any(key == "max_tokens" for key, _ in members)
+    front: list[tuple[str, Any]] = [("kv_transfer_params", [("do_remote_decode", True)])]
+    assert pairs == front + ([] if given_bound else [("max_tokens", 1)]) + rest

@@ -1,0 +1,50 @@
+"""What a prefill engine's answer hands over: the engine's own text, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router.pd.transfer import NixlPull
+
+PARAMS: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2], [2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "cmpl-r-1-0-9522eda8",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+
+
+def answer(params: Any) -> bytes:
+    return json.dumps({"id": "x", "choices": [{}], "kv_transfer_params": params}).encode()
+
+
+def test_the_parameters_are_handed_over_as_they_were_written() -> None:
+    text = b'{ "do_remote_prefill" :true,"remote_block_ids":[[1]],"remote_engine_id":"\\u0065",'
+    text += b'"remote_request_id":"r","remote_host":"h","remote_port":1,"tp_size":1,"later":1.50}'
+    assert NixlPull().read(b'{"choices":[],"kv_transfer_params":%b}' % text) == text
+
+
+@pytest.mark.parametrize("body", [answer(None), b'{"choices":[]}'])
+def test_an_engine_without_connector_hands_nothing_over(body: bytes) -> None:
+    assert NixlPull().read(body) == "no connector"
+
+
+@pytest.mark.parametrize("missing", sorted(PARAMS.keys() - {"do_remote_decode"}))
+@pytest.mark.parametrize("instead", ["absent", None])
+def test_parameters_that_would_end_a_decode_engine_are_not_handed_over(
+    missing: str, instead: str | None
+) -> None:
+    params = {key: value for key, value in PARAMS.items() if key != missing}
+    assert NixlPull().read(answer(params | ({} if instead else {missing: None}))) == "unreadable"
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", answer([1]), answer("x"), answer(PARAMS)[:-9]])
+def test_an_answer_that_cannot_be_read_hands_nothing_over(body: bytes) -> None:
+    assert NixlPull().read(body) == "unreadable"

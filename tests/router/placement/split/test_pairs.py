@@ -1,0 +1,139 @@
+"""Which two engines, or which one: the least cost wins, on any fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.pd.settings import PdSettings
+from router.placement.candidate import Candidate, Choice, PolicySettings
+from router.placement.cost import choose
+from router.placement.split.pairs import PairPlan, Side, plan
+from tests.router.placement.candidates import make_candidate
+
+POLICY = PolicySettings()
+PD = PdSettings()
+TOKENS = 8000
+"""A second of prefill at the rate that candidates have by default."""
+
+
+def side(name: str, *, version: str | None = "0.32.0", lacks: int | None = None, **fields: Any) -> Side:
+    candidate = make_candidate(name, **fields)
+    return Side(candidate, version, TOKENS - candidate.hit.soon_tokens if lacks is None else lacks)
+
+
+def planned(decode: Sequence[Side], prefill: Sequence[Side], pd: PdSettings = PD) -> PairPlan:
+    def pick(among: Sequence[Candidate]) -> Choice:
+        return choose(among, TOKENS, POLICY, prompt_key=7)
+
+    return plan(decode, prefill, TOKENS, 7, pick=pick, policy=POLICY, pd=pd)
+
+
+def partner(found: PairPlan) -> str | None:
+    return None if found.partner is None else found.partner.choice.engine_id
+
+
+def test_an_idle_decode_engine_computes_for_itself() -> None:
+    found = planned([side("d")], [side("p")])
+    assert (partner(found), found.why) == (None, "local")
+
+
+def test_sequences_that_would_be_held_up_send_the_prompt_elsewhere() -> None:
+    found = planned([side("d", running=4)], [side("p")])
+    assert (partner(found), found.why) == ("p", "")
+    assert found.remote_s is not None
+    assert found.remote_s < found.local_s
+
+
+def test_without_a_weight_for_them_nobody_is_spared() -> None:
+    pd = msgspec.structs.replace(PD, decode_delay_weight=0.0)
+    assert partner(planned([side("d", running=4)], [side("p")], pd)) is None
+
+
+def test_a_hit_at_the_prefill_engine_is_worth_a_transfer() -> None:
+    assert partner(planned([side("d")], [side("p", hit_tokens=7000, trunk_tokens=7000)])) == "p"
+
+
+def test_a_queue_at_the_prefill_engine_is_not() -> None:
+    found = planned([side("d", running=1)], [side("p", queue_s=5.0)])
+    assert (partner(found), found.why) == (None, "local")
+
+
+def test_below_the_floor_nothing_is_sent() -> None:
+    held = {"hit_tokens": TOKENS - 200, "trunk_tokens": TOKENS - 200}
+    found = planned([side("d", running=50, **held)], [side("p")])
+    assert (partner(found), found.why, found.remote_s) == (None, "short", None)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("0.32.0", "0.33.0"), (None, "0.32.0"), (None, None)])
+def test_engines_of_other_or_unknown_versions_are_not_paired(mine: str | None, theirs: str | None) -> None:
+    decode, prefill = [side("d", version=mine, running=9)], [side("p", version=theirs)]
+    assert planned(decode, prefill).why == "version"
+    assert partner(planned(decode, prefill, msgspec.structs.replace(PD, mix_versions=True))) == "p"
+
+
+def test_of_two_versions_each_finds_its_own() -> None:
+    decode = [side("d32", running=9), side("d33", version="0.33.0", running=8)]
+    found = planned(decode, [side("p32", queue_s=9.0), side("p33", version="0.33.0")])
+    assert (found.decode, partner(found)) == (1, "p33")
+
+
+def test_an_engine_for_both_is_not_paired_with_itself() -> None:
+    one, other = side("a", running=9), side("b", running=9, queue_s=0.5)
+    found = planned([one, other], [one, other])
+    assert partner(found) in {"a", "b", None}
+    assert found.partner is None or partner(found) != ("a", "b")[found.decode]
+
+
+_SIDES = st.builds(
+    lambda hit, queue_s, running, version, lacks: (hit, queue_s, running, version, lacks),
+    st.integers(0, TOKENS - 1),
+    st.floats(0, 5),
+    st.integers(0, 20),
+    st.sampled_from(["0.31.0", "0.32.0", None]),
+    st.integers(0, TOKENS),
+)
+
+
+def _made(prefix: str, drawn: list[tuple[int, float, int, str | None, int]]) -> list[Side]:
+    return [
+        side(
+            f"{prefix}{i}",
+            hit_tokens=hit,
+            trunk_tokens=hit,
+            queue_s=queue_s,
+            running=running,
+            version=version,
+            lacks=lacks,
+        )
+        for i, (hit, queue_s, running, version, lacks) in enumerate(drawn)
+    ]
+
+
+@given(st.lists(_SIDES, min_size=1, max_size=4), st.lists(_SIDES, max_size=4))
+def test_no_pair_and_no_engine_alone_is_cheaper_than_what_is_chosen(
+    decode_drawn: list[Any], prefill_drawn: list[Any]
+) -> None:
+    """Against every pair of its own, where the policy takes the cheapest prefill engine."""
+    decode, prefill = _made("d", decode_drawn), _made("p", prefill_drawn)
+    found = planned(decode, prefill)
+    alone = [planned([one], []).local_s for one in decode]
+    pairs = [
+        pair.remote_s
+        for one in decode
+        for other in prefill
+        if (pair := planned([one], [other])).remote_s is not None
+    ]
+    assert found.local_s == min(alone)
+    if found.partner is None:
+        assert found.remote_s is None or found.local_s <= found.remote_s
+        assert (found.remote_s is None) == (not pairs)
+    else:
+        assert found.remote_s is not None
+        assert found.remote_s < found.local_s
+        assert found.partner.sides[found.partner.choice.index].version == decode[found.decode].version
