@@ -30,7 +30,7 @@ from router.simulate.workload.sources import WorkloadSource
 ENGINES, POOL, LOAD, MODEL = 8, 0.25, 0.85, "gpt-oss-like"
 FIRST_SEED = 11
 """As benchmarks/routing.py: the policy's defaults were chosen on seeds 1 and 2."""
-ARMS = ("kvatlas", "gpu-only", "kvatlas:premium=0.25", "kvatlas:beta=0+premium=0", "least-load")
+ARMS = ("kvatlas", "kvatlas:sequence=0", "gpu-only", "least-load")
 NONE = "none"
 TIERS: dict[str, tuple[str | None, str | None]] = {
     NONE: (None, None),
@@ -94,7 +94,7 @@ def intro(seeds: range, count: int) -> str:
         f"means over the seeds; bold: the shortest mean. `gain`: of {ARMS[0]}'s mean, against none. Sizes "
         "are shares of what the GPUs have. `least-load` knows no cache, but its engines load all the same. "
         "What is simulated and what not: docs/simulate.md; what follows: "
-        "docs/decisions/010-loads-in-the-queue.md."
+        "docs/decisions/010-loads-in-the-queue.md and 012-price-of-a-sequence.md."
     )
 
 

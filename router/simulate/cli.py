@@ -17,7 +17,20 @@ def simulate(
         ),
     ],
     *,
-    engines: Annotated[int, Parameter(help="Number of simulated engines.")] = 8,
+    engines: Annotated[int | None, Parameter(help="Number of simulated engines (8).")] = None,
+    prefill: Annotated[
+        int | None,
+        Parameter(
+            help="With --decode: so many engines compute prompts for the others, compared with the same "
+            "engines all alike; kvatlas:prefill=2 under --policy tries other numbers beside."
+        ),
+    ] = None,
+    decode: Annotated[
+        int | None, Parameter(help="So many engines fetch what the --prefill engines computed, and generate.")
+    ] = None,
+    transfer_gbyte_s: Annotated[
+        float, Parameter(help="GB/s at which a decode engine fetches a prompt's blocks.")
+    ] = 10.0,
     model: Annotated[
         str, Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups.")
     ] = "gpt-oss-like",
@@ -34,7 +47,8 @@ def simulate(
             help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
             "full-attention-in-flight, gpu-only, rules, approx-tree, approx-tree-capped, session-hash, hash, "
             "power-of-two, least-load, round-robin; kvatlas:beta=0.5+premium=0 sets parameters,"
-            " kvatlas:hold=1+ageing=10+siblings=0.5 holds requests in the router."
+            " kvatlas:hold=1+ageing=10+siblings=0.5 holds requests in the router, "
+            "kvatlas:prefill=2 has two engines prefill for the others."
         ),
     ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
     load: Annotated[
@@ -107,6 +121,9 @@ def simulate(
     options = SimulateOptions(
         workload=workload,
         engines=engines,
+        prefill=prefill,
+        decode=decode,
+        transfer_gbyte_s=transfer_gbyte_s,
         model=model,
         block_tokens=block_tokens,
         pool=pool,

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
+from router.pd.settings import PdSettings
 from router.simulate.fetch import fetch
 from router.simulate.fit import Fit, FitError, fit_capture, fit_metrics
 from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of
@@ -32,6 +33,7 @@ from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
 from router.tools.console import output_console
 
+ENGINES = 8
 ENGINES_MAX = 1024
 SEEDS_MAX = 100
 SENSITIVITY = (0.8, 1.0, 1.25)
@@ -41,7 +43,10 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says, unread."""
 
     workload: str
-    engines: int = 8
+    engines: int | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    transfer_gbyte_s: float = 10.0
     model: str = "gpt-oss-like"
     block_tokens: int = BLOCK_TOKENS
     pool: str = "25%"
@@ -70,26 +75,30 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
     """0 when it is done. Raises ``ConfigError`` for what cannot be run."""
     _check_numbers(options)
     groups = read_model(options.model, options.block_tokens)
-    arms = _arms(options.policy)
+    engines = _engines(options)
+    arms = _arms(options, engines)
     retentions = read_retentions(options.retention, groups)
     with refused("--plot", PlotError):
         if options.plot is not None:
             check_plot(options.plot)
     fit = None if options.fit is None else read_fit(options.fit, options.served_model)
     timing = _timing(options, fit)
+    if any(arm.prefill for arm in arms.values()):
+        timing = msgspec.structs.replace(timing, stall_share=1.0)
     with refused("workload", WorkloadError):
         workloads = _source(options).draws(range(options.seeds))
-    blocks = read_pool(options.pool, groups, options.engines, workloads)
+    blocks = read_pool(options.pool, groups, engines, workloads)
     plan = Plan(
         setup=FleetSetup(
             groups=groups,
             num_blocks=blocks,
-            engines=options.engines,
+            engines=engines,
             timing=timing,
             speed=options.speed or 1.0,
             tiers=read_tiers(
-                options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, options.engines
+                options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines
             ),
+            pd=transfers(options.kv_kib_per_token, options.transfer_gbyte_s),
         ),
         arms=arms,
         retentions=retentions,
@@ -192,9 +201,41 @@ def read_fit(where: str, served_model: str | None) -> Fit:
         return fit_capture(read_capture(path, served_model), timing)
 
 
-def _arms(text: str) -> dict[str, Arm]:
+def transfers(kv_kib_per_token: float, gbyte_s: float = 10.0) -> PdSettings:
+    """The router's own settings, with what a transfer takes over such a link."""
+    return PdSettings(transfer_s_per_token=kv_kib_per_token * 1024 / (gbyte_s * 1e9))
+
+
+def _engines(options: SimulateOptions) -> int:
+    """How many there are. Raises ``ConfigError`` where the flags contradict each other."""
+    prefill, decode = options.prefill, options.decode
+    if prefill is None and decode is None:
+        return options.engines or ENGINES
+    if prefill is None or decode is None:
+        raise ConfigError("--prefill and --decode go together: how many engines do which")
+    if options.engines not in (None, prefill + decode):
+        raise ConfigError(f"--engines {options.engines}: --prefill and --decode make {prefill + decode}")
+    return prefill + decode
+
+
+def _arms(options: SimulateOptions, engines: int) -> dict[str, Arm]:
+    """As asked for; with ``--prefill`` each of them alike, and then apart."""
+    names = [word.strip() for word in options.policy.split(",")]
+    if options.prefill is not None:
+        names = [each for name in names for each in (name, _apart(name, options.prefill))]
     with refused("--policy", ValueError):
-        return arms_of(word.strip() for word in text.split(","))
+        arms = arms_of(names)
+    for name, arm in arms.items():
+        if arm.prefill >= engines:
+            raise ConfigError(f"--policy {name}: that leaves none of {engines} engines to decode")
+    return arms
+
+
+def _apart(name: str, prefill: int) -> str:
+    """Itself where it says a number already."""
+    if "prefill=" in name:
+        return name
+    return f"{name}{'+' if ':' in name else ':'}prefill={prefill}"
 
 
 def _source(options: SimulateOptions) -> WorkloadSource:
@@ -224,6 +265,8 @@ def _timing(options: SimulateOptions, fit: Fit | None) -> Timing:
 def _check_numbers(options: SimulateOptions) -> None:
     bounds: dict[str, tuple[float, float]] = {
         "engines": (1, ENGINES_MAX),
+        "prefill": (1, ENGINES_MAX),
+        "decode": (1, ENGINES_MAX),
         "seeds": (1, SEEDS_MAX),
         "requests": (1, math.inf),
         "processes": (1, 1024),
@@ -242,6 +285,7 @@ def _check_numbers(options: SimulateOptions) -> None:
         "prefill_tokens_per_s",
         "decode_tokens_per_s",
         "kv_kib_per_token",
+        "transfer_gbyte_s",
     ):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:

@@ -49,6 +49,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     exact_share: float
     regret_s: float
     preemptions: int
+    answer_mean_s: float = 0.0
+    """To the last token."""
+    per_token_mean_s: float = 0.0
+    """Between two tokens of an answer, over the answers of more than one."""
+    per_token_p99_s: float = 0.0
+    apart_share: float = 0.0
+    """Of the requests, those whose prompt another engine computed."""
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +87,7 @@ def result_of(run: FleetRun) -> Result:
     waits = np.array([row.ttft_s for row in served])
     errors = np.array([abs(row.predicted - row.hit) for row in served])
     p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))
+    paces = np.array([row.per_token_s for row in served if row.per_token_s >= 0] or [0.0])
     busy = np.array(run.busy_s)
     lasted_s = run.ended_s - run.rows[0].arrived_s
     outcome = Outcome(
@@ -98,6 +106,10 @@ def result_of(run: FleetRun) -> Result:
         exact_share=float((errors == 0).mean()),
         regret_s=0.0,
         preemptions=run.preemptions,
+        answer_mean_s=float(np.mean([row.answer_s for row in served])),
+        per_token_mean_s=float(paces.mean()),
+        per_token_p99_s=float(np.percentile(paces, 99)),
+        apart_share=sum(row.fetched > 0 for row in served) / len(served),
     )
     curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)
     return Result(outcome=outcome, ttft_s=np.array([row.ttft_s for row in rows]), curves=curves)

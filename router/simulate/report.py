@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -14,8 +14,14 @@ from router.simulate.fit import Fit
 from router.simulate.outcome import Outcome
 from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
 from router.simulate.study import Workloads, mean_prompt_tokens
+from router.simulate.verdict import verdict
 
 _COLUMNS = ("hit %", "mean s", "p50 s", "p90 s", "p99 s", "imbal.", "error", "exact %", "regret s")
+_APART_COLUMNS = ("answer s", "ms/token", "p99 ms", "apart %")
+_LEGEND_APART = (
+    " answer s: to the last token; ms/token: between two tokens of an answer, p99 ms: of the slowest; "
+    "apart %: requests whose prompt another engine computed."
+)
 _TIER_COLUMNS = ("host %", "store %")
 _TIER_SHARES = dict(zip(_TIER_COLUMNS, ("host_share", "store_share"), strict=True))
 _LEGEND_TIERS = " host %, store %: of the prompt tokens, those of the hits that were loaded from there."
@@ -116,6 +122,9 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
         )
     legend = _LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else "")
     legend += _LEGEND_TIERS if _tier_columns(plan) else ""
+    legend += _LEGEND_APART if _apart_columns(plan) else ""
+    for line in _verdicts(plan, study):
+        console.print(line, highlight=False)
     console.print(legend, style="dim", highlight=False)
 
 
@@ -193,7 +202,7 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
             )
             table.title_justify, table.title_style = "left", "bold"
             table.add_column("policy", overflow="fold")
-            for name in (*_COLUMNS, *_tier_columns(plan)):
+            for name in (*_COLUMNS, *_tier_columns(plan), *_apart_columns(plan)):
                 table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
@@ -221,6 +230,30 @@ def _tier_columns(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def _apart_columns(plan: Plan) -> tuple[str, ...]:
+    """Where prefill and decode are apart in any arm."""
+    return _APART_COLUMNS if any(arm.prefill for arm in plan.arms.values()) else ()
+
+
+def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
+    """What having them apart changes, for each arm that has, against the same arm without."""
+    for report in study.reports:
+        arm = plan.arms[report.arm]
+        same = msgspec.structs.replace(arm, prefill=0)
+        alike = [
+            other
+            for other in study.reports
+            if plan.arms[other.arm] == same
+            and (other.retention, other.rate_factor) == (report.retention, report.rate_factor)
+        ]
+        if arm.prefill and alike:
+            found = verdict(alike[0].outcomes, report.outcomes)
+            yield (
+                f"{arm.prefill} to prefill and {plan.setup.engines - arm.prefill} to decode {found.word} "
+                f"under {alike[0].arm}: {found.text}."
+            )
+
+
 def _numbers(report: ArmReport, plan: Plan) -> list[str]:
     def mean(name: str) -> float:
         return over_seeds(report.outcomes, name).mean
@@ -236,7 +269,18 @@ def _numbers(report: ArmReport, plan: Plan) -> list[str]:
         f"{100 * mean('exact_share'):.0f}",
         f"{mean('regret_s'):.3f}",
         *(f"{100 * mean(_TIER_SHARES[name]):.1f}" for name in _tier_columns(plan)),
+        *(_apart_numbers(mean) if _apart_columns(plan) else ()),
     ]
+
+
+def _apart_numbers(mean: Callable[[str], float]) -> tuple[str, ...]:
+    """In the order of ``_APART_COLUMNS``."""
+    return (
+        f"{mean('answer_mean_s'):.2f}",
+        f"{1000 * mean('per_token_mean_s'):.1f}",
+        f"{1000 * mean('per_token_p99_s'):.0f}",
+        f"{100 * mean('apart_share'):.0f}",
+    )
 
 
 def _text(interval: Interval, digits: int, scale: float = 1.0) -> str:

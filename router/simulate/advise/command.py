@@ -17,8 +17,17 @@ from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.fleet.gauges import read_pool_blocks
 from router.simulate.advise.judge import Advice, doubt, judge
-from router.simulate.advise.trials import TrialResult, reusable_share, told_of, trials
-from router.simulate.command import progress_bar, read_model, read_pool, read_retentions, read_tiers, refused
+from router.simulate.advise.trials import ALIKE, TrialResult, reusable_share, told_of, trials
+from router.simulate.command import (
+    ENGINES,
+    progress_bar,
+    read_model,
+    read_pool,
+    read_retentions,
+    read_tiers,
+    refused,
+    transfers,
+)
 from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.outcome import NothingServedError
@@ -35,7 +44,6 @@ from router.tools.console import output_console
 LOAD = 0.85
 POOL = "25%"
 MODEL = "gpt-oss-like"
-ENGINES = 8
 
 
 class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +203,7 @@ def _setup(
         raise ConfigError(f"--retention {options.retention!r}: what the engines have now, so one value")
     tiers = read_tiers(options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines)
     setup = FleetSetup(
+        pd=transfers(options.kv_kib_per_token),
         groups=groups,
         num_blocks=blocks,
         engines=engines,
@@ -267,7 +276,7 @@ def _show(
             f"{one.p90_s:.2f}",
             f"{one.p99_s:.2f}",
             f"{100 * one.busy_share:.0f}",
-            "" if one.topic == "now" else f"{one.change:+.1%}",
+            "" if one.topic == "now" or one.value == ALIKE else f"{one.change:+.1%}",
         )
     console.print(table)
     if unsure:

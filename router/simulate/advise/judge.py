@@ -63,6 +63,7 @@ def judge(
     found.append(_memory(setup, base, by_topic["memory"]))
     found += _tiers(setup, base, by_topic.get("tiers", []))
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
+    found += _apart(by_topic.get("apart", []))
     found.append(_knobs(setup, base, by_topic["knobs"]))
     if doubt(told, num_requests):
         return [msgspec.structs.replace(one, value=None, firm=False) for one in found]
@@ -198,6 +199,23 @@ def _engines(
     value = None if enough[0] == setup.engines else str(enough[0])
     text = f"{enough[0]} engines (now {setup.engines}) keep the p90 within {target_s:g} s: {listed}.{over}"
     return Advice(topic="engines", setting="engines", value=value, text=text)
+
+
+def _apart(others: Sequence[TrialResult]) -> list[Advice]:
+    """Whether some engines should prefill for the others, and how many; nothing for a single engine."""
+    tried = {one.value: one.apart for one in others if one.apart is not None}
+    if not tried:
+        return []
+    best, found = min(tried.items(), key=lambda item: item[1].answer)
+    listed = "; ".join(f"{value}: {one.text}" for value, one in tried.items())
+    setting = "engines to prefill + to decode"
+    value, where = None, ""
+    if found.word == "pays":
+        value, where = best, f", with {best} engines (role=prefill, role=decode)"
+    elif found.word == "is a trade":
+        where = f" of first tokens for whole answers, best with {best} engines"
+    text = f"Prefill and decode apart {found.word} on this traffic{where}: {listed}."
+    return [Advice(topic="apart", setting=setting, value=value, text=text)]
 
 
 def _knobs(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:

@@ -29,15 +29,18 @@ from router.simulate.run.tier_setup import (
     read_store,
 )
 from router.simulate.study import POOL_BLOCKS_MIN, Job
+from router.simulate.verdict import SplitVerdict, verdict
 from router.simulate.workload.requests import Request
 
-Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "knobs"]
+Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "apart", "knobs"]
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
 MEMORY = (0.5, 2.0)
 HOST = "400%"
 STORES = ("400%:gbit_s=25", "400%:gbit_s=100")
 """Memory outside the GPUs to try, as ``--host-memory`` and ``--store`` take it."""
 ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
+PREFILL_SHARES = (0.25, 0.5, 0.75)
+ALIKE = "all alike"
 BLIND = ("least-load", "power-of-two")
 KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
 """(beta, eviction_premium) to try beside the settings as they are."""
@@ -57,7 +60,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A trial's numbers, means over the seeds. ``change``: of the mean TTFT, relative to the base."""
+    """A trial's numbers, means over the seeds. ``change``: of the mean TTFT, relative to the base; for topic
+    ``apart`` to its first trial."""
 
     topic: Topic
     value: str
@@ -70,6 +74,8 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     change: float
     every_seed: bool
     """Whether the mean is shorter than the base's for every seed."""
+    apart: SplitVerdict | None = None
+    """Of topic ``apart``: prefill and decode apart, against the same engines alike."""
 
 
 def retention_name(retention: int | None) -> str:
@@ -102,11 +108,33 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
     factors = ENGINE_FACTORS if ttft_target_s is None else (*ENGINE_FACTORS, 3.0, 4.0)
     counts = sorted({max(1, round(factor * setup.engines)) for factor in factors} - {setup.engines})
     found += [changed("engines", str(count), engines=count) for count in counts]
+    found += splits(setup)
     for beta, premium in KNOBS:
         knobs = msgspec.structs.replace(setup.policy, beta=beta, eviction_premium=premium)
         if knobs != setup.policy:
             found.append(changed("knobs", knobs_name(knobs), policy=knobs))
     return found
+
+
+def splits(setup: FleetSetup) -> list[Trial]:
+    """Prefill and decode apart, by the number of engines that prefill; the first has all alike. In all of
+    them prompts hold up the answers beside them, as in vLLM."""
+    if setup.engines < 2:
+        return []
+    timing = msgspec.structs.replace(setup.timing, stall_share=1.0)
+    counts = sorted(
+        {min(max(1, round(share * setup.engines)), setup.engines - 1) for share in PREFILL_SHARES}
+    )
+    serving, stalled = ARMS["kvatlas"], msgspec.structs.replace(setup, timing=timing)
+    return [
+        Trial(
+            topic="apart",
+            value=f"{count} + {setup.engines - count}" if count else ALIKE,
+            setup=stalled,
+            arm=msgspec.structs.replace(serving, prefill=count),
+        )
+        for count in (0, *counts)
+    ]
 
 
 def more_tiers(setup: FleetSetup) -> dict[str, TierSetup]:
@@ -199,6 +227,15 @@ def reusable_share(requests: Sequence[Request]) -> float:
 def told_of(
     tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]
 ) -> list[TrialResult]:
-    """The trials' numbers, in their order."""
+    """The trials' numbers, in their order; those apart are compared with the same engines alike."""
     base = [outcomes[tried[0].job(seed)] for seed in seeds]
-    return [tell(trial, [outcomes[trial.job(seed)] for seed in seeds], base) for trial in tried]
+    alike = next((trial for trial in tried if trial.topic == "apart"), None)
+    against = [] if alike is None else [outcomes[alike.job(seed)] for seed in seeds]
+    told = []
+    for trial in tried:
+        found = [outcomes[trial.job(seed)] for seed in seeds]
+        one = tell(trial, found, against if trial.topic == "apart" else base)
+        if trial.arm.prefill:
+            one = msgspec.structs.replace(one, apart=verdict(against, found))
+        told.append(one)
+    return told

@@ -29,8 +29,8 @@ class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """``policy`` is a name of ``router.placement.policies``; ``beta`` and ``premium`` None leave the settings
-    as they are; ``hold`` None: every request goes to an engine at once."""
+    """``policy`` is a name of ``router.placement.policies``; ``settings`` replace the policy's own, by name;
+    ``hold`` None: every request goes to an engine at once."""
 
     policy: str
     view: ViewName
@@ -38,13 +38,17 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     by_session: bool = False
     tiers: bool = True
     """With view ``truth``: whether it sees the memory outside the GPUs too."""
-    beta: float | None = None
-    premium: float | None = None
+    settings: tuple[tuple[str, float], ...] = ()
     hold: HoldSetup | None = None
+    prefill: int = 0
+    """So many of the engines compute prompts for the others, which decode; 0: all engines are alike."""
     what: str
 
 
-_KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX}
+_KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX, "sequence": 10.0}
+_COUNTS = {"prefill": 1023.0}
+_SETTINGS = {"beta": "beta", "premium": "eviction_premium", "sequence": "sequence_s"}
+"""What a knob is called among the policy's settings."""
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0}
 
 ARMS: dict[str, Arm] = {
@@ -86,7 +90,8 @@ ARMS: dict[str, Arm] = {
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
     """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs,
-    ``kvatlas:hold=1+ageing=2+siblings=0.5`` those of ``HoldSetup``. Raises ``ValueError``."""
+    ``kvatlas:hold=1+ageing=2+siblings=0.5`` those of ``HoldSetup``, ``kvatlas:prefill=2`` how many engines
+    prefill for the others. Raises ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")
@@ -101,7 +106,7 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
 
 def _set(arm: Arm, name: str, knobs: str) -> Arm:
     """With what stands after the colon: ``beta=0.5+premium=0``."""
-    limits = _KNOBS | _HOLD_KNOBS
+    limits = _KNOBS | _HOLD_KNOBS | _COUNTS
     values: dict[str, float] = {}
     for knob in knobs.split("+"):
         key, _, text = knob.partition("=")
@@ -113,9 +118,15 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
             allowed = ", ".join(f"{one}=0 to {one}={high:g}" for one, high in limits.items())
             raise ValueError(f"{name}: after the colon only {allowed} can be said, several with +")
         values[key] = value
+    if "prefill" in values:
+        arm = msgspec.structs.replace(arm, prefill=int(values.pop("prefill")))
     held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}
     if held and "hold" not in held:
         raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS beside")
     if held:
         arm = msgspec.structs.replace(arm, hold=HoldSetup(hold_s=held.pop("hold"), **held))
-    return msgspec.structs.replace(arm, **values)
+    if arm.hold is not None and arm.prefill:
+        raise ValueError(f"{name}: requests are held for engines that are alike, so not with prefill=")
+    return msgspec.structs.replace(
+        arm, settings=tuple((_SETTINGS[key], value) for key, value in values.items())
+    )

@@ -9,6 +9,9 @@ once where it can never fit.
 With memory outside the GPU (``tiers``) a prompt whose turn comes may have to be loaded first. It holds its
 blocks meanwhile and others go ahead, as with vLLM's asynchronous loads; once loaded it comes before those
 that wait. What a load takes away from computing, the next chunk takes longer.
+
+With prefill and decode apart, a prompt that was computed elsewhere is loaded in the same way (``Fetch``), and
+blocks that another engine is still to fetch stay in use after their request has ended, until ``release``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.pool.host_tier import HeldKey
@@ -24,30 +28,52 @@ from router.simulate.run.tiers import EngineTiers
 from router.simulate.timing import Timing
 
 
+class Fetch(NamedTuple):
+    """A prompt that another engine has: up to token ``end``, at so many seconds per token that is missing
+    here, and ``fixed_s`` for asking."""
+
+    end: int
+    s_per_token: float
+    fixed_s: float
+
+
 class RequestRun:
     """One request on its engine. Times in seconds, ``-1`` before they are known; ``hit`` in tokens, of which
-    ``loaded`` came from ``medium``, outside the GPU."""
+    ``loaded`` came from ``medium``, outside the GPU, or were fetched. ``keeps``: its blocks are for another
+    engine."""
 
     __slots__ = (
         "arrived_s",
         "coming",
         "due",
         "ended_s",
+        "fetch",
         "first_token_s",
         "generated",
         "hit",
         "index",
         "input_tokens",
+        "keeps",
+        "kept",
         "loaded",
         "medium",
         "output_tokens",
         "pool_request",
         "preempted",
+        "stalled_s",
         "started_s",
     )
 
     def __init__(
-        self, index: int, pool_request: PoolRequest, input_tokens: int, output_tokens: int, now: float
+        self,
+        index: int,
+        pool_request: PoolRequest,
+        input_tokens: int,
+        output_tokens: int,
+        now: float,
+        *,
+        keeps: bool = False,
+        fetch: Fetch | None = None,
     ) -> None:
         self.index = index
         self.pool_request = pool_request
@@ -64,13 +90,18 @@ class RequestRun:
         self.coming = 0
         self.generated = 0
         self.preempted = 0
+        self.stalled_s = 0.0  # the engine's, as far as this request's next event counts it
+        self.keeps = keeps
+        self.kept: list[int] = []
+        self.fetch = fetch
 
 
 Told = Callable[[RequestRun, float], None]
 
 
 class SimEngine:
-    """Tells ``first_token`` and ``ended`` of each visit, or ``refused``. ``busy_s`` is spent on prompts."""
+    """Tells ``first_token`` and ``ended`` of each visit, or ``refused``; ``fetched`` once a prompt has come
+    from another engine. ``busy_s`` is spent on prompts."""
 
     def __init__(
         self,
@@ -80,6 +111,7 @@ class SimEngine:
         first_token: Told,
         ended: Told,
         refused: Told,
+        fetched: Told | None = None,
         tiers: EngineTiers | None = None,
     ) -> None:
         self.pool = pool
@@ -89,6 +121,9 @@ class SimEngine:
         self.computed_tokens = 0
         self._tiers = tiers
         self._told = first_token, ended, refused
+        self._fetched = fetched
+        self._num_kept = 0
+        self._stalled_s = 0.0
         self._waiting: deque[RequestRun] = deque()
         self._prefilling: RequestRun | None = None
         self._chunk_ends_s = 0.0
@@ -125,9 +160,16 @@ class SimEngine:
             self._end_load(heapq.heappop(self._loading)[2], now)
         else:
             _, order, visit = heapq.heappop(self._events)
-            if self._generating.get(visit) == order:
+            if self._generating.get(visit) == order and not self._is_late(visit, order, now):
                 self._generate(visit, now)
         return now
+
+    def release(self, visit: RequestRun, now: float) -> None:
+        """What was kept of an ended request has been fetched."""
+        self.pool.unpin(visit.kept)
+        visit.kept = []
+        self._num_kept -= 1
+        self._begin(now)
 
     def _begin(self, now: float) -> None:
         """Take up the next prompt, if there is room for it."""
@@ -162,6 +204,8 @@ class SimEngine:
 
         def reach(one: PoolRequest, known: int) -> int:
             nonlocal medium
+            if visit.fetch is not None:
+                return max(known, visit.fetch.end)
             end = known
             if tiers is not None:
                 end, medium = tiers.reach(one, known, now)
@@ -179,25 +223,39 @@ class SimEngine:
         if visit.started_s < 0:
             visit.started_s, visit.hit = now, request.loading_to or hit
             visit.loaded, visit.medium = visit.hit - hit, medium
-        if request.loading_to and medium is not None and tiers is not None:
+        if request.loading_to and visit.fetch is not None:
+            missing = request.loading_to - hit
+            self._load_until(now + visit.fetch.fixed_s + visit.fetch.s_per_token * missing, visit)
+        elif request.loading_to and medium is not None and tiers is not None:
             ends_s, owed_s = tiers.load(request, medium, now)
             self._owed_s += owed_s
-            self._order += 1
-            heapq.heappush(self._loading, (ends_s, self._order, visit))
+            self._load_until(ends_s, visit)
         else:
+            self._end_fetch(visit, now)
             self._prefilling = visit
             self._next_chunk(visit, now)
         return True
 
     @property
     def _others_hold_blocks(self) -> bool:
-        return bool(self._generating or self._loading or self._loaded)
+        return bool(self._generating or self._loading or self._loaded or self._num_kept)
+
+    def _load_until(self, ends_s: float, visit: RequestRun) -> None:
+        self._order += 1
+        heapq.heappush(self._loading, (ends_s, self._order, visit))
 
     def _end_load(self, visit: RequestRun, now: float) -> None:
         self.pool.loaded(visit.pool_request)
         self.pool.end_step()
+        self._end_fetch(visit, now)
         self._loaded.append(visit)
         self._begin(now)
+
+    def _end_fetch(self, visit: RequestRun, now: float) -> None:
+        """Nothing is, or is to be, fetched for this request any more."""
+        if visit.fetch is not None and self._fetched is not None:
+            self._fetched(visit, now)
+        visit.fetch = None
 
     def _compute(self, visit: RequestRun, tokens: int) -> bool:
         """A step's tokens of one request; what it fills begins to be copied out. False without room."""
@@ -240,6 +298,7 @@ class SimEngine:
         seconds = self.timing.chunk_seconds(tokens, len(self._generating)) + self._owed_s
         self._owed_s = 0.0
         self._chunk_ends_s = now + seconds
+        self._stalled_s += self.timing.stall_s(seconds)
         self.busy_s += seconds
         self.computed_tokens += tokens
 
@@ -280,7 +339,15 @@ class SimEngine:
         visit.coming = min(to_block, visit.output_tokens - visit.generated)
         self._order += 1
         self._generating[visit] = self._order
+        visit.stalled_s = self._stalled_s
         heapq.heappush(self._events, (now + visit.coming * self.timing.decode_s, self._order, visit))
+
+    def _is_late(self, visit: RequestRun, order: int, now: float) -> bool:
+        """Whether chunks have held up what was to happen now; then it happens that much later."""
+        owed_s, visit.stalled_s = self._stalled_s - visit.stalled_s, self._stalled_s
+        if owed_s > 0:
+            heapq.heappush(self._events, (now + owed_s, order, visit))
+        return owed_s > 0
 
     def _generate(self, visit: RequestRun, now: float) -> None:
         """``visit.coming`` tokens have been generated since the last time."""
@@ -305,6 +372,10 @@ class SimEngine:
         self._begin(now)
 
     def _end(self, visit: RequestRun, now: float) -> None:
+        if visit.keeps:
+            visit.kept = [block for table in visit.pool_request.tables for block in table if block]
+            self.pool.pin(visit.kept)
+            self._num_kept += 1
         self.pool.finish(visit.pool_request)
         visit.ended_s = now
         self._told[1](visit, now)

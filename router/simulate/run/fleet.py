@@ -20,12 +20,14 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
 from router.admission.queue.fair import GENERATED_WORTH
-from router.placement.candidate import Ask, Candidate, Hit, PolicySettings, ask
+from router.pd.settings import PdSettings
+from router.placement.candidate import Ask, Candidate, Choice, Hit, PolicySettings, ask
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load import LoadAccount, Ticket
 from router.placement.policies import ArmState, policy
 from router.placement.rates import FleetRates, RateSettings
 from router.placement.shadow import ShadowSpec
+from router.simulate.run.apart import Leg, Roles
 from router.simulate.run.arms import Arm
 from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.holding import Holding
@@ -56,6 +58,8 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicySettings = PolicySettings()
     tiers: TierSetup | None = None
     """Memory outside the GPUs. Arms that see it are told what loads take."""
+    pd: PdSettings = PdSettings()
+    """What transfers take, for arms that have prefill and decode apart."""
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -74,6 +78,11 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     cpu: int = 0
     """Of the hit, loaded from host memory; ``storage``: from the store."""
     storage: int = 0
+    answer_s: float = -1.0
+    """To the last token; ``per_token_s``: between two of them, -1 for an answer of one."""
+    per_token_s: float = -1.0
+    fetched: int = 0
+    """Tokens that came from the engine that computed the prompt for this one."""
 
 
 class FleetRun(msgspec.Struct):
@@ -101,6 +110,8 @@ class _Open(msgspec.Struct, eq=False):
     predicted: int
     arrived_s: float
     tenant: str
+    leg: Leg | None = None
+    """Where the prompt is computed, if elsewhere."""
 
 
 class FleetSim:
@@ -108,11 +119,12 @@ class FleetSim:
 
     def __init__(self, setup: FleetSetup, arm: Arm, *, mean_prompt_tokens: float) -> None:
         self._setup, self._arm = setup, arm
-        self._knobs = setup.policy
-        if arm.beta is not None:
-            self._knobs = msgspec.structs.replace(self._knobs, beta=arm.beta)
-        if arm.premium is not None:
-            self._knobs = msgspec.structs.replace(self._knobs, eviction_premium=arm.premium)
+        self._knobs = msgspec.structs.replace(setup.policy, **dict(arm.settings))
+        self._roles = None
+        if arm.prefill:
+            if arm.prefill >= setup.engines:
+                raise ValueError(f"prefill={arm.prefill} leaves none of {setup.engines} engines to decode")
+            self._roles = Roles(arm.prefill, setup.groups, setup.pd)
         self._policy = policy(arm.policy)
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
@@ -136,6 +148,7 @@ class FleetSim:
                 first_token=self._first_token,
                 ended=self._ended,
                 refused=self._refused,
+                fetched=self._fetched,
                 tiers=outside,
             )
             for pool, outside in zip(pools, self._tiers, strict=True)
@@ -229,34 +242,83 @@ class FleetSim:
         whole = block_hashes(request, unit)
         hashes = whole[: tokens // unit]
         candidates = self._candidates(tokens, hashes, now)
-        choice = self._policy(candidates, self._ask(request, hashes), self._knobs, self._state)
-        chosen = candidates[choice.index]
-        ticket = self._loads[choice.index].admit(
-            uncached_tokens=choice.uncached_tokens, now=now, load_s=choice.cost.load_s
-        )
-        prefix = None
-        if self._arm.in_flight:
-            kept = keeps(
-                tokens,
-                chosen.hit.trunk_tokens,
-                alignment=self._alignment,
-                hash_block_size=unit,
-                retention_interval=self._setup.retention,
-                every_block=self._all_full,
+        place, choice, helper = self._choose(candidates, self._ask(request, hashes))
+        leg = None
+        if helper is not None:
+            leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
+            ticket = self._loads[place].admit(uncached_tokens=0, now=now)
+        else:
+            ticket = self._loads[place].admit(
+                uncached_tokens=choice.uncached_tokens, now=now, load_s=choice.cost.load_s
             )
-            prefix = self._inflight.add(chosen.engine_id, hashes, now, kept)
-        self._view.placed(choice.index, tokens, hashes)
+        self._view.placed(place, tokens, hashes)
+        prefix = None
+        if leg is None or self._all_full:
+            prefix = self._in_flight(candidates[place], tokens, hashes)
         predicted = max(0, tokens - choice.uncached_tokens)
         arrived_s = request.at_s / self._setup.speed
         self._open[index] = _Open(
-            choice.index, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant
+            place, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant, leg
         )
         if self._holding is not None:
             self._holding.charge(request.tenant, choice.uncached_tokens)
-        engine = self._engines[choice.index]
-        pool_request = engine.pool.request([0] * tokens, hashes=whole)  # only hashes count
-        engine.arrive(RequestRun(index, pool_request, tokens, request.output_tokens, now), now)
-        self._note(choice.index)
+        if leg is not None:
+            self._send(leg.engine, leg.visit)
+        else:
+            pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
+            self._send(place, RequestRun(index, pool_request, tokens, request.output_tokens, now))
+
+    def _choose(self, candidates: list[Candidate], question: Ask) -> tuple[int, Choice, int | None]:
+        """The engine that answers, the choice of the one that computes, and which that is if another."""
+        roles = self._roles
+        if roles is None:
+            choice = self._policy(candidates, question, self._knobs, self._state)
+            return choice.index, choice, None
+
+        def pick(some: Sequence[Candidate]) -> Choice:
+            return self._policy(some, question, self._knobs, self._state)
+
+        return roles.choose(candidates, question, pick, self._knobs)
+
+    def _leg(
+        self,
+        index: int,
+        request: Request,
+        hashes: Sequence[BlockHash],
+        candidate: Candidate,
+        place: int,
+        choice: Choice,
+    ) -> Leg:
+        """Enter a prompt at the engine that computes it for another."""
+        tokens = request.input_tokens
+        ticket = self._loads[place].admit(
+            uncached_tokens=choice.uncached_tokens, now=self._now, load_s=choice.cost.load_s
+        )
+        self._view.placed(place, tokens, hashes)
+        whole = block_hashes(request, self._scheme.hash_block_size)
+        pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
+        visit = RequestRun(index, pool_request, tokens, 1, self._now, keeps=True)
+        prefix = self._in_flight(candidate, tokens, hashes)
+        return Leg(place, ticket, prefix, visit, whole, request.output_tokens)
+
+    def _in_flight(
+        self, candidate: Candidate, tokens: int, hashes: Sequence[BlockHash]
+    ) -> InflightPrompt | None:
+        if not self._arm.in_flight:
+            return None
+        kept = keeps(
+            tokens,
+            candidate.hit.trunk_tokens,
+            alignment=self._alignment,
+            hash_block_size=self._scheme.hash_block_size,
+            retention_interval=self._setup.retention,
+            every_block=self._all_full,
+        )
+        return self._inflight.add(candidate.engine_id, hashes, self._now, kept)
+
+    def _send(self, place: int, visit: RequestRun) -> None:
+        self._engines[place].arrive(visit, self._now)
+        self._note(place)
 
     def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> Ask:
         question = ask(
@@ -328,15 +390,25 @@ class FleetSim:
 
     def _first_token(self, visit: RequestRun, now: float) -> None:
         opened = self._open[visit.index]
-        account = self._loads[opened.engine]
-        sample = account.first_token(opened.ticket, now)
-        if sample is not None and self._setup.learn_rates:
+        work: _Open | Leg = opened.leg if opened.leg is not None and visit.keeps else opened
+        account = self._loads[work.engine]
+        sample = account.first_token(work.ticket, now)
+        if sample is not None and self._setup.learn_rates and (visit.keeps or opened.leg is None):
             account.rates.observe(sample, now)
-        if opened.prefix is not None:
-            self._inflight.prefilled(opened.prefix)
-        self._view.prefilled(opened.engine, opened.prompt_tokens, opened.hashes)
+        if work.prefix is not None:
+            self._inflight.prefilled(work.prefix)
+        self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
+        opened = self._open[visit.index]
+        if visit.keeps and opened.leg is not None and self._roles is not None:
+            self._end_leg(opened.leg, now)
+            tokens, leg = opened.prompt_tokens, opened.leg
+            pool_request = self._engines[opened.engine].pool.request([0] * tokens, hashes=leg.whole)
+            fetch = self._roles.fetch(tokens)
+            run = RequestRun(visit.index, pool_request, tokens, leg.answer_tokens, now, fetch=fetch)
+            self._send(opened.engine, run)
+            return
         opened = self._close(visit, visit.first_token_s)
         self._loads[opened.engine].finish(opened.ticket, now)
         if self._holding is not None:
@@ -344,27 +416,46 @@ class FleetSim:
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)
 
+    def _end_leg(self, leg: Leg, now: float) -> None:
+        self._loads[leg.engine].finish(leg.ticket, now)
+        if leg.prefix is not None:
+            self._inflight.end(leg.prefix, now)
+
+    def _fetched(self, visit: RequestRun, now: float) -> None:
+        leg = self._open[visit.index].leg
+        if leg is not None and leg.visit.kept:
+            self._engines[leg.engine].release(leg.visit, now)
+            self._note(leg.engine)
+
     def _refused(self, visit: RequestRun, now: float) -> None:
+        self._fetched(visit, now)
         opened = self._close(visit, None)
+        if visit.keeps and opened.leg is not None:
+            self._end_leg(opened.leg, now)
         self._loads[opened.engine].fail(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.drop(opened.prefix)
 
     def _close(self, visit: RequestRun, first_token_s: float | None) -> _Open:
         opened = self._open.pop(visit.index)
+        asked = visit if opened.leg is None else opened.leg.visit
+        answered, request_s = first_token_s is not None, self._setup.timing.request_s
         self._rows[visit.index] = Row(
             visit.index,
             opened.arrived_s,
             opened.engine,
             opened.prompt_tokens,
             opened.predicted,
-            visit.hit,
-            -1.0
-            if first_token_s is None
-            else first_token_s - opened.arrived_s + self._setup.timing.request_s,
-            max(0.0, visit.started_s - opened.arrived_s),
+            asked.hit,
+            -1.0 if first_token_s is None else first_token_s - opened.arrived_s + request_s,
+            max(0.0, asked.started_s - opened.arrived_s),
             visit.preempted,
             visit.loaded if visit.medium == "CPU" else 0,
             visit.loaded if visit.medium == "STORAGE" else 0,
+            visit.ended_s - opened.arrived_s + request_s if answered else -1.0,
+            (visit.ended_s - visit.first_token_s) / (visit.output_tokens - 1)
+            if answered and visit.output_tokens > 1
+            else -1.0,
+            0 if opened.leg is None else visit.loaded,
         )
         return opened

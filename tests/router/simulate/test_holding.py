@@ -66,7 +66,8 @@ def test_a_sibling_of_a_prompt_in_flight_is_not_held() -> None:
 def test_knobs_are_read_and_bad_ones_named() -> None:
     name = "kvatlas:hold=1+ageing=2+siblings=0.5+beta=1"
     arm = arms_of([name])[name]
-    assert (arm.hold, arm.beta) == (HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5), 1.0)
+    assert arm.hold == HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5)
+    assert arm.settings == (("beta", 1.0),)
     assert ARMS["kvatlas"].hold is None
     for bad in ("kvatlas:hold=-1", "kvatlas:hold=61", "kvatlas:ageing=1", "kvatlas:siblings=2+hold=1"):
         with pytest.raises(ValueError, match=re.escape(bad)):

@@ -104,7 +104,7 @@ def test_a_capped_history_is_as_large_as_the_pool_allows_beside_the_windows() ->
 def test_arms_by_name() -> None:
     found = arms_of(["round-robin", "kvatlas:beta=0.5"])
     assert list(found) == ["round-robin", "kvatlas:beta=0.5"]
-    assert found["kvatlas:beta=0.5"].beta == 0.5
+    assert found["kvatlas:beta=0.5"].settings == (("beta", 0.5),)
     for bad in ("best", "kvatlas:beta=2", "kvatlas:gamma=1", "kvatlas:beta=nan", ""):
         with pytest.raises(ValueError, match=r"beta|no policy"):
             arms_of([bad])

@@ -196,7 +196,7 @@ def test_the_cost_of_a_load_is_that_of_the_slower_link() -> None:
 
 def test_knobs_of_an_arm() -> None:
     arm = arms_of(["kvatlas:beta=0.5+premium=0"])["kvatlas:beta=0.5+premium=0"]
-    assert (arm.beta, arm.premium) == (0.5, 0.0)
+    assert dict(arm.settings) == {"beta": 0.5, "eviction_premium": 0.0}
     for name in ("kvatlas:beta=2", "kvatlas:premium=9", "kvatlas:load=1", "kvatlas:beta=0.5+", "kvatlas:x"):
         with pytest.raises(ValueError, match="after the colon"):
             arms_of([name])
