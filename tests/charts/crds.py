@@ -1,7 +1,8 @@
 """JSON schemas of the custom resources that the chart makes: the fields it uses, as operators define them.
 
-Sources of the field names and types: the Prometheus operator's monitoring.coreos.com/v1 API and the Gateway
-API's gateway.networking.k8s.io/v1. Unknown fields are refused, so a misspelt one does not pass.
+Sources of the field names and types: the Prometheus operator's monitoring.coreos.com/v1 API, the Gateway
+API's gateway.networking.k8s.io/v1 and its Inference Extension's inference.networking.k8s.io/v1, and the APIs
+of Istio and GKE. Unknown fields are refused, so a misspelt one does not pass.
 """
 
 from __future__ import annotations
@@ -40,9 +41,28 @@ _RULE = _object(
     ("alert", "expr"), alert=_TEXT, expr=_TEXT, **{"for": _DURATION}, labels=_TEXTS, annotations=_TEXTS
 )
 _PARENT = _object(("name",), name=_TEXT, namespace=_TEXT, sectionName=_TEXT, port={"type": "integer"})
-_BACKEND = _object(("name",), name=_TEXT, port={"type": "integer", "minimum": 1, "maximum": 65535})
+_PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+_BACKEND = _object(("name",), group={"type": "string"}, kind=_TEXT, name=_TEXT, port=_PORT)
 _PATH = _object(("type", "value"), type={"enum": ["Exact", "PathPrefix"]}, value=_TEXT)
 _MATCH = _object((), path=_PATH)
+_NUMBER = _object(("number",), number=_PORT)
+_PICKER = _object(
+    ("name", "port"),  # a port is needed for kind Service
+    group={"const": ""},
+    kind={"const": "Service"},
+    name=_TEXT,
+    port=_NUMBER,
+    failureMode={"enum": ["FailOpen", "FailClose"]},
+)
+_POOL_REF = _object(
+    ("group", "kind", "name"),
+    group={"const": "inference.networking.k8s.io"},
+    kind={"const": "InferencePool"},
+    name=_TEXT,
+)
+_HEALTH = _object(
+    ("type",), type={"const": "HTTP"}, httpHealthCheck=_object((), requestPath=_TEXT, port=_PORT)
+)
 
 SPECS: dict[tuple[str, str], Schema] = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _object(
@@ -59,5 +79,25 @@ SPECS: dict[tuple[str, str], Schema] = {
         parentRefs=_list(_PARENT),
         hostnames=_list(_TEXT),
         rules=_list(_object(matches=_list(_MATCH), backendRefs=_list(_BACKEND))),
+    ),
+    ("inference.networking.k8s.io/v1", "InferencePool"): _object(
+        ("selector", "targetPorts"),
+        selector=_object(("matchLabels",), matchLabels={**_TEXTS, "minProperties": 1, "maxProperties": 64}),
+        targetPorts={**_list(_NUMBER), "maxItems": 8, "uniqueItems": True},
+        appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
+        endpointPickerRef=_PICKER,
+    ),
+    ("networking.istio.io/v1", "DestinationRule"): _object(
+        ("host",),
+        host=_TEXT,
+        trafficPolicy=_object(
+            (), tls=_object(("mode",), mode={"enum": ["SIMPLE"]}, insecureSkipVerify={"type": "boolean"})
+        ),
+    ),
+    ("networking.gke.io/v1", "HealthCheckPolicy"): _object(
+        ("targetRef", "default"), targetRef=_POOL_REF, default=_object((), config=_HEALTH)
+    ),
+    ("networking.gke.io/v1", "GCPBackendPolicy"): _object(
+        ("targetRef", "default"), targetRef=_POOL_REF, default=_object((), timeoutSec={"type": "integer"})
     ),
 }

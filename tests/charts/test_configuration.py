@@ -11,7 +11,7 @@ import pytest
 from router.cli import app
 from router.config.load import load
 from tests.charts.chart import MINIMAL, Rendered
-from tests.charts.test_rendered import CASES, EVERYTHING
+from tests.charts.test_rendered import CASES, EVERYTHING, GATEWAY
 from tests.support.paths import ROOT
 
 TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
@@ -86,6 +86,17 @@ def test_all_namespaces_and_a_service_that_says_who_is_ready(tmp_path: Path) -> 
     assert found.selector == "app=vllm,tier=gpu"
     assert found.namespaces == ("*",)
     assert found.service_selector == "kubernetes.io/service-name=vllm"
+
+
+def test_a_picker_has_its_pool_its_ports_and_its_certificate(tmp_path: Path) -> None:
+    config = _load(Rendered({**GATEWAY, "drainSeconds": 120, "drainDelaySeconds": 7}), tmp_path)
+    assert (config.epp.listen, config.epp.health_listen) == ("0.0.0.0:9002", "0.0.0.0:9003")
+    assert (config.epp.fallbacks, config.epp.drain_s_max, config.epp.drain_delay_s) == (2, 120, 7)
+    assert config.epp.tls_cert_file == f"{tmp_path}/etc/kvatlas/tls/tls.crt"
+    assert config.server.tls.cert is None
+    kubernetes = config.fleet.kubernetes
+    assert (kubernetes.inference_pool, kubernetes.selector) == ("qwen", "")
+    assert kubernetes.namespaces == ("llm",)
 
 
 def test_metrics_leave_the_pod_only_with_a_token_or_where_it_is_said(tmp_path: Path) -> None:

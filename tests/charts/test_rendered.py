@@ -71,6 +71,21 @@ CLUSTER_WIDE = {
     "engines": {"selector": {"app": "vllm"}, "clusterWide": True},
     "networkPolicy": {"enabled": True},
 }
+GATEWAY: dict[str, Any] = {
+    **{key: value for key, value in EVERYTHING.items() if key != "ingress"},
+    "mode": "gateway",
+    "engines": {**EVERYTHING["engines"], "namespaces": []},
+    "gateway": {
+        "pool": {"name": "qwen", "targetPorts": [8000, 8001], "failureMode": "FailOpen"},
+        "provider": "gke",
+        "fallbacks": 2,
+    },
+}
+FOREIGN_POOL: dict[str, Any] = {
+    "mode": "gateway",
+    "gateway": {"pool": {"create": False, "name": "qwen"}},
+    "networkPolicy": {"enabled": True},
+}
 STATIC_ONLY = {"engines": {"static": [{"base_url": "http://10.0.0.9:8000"}]}}
 
 CASES = {
@@ -78,6 +93,8 @@ CASES = {
     "everything": EVERYTHING,
     "cluster-wide": CLUSTER_WIDE,
     "static": STATIC_ONLY,
+    "gateway with everything": GATEWAY,
+    "a pool of others": FOREIGN_POOL,
     **{path.stem: load(path) for path in examples()},
 }
 
@@ -177,6 +194,43 @@ def test_rights_are_no_more_than_needed() -> None:
     assert not Rendered(CLUSTER_WIDE).all("Role")
 
 
+def test_a_picker_reads_its_pool_alone() -> None:
+    for values, pool in (
+        (GATEWAY, "qwen"),
+        (FOREIGN_POOL, "qwen"),
+        ({**MINIMAL, "mode": "gateway"}, "kvatlas"),
+    ):
+        rules = {rule["resources"][0]: rule for rule in Rendered(values).one("Role")["rules"]}
+        assert set(rules) == {"pods", "inferencepools"}
+        assert rules["inferencepools"]["resourceNames"] == [pool]
+        assert rules["inferencepools"]["verbs"] == ["get", "list", "watch"]
+
+
+def test_gateway_pool_route_and_picker_name_each_other() -> None:
+    rendered = Rendered(GATEWAY)
+    pool, service = rendered.one("InferencePool"), rendered.one("Service", suffix="kvatlas")
+    picker = pool["spec"]["endpointPickerRef"]
+    assert picker["name"] == service["metadata"]["name"]
+    assert picker["port"]["number"] in {port["port"] for port in service["spec"]["ports"]}
+    assert pool["spec"]["selector"]["matchLabels"] == {"app": "vllm"}
+    route = rendered.one("HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    assert [(ref["kind"], ref["name"]) for ref in route] == [("InferencePool", pool["metadata"]["name"])]
+    for policy in ("HealthCheckPolicy", "GCPBackendPolicy"):
+        assert rendered.one(policy)["spec"]["targetRef"]["name"] == pool["metadata"]["name"]
+    assert not Rendered(FOREIGN_POOL).all("InferencePool")
+    istio = Rendered(load(ROOT / "examples" / "gateway.yaml"))
+    assert istio.one("DestinationRule")["spec"]["host"] == "kvatlas.llm.svc.cluster.local"
+
+
+def test_a_picker_is_probed_by_grpc_on_its_plain_port() -> None:
+    container = Rendered({**MINIMAL, "mode": "gateway"}).container
+    assert container["args"][0] == "epp"
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    services = {name: container[f"{name}Probe"]["grpc"]["service"] for name in ("liveness", "readiness")}
+    assert services == {"liveness": "liveness", "readiness": "readiness"}
+    assert container["livenessProbe"]["grpc"]["port"] == ports["health"]
+
+
 def test_a_changed_configuration_starts_new_pods() -> None:
     def checksum(values: dict[str, Any]) -> str:
         template = Rendered(values).one("Deployment")["spec"]["template"]
@@ -257,6 +311,28 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
         {"engines": {"selector": {"a": "b"}, "clusterWide": True, "namespaces": ["x"]}},
         "engines.namespaces",
     ),
+    "a pool without pods": ({"mode": "gateway"}, "engines.selector"),
+    "a pool without a name": (
+        {**MINIMAL, "mode": "gateway", "gateway": {"pool": {"create": False}}},
+        "gateway.pool.name",
+    ),
+    "pools of other namespaces": (
+        {"mode": "gateway", "engines": {"selector": {"a": "b"}, "namespaces": ["x"]}},
+        "engines.namespaces",
+    ),
+    "clients of a picker": (
+        {**MINIMAL, "mode": "gateway", "ingress": {"enabled": True, "hosts": ["a"]}},
+        "ingress.enabled",
+    ),
+    "ops on the picker's port": ({**MINIMAL, "mode": "gateway", "ops": {"port": 9003}}, "ops.port"),
+    "admin without a port": (
+        {**MINIMAL, "mode": "gateway", "admin": {"enabled": True, "existingSecret": "a", "port": 0}},
+        "admin.port",
+    ),
+    "nine target ports": (
+        {**MINIMAL, "mode": "gateway", "gateway": {"pool": {"targetPorts": list(range(1, 10))}}},
+        "targetPorts",
+    ),
     "empty setting": ({**MINIMAL, "config": {"proxy": {"attempts_max": None}}}, "config.proxy.attempts_max"),
 }
 
@@ -269,7 +345,9 @@ def test_values_that_cannot_work_are_refused_by_name(name: str) -> None:
 
 
 def test_examples_are_all_there() -> None:
-    assert {path.stem for path in examples()} == {"minimal", "production", "multi-model", "hybrid-offload"}
+    assert {path.stem for path in examples()} == {
+        *("minimal", "production", "multi-model", "hybrid-offload", "gateway"),
+    }
 
 
 def test_metrics_named_by_rules_and_dashboard_exist() -> None:

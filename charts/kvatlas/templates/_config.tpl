@@ -44,9 +44,13 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- if $v.keys.existingSecret }}
 {{- $_ := set $sections "keys" (dict "file" "/etc/kvatlas/keys/keys.toml") }}
 {{- end }}
+{{- if include "kvatlas.picks" . }}
+{{- $_ := set $sections "epp" (dict "listen" "0.0.0.0:9002" "health_listen" "0.0.0.0:9003" "fallbacks" $v.gateway.fallbacks "drain_s_max" $v.drainSeconds "drain_delay_s" $v.drainDelaySeconds) }}
+{{- end }}
 {{- if $v.tls.existingSecret }}
-{{- $_ := set $sections.server "tls_cert_file" "/etc/kvatlas/tls/tls.crt" }}
-{{- $_ := set $sections.server "tls_key_file" "/etc/kvatlas/tls/tls.key" }}
+{{- $section := ternary $sections.epp $sections.server (eq $v.mode "gateway") }}
+{{- $_ := set $section "tls_cert_file" "/etc/kvatlas/tls/tls.crt" }}
+{{- $_ := set $section "tls_key_file" "/etc/kvatlas/tls/tls.key" }}
 {{- end }}
 {{- if $v.engines.apiKey.existingSecret }}
 {{- $_ := set $sections.fleet "api_key_file" "/etc/kvatlas/engine-key/key" }}
@@ -54,13 +58,13 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- if include "kvatlas.discovers" . }}
 {{- $pairs := list }}
 {{- range $key, $value := $v.engines.selector }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end }}
-{{- $_ := set $sections.fleet "kubernetes" (dict
-  "selector" (join "," $pairs)
+{{- $which := ternary (dict "inference_pool" (include "kvatlas.pool" .)) (dict "selector" (join "," $pairs)) (eq $v.mode "gateway") }}
+{{- $_ := set $sections.fleet "kubernetes" (merge $which (dict
   "namespaces" (ternary (list "*") (include "kvatlas.namespaces" . | fromJsonArray) $v.engines.clusterWide)
   "port_name" $v.engines.ports.http
   "events_port_name" $v.engines.ports.events
   "replay_port_name" $v.engines.ports.replay
-) }}
+)) }}
 {{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
 {{- end }}
 {{- if $v.admin.enabled }}

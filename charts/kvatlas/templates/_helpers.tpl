@@ -72,9 +72,18 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* "true" where a gateway carries the requests, and asks here. */}}
+{{- define "kvatlas.picks" -}}
+{{- if eq .Values.mode "gateway" }}true{{ end }}
+{{- end }}
+
+{{- define "kvatlas.pool" -}}
+{{- .Values.gateway.pool.name | default (include "kvatlas.fullname" .) }}
+{{- end }}
+
 {{/* "true" where engines are found by their pods' labels. */}}
 {{- define "kvatlas.discovers" -}}
-{{- if .Values.engines.selector }}true{{ end }}
+{{- if or .Values.engines.selector (include "kvatlas.picks" .) }}true{{ end }}
 {{- end }}
 
 {{/* Namespaces that are looked in, as a JSON list. */}}
@@ -125,4 +134,13 @@ annotations:
 {{- with (dig "tokenizer" "existingClaim" "" $model) }}{{ $claims = append $claims . }}{{ end }}
 {{- end }}
 {{- $claims | uniq | sortAlpha | toJson }}
+{{- end }}
+
+{{/* What a probe asks: (dict "root" $ "path" "/health" "service" "liveness") */}}
+{{- define "kvatlas.asks" -}}
+{{- if include "kvatlas.picks" .root }}
+grpc: {port: 9003, service: {{ .service }}}
+{{- else }}
+httpGet: {path: {{ .path }}, port: http, scheme: {{ include "kvatlas.scheme" .root | upper }}}
+{{- end }}
 {{- end }}

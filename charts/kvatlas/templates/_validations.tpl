@@ -4,7 +4,28 @@
 {{- if not $v.image.repository }}
 {{- fail "image.repository: name the image that you built and pushed, e.g. --set image.registry=my-registry.example --set image.repository=kvatlas; none is published" }}
 {{- end }}
-{{- if not (or $v.engines.selector $v.engines.static $v.admin.enabled) }}
+{{- if include "kvatlas.picks" . }}
+{{- if and $v.gateway.pool.create (not $v.engines.selector) }}
+{{- fail "engines.selector: the InferencePool selects pods by it; give the labels of the vLLM pods (--set engines.selector.app=vllm), or set gateway.pool.create=false and gateway.pool.name to one that is there" }}
+{{- end }}
+{{- if not (or $v.gateway.pool.create $v.gateway.pool.name) }}
+{{- fail "gateway.pool.name: without gateway.pool.create name the InferencePool that is there" }}
+{{- end }}
+{{- if or $v.engines.namespaces $v.engines.clusterWide }}
+{{- fail (printf "engines.%s: with mode gateway engines are in the release's namespace, as their InferencePool is; leave it out" (ternary "clusterWide" "namespaces" $v.engines.clusterWide)) }}
+{{- end }}
+{{- if $v.ingress.enabled }}
+{{- fail "ingress.enabled: with mode gateway clients ask the gateway; use httpRoute.enabled" }}
+{{- end }}
+{{- range $port := list 9002 9003 }}
+{{- if or (eq (int $v.ops.port) $port) (and $v.admin.enabled (eq (int $v.admin.port) $port)) }}
+{{- fail (printf "ops.port, admin.port: %d is the picker's with mode gateway; take another one" $port) }}
+{{- end }}
+{{- end }}
+{{- if and $v.admin.enabled (not $v.admin.port) }}
+{{- fail "admin.port: 0 is the router's own port, which there is not with mode gateway; give one" }}
+{{- end }}
+{{- else if not (or $v.engines.selector $v.engines.static $v.admin.enabled) }}
 {{- if not (dig "fleet" dict $v.config) }}
 {{- fail "engines.selector: the router knows no engine; give the labels of the vLLM pods (--set engines.selector.app=vllm), engines.static, or enable admin" }}
 {{- end }}
