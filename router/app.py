@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from router.api.front import Application, Front
 from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import ANY_MODEL, Config, ModelConfig
 from router.epp.server import PickerServer
 from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
@@ -34,9 +34,10 @@ from router.feeds.manager import FeedControl, FeedManager
 from router.fleet.calls import EngineCalls, hold_engine_tls
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import EngineAddress
+from router.fleet.identity import EngineAddress, endpoint_of
 from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
+from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
 from router.index.learn.layout import ModelFacts
@@ -58,6 +59,7 @@ from router.workers.seat import WorkerSeat
 from router.workers.view import WholeView, worker_families
 
 _log = structlog.get_logger()
+_OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
 class Router:
@@ -71,7 +73,7 @@ class Router:
         seat: WorkerSeat | None = None,
     ) -> None:
         self.config = config
-        self._clock = clock
+        self.clock = clock
         self.accounts = Accounts(clock, config.access_log)
         self.shared = (
             SharedIndex(config.index, self._own_load, clock=clock) if config.index.is_shared else None
@@ -84,13 +86,17 @@ class Router:
             self.accounts.inflight = self.shared.inflight
             self._following = self.shared
         self.gate = self._open_gate()
+        if self.shared is not None and self.gate is not None:
+            self.shared.share_limits(self.gate, "" if seat is None else seat.folder.name)
         self.gossip = None if seat is None else self._gossip(seat)
         self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
         self.listen_stats: ListenStats | None = None
+        self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
+        """Hears of other limits of client connections."""
         self.draining: Callable[[], bool] = lambda: False
         self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
-        self._poller: FleetPoller[Engine] | None = None
-        self.roster = Roster(engines_max=max(config.fleet.engines_max, len(config.engines)))
+        self.poller: FleetPoller[Engine] | None = None
+        self.roster = Roster(engines_max=_engines_max(config))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
         self.crew: Crew | None = None
         if seat is not None and self.gossip is not None:
@@ -105,11 +111,12 @@ class Router:
             answer_bytes_max=config.fleet.answer_bytes_max,
             health_timeout_s=config.prompts.engine_timeout_s,
         )
+        self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else works in the background, for as long as the router does."""
         self._tasks: asyncio.TaskGroup | None = None
         self._lora_paths: dict[str, dict[str, str]] = {}
-        models = {name: self._prompts(name) for name in (*config.models, ANY_MODEL)}
         self.reader = PromptReader(
-            models,
+            self.prompts_of(config),
             config.prompts,
             self.calls.post,
             engine_url=self._engine_url,
@@ -117,7 +124,7 @@ class Router:
             clock=clock,
         )
         self.traces = Traces(config.traces) if config.traces.endpoint else None
-        self._aliases = Aliases(config.alias_shares()) if config.aliases else None
+        self.aliases = Aliases.of(config.alias_shares())
         self.planner, self.proxy = self._assemble()
         self._readiness_check = ReadinessCheck(
             self.fleet,
@@ -128,7 +135,7 @@ class Router:
         )
         self.admin = self._open_admin()
         self.picker = self._open_picker()
-        self._sources = Sources(
+        self.sources = Sources(
             self.fleet,
             self.scopes,
             self.accounts,
@@ -140,21 +147,22 @@ class Router:
             None if self.admin is None else self.admin.stats,
             self.proxy.requests,
             self.gate,
-            self._aliases,
+            self.aliases,
             None if self.traces is None else self.traces.stats,
             epp=None if self.picker is None else self.picker.stats,
+            pd=self.planner.pd_stats,
             others=self._others,
         )
         self._view: WholeView | None = None
         if seat is not None and self.crew is not None:
             gossip = self.crew.gossip
-            self._sources.more = lambda: worker_families(
+            self.sources.more = lambda: worker_families(
                 seat.slot, gossip.stats, gossip.delays, self.listen_stats
             )
-            self._view = self.crew.view(self._sources)
+            self._view = self.crew.view(self.sources)
         insight: Any = create_ops(
             self.planner,
-            self._sources,
+            self.sources,
             readiness=self.readiness,
             body_bytes_max=config.proxy.body_bytes_max,
             view=self._view,
@@ -172,7 +180,7 @@ class Router:
         control: Any = insight
         if not ops_here:
             control = create_control(
-                self.planner, self._sources, readiness=self.readiness, refusal=self.ops.refusal
+                self.planner, self.sources, readiness=self.readiness, refusal=self.ops.refusal
             )
         self._front = Front(
             self.proxy,
@@ -197,9 +205,10 @@ class Router:
             check_every=self.config.server.check_every,
             shared=self.gossip if self.shared is None else self.shared.lookup,
             queue=self.config.queue,
+            pd=self.config.pd,
         )
         requests = RequestTracker(
-            self._clock,
+            self.clock,
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
             traces=self.traces,
@@ -207,12 +216,14 @@ class Router:
         proxy = ProxyApp(
             planner,
             self.config.proxy,
-            clock=self._clock,
+            clock=self.clock,
             requests=requests,
             gate=self.gate,
-            aliases=self._aliases,
+            aliases=self.aliases,
             tls=self._engine_tls,
             claims=planner.hold is not None,
+            pd=self.config.pd,
+            pd_stats=planner.pd_stats,
         )
         return planner, proxy
 
@@ -222,8 +233,8 @@ class Router:
         if keys.file is None:
             return None
         fields = [(name.encode(), value.encode()) for name, value in self.config.fleet.headers().items()]
-        file = KeyFile(Path(keys.file), clock=self._clock)
-        return KeyGate(file, clock=self._clock, forward=keys.forward, engine_fields=fields)
+        file = KeyFile(Path(keys.file), clock=self.clock)
+        return KeyGate(file, clock=self.clock, forward=keys.forward, engine_fields=fields)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI 3."""
@@ -260,10 +271,11 @@ class Router:
             asyncio.TaskGroup() as tasks,
         ):
             self._tasks = tasks
-            poller = self._poller = FleetPoller(self.fleet, self, self.config.fleet, session)
+            poller = self.poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             self._assign()
             works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
             works.append(self.certificates.watch())
+            works += [work() for work in self.works]
             if self.shared is not None:
                 works.append(self.shared.run())
             if self.config.prompts.renderers:
@@ -289,7 +301,7 @@ class Router:
                     await asyncio.to_thread(self.traces.close)
                 self.proxy.close()
                 self.reader.close()
-                self._tasks = self._poller = None
+                self._tasks = self.poller = None
 
     def _in_crew(self) -> AbstractAsyncContextManager[None]:
         if self.crew is None or self._view is None:
@@ -310,7 +322,7 @@ class Router:
         gossip = SiblingGossip(
             seat,
             self._own_load,
-            clock=self._clock,
+            clock=self.clock,
             whole=self.shared is None,
             served=self._served_elsewhere,
             gate=self.gate,
@@ -350,8 +362,8 @@ class Router:
 
     def _assign(self) -> None:
         """The roster changed: the fleet is what it says."""
-        if self._poller is not None:
-            self._poller.assign(self.roster.wanted())
+        if self.poller is not None:
+            self.poller.assign(self.roster.wanted())
 
     def _open_picker(self) -> PickerServer | None:
         """Raises ``TlsError`` for files of no use."""
@@ -364,8 +376,9 @@ class Router:
             proxy=config.proxy,
             listen=config.listen,
             certificates=self.certificates,
-            clock=self._clock,
-            readiness=lambda: self.readiness().ready,
+            clock=self.clock,
+            readiness=lambda: config.epp.conformance_headers or self.readiness().ready,
+            endpoints=lambda: [endpoint_of(engine.engine.base_url) for engine in self.fleet],
         )
 
     def _open_admin(self) -> AdminApi | None:
@@ -374,7 +387,7 @@ class Router:
         actions = FleetActions(
             self.roster,
             self.fleet,
-            self._clock,
+            self.clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
             others=self._others,
@@ -383,7 +396,7 @@ class Router:
         return AdminApi(
             self.config.admin,
             actions,
-            clock=self._clock,
+            clock=self.clock,
             certificates=self.certificates,
             port=self.leads,
             sock=None if seat is None else seat.admin,
@@ -397,9 +410,7 @@ class Router:
         base, address = engine.base_model, engine.engine
         if base is None or self._tasks is None:
             return
-        configured = self.config.model(base).lora_paths
-        adapters = {card.id: card.root for card in engine.models if card.parent is not None and card.root}
-        self._lora(base).update({name: path for name, path in adapters.items() if name not in configured})
+        self._learn_adapters(engine, base)
         if not self._following.follows(address, base):  # new, moved, or another model: known anew
             self._following.stop(engine.engine_id)
             self.scopes.remove(engine.engine_id)
@@ -420,7 +431,7 @@ class Router:
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""
-        engine.load.report(running=running, waiting=waiting, now=self._clock())
+        engine.load.report(running=running, waiting=waiting, now=self.clock())
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """The one place where engines are made, and where it is said what they leave behind when they go."""
@@ -459,17 +470,19 @@ class Router:
 
     def _engine_url(self, model: str | None) -> str | None:
         """The least loaded engine of this model: none is to tokenize for the whole fleet."""
-        now = self._clock()
+        now = self.clock()
         ready = [engine for engine in self.fleet.ready(model) if engine.breaker.allows(now)]
         loads = [(engine.load.at(now), engine.engine.base_url) for engine in ready]
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 
+    def _learn_adapters(self, engine: Engine, base: str) -> None:
+        configured = self.config.model(base).lora_paths
+        adapters = {card.id: card.root for card in engine.models if card.parent is not None and card.root}
+        self._lora(base).update({name: path for name, path in adapters.items() if name not in configured})
+
     def _lora(self, model: str) -> dict[str, str]:
         """LoRA paths of a model: configured ones, completed by what its engines say. One dict, shared."""
-        name = model if model in self.config.models else ANY_MODEL
-        if name not in self._lora_paths:
-            self._lora_paths[name] = dict(self.config.model(name).lora_paths)
-        return self._lora_paths[name]
+        return self._paths(model if model in self.config.models else ANY_MODEL, self.config)
 
     def _forget_adapters(self, engine: Engine) -> None:
         """The engine left: adapters that no other one has are forgotten, but for those configured."""
@@ -483,5 +496,57 @@ class Router:
     def _facts(self, model: str) -> ModelFacts:
         return msgspec.structs.replace(self.config.model(model).facts(), lora_paths=self._lora(model))
 
-    def _prompts(self, model: str) -> ModelPrompts:
-        return msgspec.structs.replace(self.config.model(model).prompts(), lora_paths=self._lora(model))
+    def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
+        """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
+        return {
+            name: msgspec.structs.replace(config.model(name).prompts(), lora_paths=self._paths(name, config))
+            for name in (*config.models, ANY_MODEL)
+        }
+
+    def _paths(self, name: str, config: Config) -> dict[str, str]:
+        found = self._lora_paths.get(name)
+        if found is None:
+            found = self._lora_paths[name] = dict(config.model(name).lora_paths)
+        return found
+
+    def take(self, config: Config) -> None:
+        """Another configuration is running: engines of models of which other facts are known are followed
+        anew, adapters have the paths that it says."""
+        before, self.config = self.config, config
+        for name in list(self._lora_paths):
+            paths = self._lora_paths[name]
+            paths.clear()
+            if name in config.models or name == ANY_MODEL:
+                paths.update(config.model(name).lora_paths)
+            else:
+                del self._lora_paths[name]
+        served = [engine for engine in self.fleet if engine.base_model is not None]
+        other = {
+            base
+            for base in {engine.base_model or "" for engine in served}
+            if _cache_facts(before, base) != _cache_facts(config, base)
+        }
+        for engine in served:
+            self._learn_adapters(engine, engine.base_model or "")
+            if engine.base_model in other:
+                self._following.stop(engine.engine_id)
+                engine.residency = engine.shadow = None
+        for base in other:
+            self.scopes.relearn(base)
+        for engine in served:
+            if engine.base_model in other and engine.up:
+                self.engine_up(engine)
+        if config.engines != before.engines:
+            self.roster.engines_max = _engines_max(config)
+            self.fleet_sources.set_static(config.engines)
+            self._assign()
+
+
+def _cache_facts(config: Config, model: str) -> tuple[bool, ModelConfig]:
+    """All but how prompts are read: what the index was laid out by. Paths of adapters enter as they are."""
+    rest = msgspec.structs.replace(config.model(model), **dict.fromkeys(_OF_PROMPTS))
+    return model in config.models, rest
+
+
+def _engines_max(config: Config) -> int:
+    return max(config.fleet.engines_max, len(config.engines))

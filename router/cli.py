@@ -8,7 +8,8 @@ not exact, a check failed).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from router import __version__
 from router.config.checks import LOG_LEVELS
 from router.config.errors import ConfigError
 from router.config.load import Loaded, load, parse_engine
-from router.config.schema import ANY_MODEL, EPP_LISTEN, OPS_PORT, ServerConfig
+from router.config.schema import ANY_MODEL, EPP_LISTEN, OPS_PORT, Config, ServerConfig
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
@@ -42,21 +43,33 @@ EngineFlags = Annotated[
     list[str] | None,
     Parameter(
         name="--engine",
-        help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-        "Without events= the engine is asked for its event endpoints.",
+        help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]; repeat "
+        "for more. Without events= the engine is asked for its event endpoints; role= is prefill, decode or "
+        "both.",
         negative="",
     ),
 ]
+
+ConfigFlag = Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")]
+TokenizerFlag = Annotated[
+    Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
+]
+SetFlags = Annotated[
+    list[str] | None,
+    Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
+]
+PrintFlag = Annotated[
+    bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
+]
+CheckFlag = Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")]
 
 
 @app.command
 def serve(
     *,
     engine: EngineFlags = None,
-    config: Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")] = None,
-    tokenizer: Annotated[
-        Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
-    ] = None,
+    config: ConfigFlag = None,
+    tokenizer: TokenizerFlag = None,
     renderer: Annotated[
         list[str] | None,
         Parameter(
@@ -97,14 +110,9 @@ def serve(
         str | None,
         Parameter(help=f"Least severity logged: {', '.join(LOG_LEVELS)} (default {_SERVER.log_level})."),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
-    ] = None,
-    print_config: Annotated[
-        bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
-    ] = False,
-    check_config: Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")] = False,
+    set_: SetFlags = None,
+    print_config: PrintFlag = False,
+    check_config: CheckFlag = False,
 ) -> int:
     """Run the router in front of vLLM engines."""
     flags = {
@@ -118,17 +126,15 @@ def serve(
         "index.url": index,
         "prompts.renderers": renderer,
     }
-    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
-    given |= _assignments(set_ or [])
-    models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
-    loaded = load(
+    read = partial(
+        load,
         config,
-        flags=given,
+        flags=_given(flags, set_),
         index_file=index_file,
         engines=tuple(parse_engine(text) for text in engine or []),
-        models=models,
+        models=_models(tokenizer),
     )
-    return _start(loaded, picker=False, print_config=print_config, check_config=check_config)
+    return _start(read, picker=False, print_config=print_config, check_config=check_config)
 
 
 @app.command
@@ -142,24 +148,19 @@ def epp(
         str | None, Parameter(help="HOST:PORT of health checks without TLS (default: none).")
     ] = None,
     engine: EngineFlags = None,
-    config: Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")] = None,
-    tokenizer: Annotated[
-        Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
-    ] = None,
+    config: ConfigFlag = None,
+    tokenizer: TokenizerFlag = None,
     tls: Annotated[
         bool | None, Parameter(help="Speak TLS to gateways (default: yes, with a certificate of its own).")
     ] = None,
     fallbacks: Annotated[
         int | None, Parameter(help="Further engines that a gateway is told, in order (default 0).")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
-    ] = None,
-    print_config: Annotated[
-        bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
-    ] = False,
-    check_config: Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")] = False,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    set_: SetFlags = None,
+    print_config: PrintFlag = False,
+    check_config: CheckFlag = False,
 ) -> int:
     """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine is to get each request."""
     flags = {
@@ -167,38 +168,55 @@ def epp(
         "epp.health_listen": health_listen,
         "epp.tls": tls,
         "epp.fallbacks": fallbacks,
+        "index.url": index,
     }
-    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
-    given |= _assignments(set_ or [])
-    models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
-    loaded = load(
+    read = partial(
+        load,
         config,
         defaults={"epp.listen": EPP_LISTEN},
-        flags=given,
+        flags=_given(flags, set_),
+        index_file=index_file,
         engines=tuple(parse_engine(text) for text in engine or []),
-        models=models,
+        models=_models(tokenizer),
     )
-    return _start(loaded, picker=True, print_config=print_config, check_config=check_config)
+    return _start(read, picker=True, print_config=print_config, check_config=check_config)
 
 
-def _start(loaded: Loaded, *, picker: bool, print_config: bool, check_config: bool) -> int:
+def _given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[str, object]:
+    """The settings that the command line names; ``--set`` wins."""
+    return {key: value for key, value in flags.items() if value is not None} | _assignments(assignments or [])
+
+
+def _models(tokenizer: Path | None) -> dict[str, dict[str, object]]:
+    return {} if tokenizer is None else {ANY_MODEL: {"tokenizer": str(tokenizer)}}
+
+
+def _start(read: Callable[[], Loaded], *, picker: bool, print_config: bool, check_config: bool) -> int:
     """Run the router, or the endpoint picker alone, or say what would run."""
     from router import serve as serving
 
     if print_config:
-        print(serving.describe(loaded), end="")
+        print(serving.describe(read()), end="")
         return 0
-    if not loaded.config.engines and not loaded.config.fleet.discovers and not loaded.config.admin.enabled:
-        raise ConfigError(
-            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
-            "or a source of engines (fleet.kubernetes.selector, fleet.dns.names, fleet.file.path, "
-            "or the admin API)"
-        )
+    config = _with_engines(read)
     if check_config:
-        serving.check(loaded.config)
+        serving.check(config)
         print("configuration ok")
         return 0
-    return serving.pick(loaded.config) if picker else serving.serve(loaded.config)
+    again = partial(_with_engines, read)
+    return serving.pick(config, again) if picker else serving.serve(config, again)
+
+
+def _with_engines(read: Callable[[], Loaded]) -> Config:
+    """A configuration that has engines, or a way to find some. Raises ``ConfigError``."""
+    config = read().config
+    if not config.engines and not config.fleet.discovers and not config.admin.enabled:
+        raise ConfigError(
+            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
+            "or a source of engines (fleet.kubernetes.selector or inference_pool, fleet.dns.names, "
+            "fleet.file.path, or the admin API)"
+        )
+    return config
 
 
 @app.command
@@ -363,6 +381,14 @@ def demo(
         Literal["chat", "messages", "responses"],
         Parameter(help="What the load asks by: messages and responses are agents that work with tools."),
     ] = "chat",
+    pd: Annotated[
+        bool,
+        Parameter(help="A third of the engines compute prompts for the others, which decode.", negative=""),
+    ] = False,
+    gateway: Annotated[
+        bool,
+        Parameter(help="A real Envoy carries the requests (port --port) and asks kvatlas.", negative=""),
+    ] = False,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
 ) -> int:
@@ -377,7 +403,9 @@ def demo(
         keep=keep,
         replicas=replicas,
         api=api,
+        pd=pd,
         index=index_settings(index, index_file),
+        gateway=gateway,
     )
 
 

@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -36,11 +38,12 @@ from router.observe.prefix_ids import read_key
 from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
+from router.reload import Decided, Reloads, decide, hand_over, handed_over, hold_back, refused
 from router.replication.redis.errors import SettingsError
 from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
-from router.workers.seat import WorkerSeat, WorkerSockets, cores
+from router.workers.seat import LEAD, WorkerSeat, WorkerSockets, cores
 from router.workers.supervisor import Supervisor
 
 _log = structlog.get_logger()
@@ -162,11 +165,13 @@ def tame_garbage_collection() -> None:
     """Leave what was loaded out of every collection, and collect the rest less often.
 
     A request makes no reference cycles, so collections find next to nothing, and cost 8 % of the CPU at the
-    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py).
+    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py). What stays open is
+    looked through twice: 50,000 objects at a time, those of 500 streams, hold the loop for 30 ms; a million
+    would for 120 (benchmarks/streams.py).
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(10_000, 4, 2000)
 
 
 def share_the_interpreter() -> None:
@@ -174,19 +179,23 @@ def share_the_interpreter() -> None:
     sys.setswitchinterval(0.001)
 
 
-def serve(config: Config) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit status."""
+def serve(config: Config, load: Callable[[], Config]) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status. ``load`` reads the configuration again."""
+    hold_back()
     router = _prepared(config)
     workers = cores() if config.server.workers == "auto" else config.server.workers
     if workers > 1:
         router.discard()
-        return _supervise(config, min(workers, WORKERS_MAX))
+        return _Parent(config, load, min(workers, WORKERS_MAX)).run()
+    Reloads(router, lambda running: decide(running, load), on_log=configure_logging)
     return _run(make_server(router))
 
 
-def pick(config: Config) -> int:
+def pick(config: Config, load: Callable[[], Config]) -> int:
     """The endpoint picker alone, until SIGTERM or SIGINT; returns the exit status."""
+    hold_back()
     router = _prepared(config)
+    Reloads(router, lambda running: decide(running, load), on_log=configure_logging)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_picking(router))
 
@@ -238,27 +247,49 @@ def _run(server: RouterServer, sockets: list[socket.socket] | None = None) -> in
     return 0 if server.started else 1
 
 
-def _supervise(config: Config, workers: int) -> int:
-    """The parent of several workers; returns the exit status."""
-    server, listen = config.server, config.listen
-    ops = None if server.ops_listens_on is None else (server.ops_host, server.ops_listens_on)
-    own_admin = config.admin.enabled and config.admin.port is not None
-    admin = (config.admin.host, config.admin.port or 0) if own_admin else None
-    try:
-        sockets = WorkerSockets(workers, (server.host, server.port), ops=ops, admin=admin)
-    except OSError as error:
-        _log.error("not started", problem=str(error))
-        return 1
-    if config.access_log.path:
-        with contextlib.suppress(OSError):  # said by whoever writes
-            read_key(Path(_key_file(config)))
-    url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
-    return Supervisor(
-        sockets,
-        lambda seat: _work(config, seat),
-        on_up=lambda: _log.info("listening", url=url, workers=workers),
-        stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_S,
-    ).run()
+class _Parent:
+    """Of several workers. Those that it starts have the configuration that holds then."""
+
+    def __init__(self, config: Config, load: Callable[[], Config], workers: int) -> None:
+        self._config = config
+        self._load = load
+        self._workers = workers
+
+    def run(self) -> int:
+        """Until all workers have ended; returns the exit status."""
+        config, listen = self._config, self._config.listen
+        server = config.server
+        ops = None if server.ops_listens_on is None else (server.ops_host, server.ops_listens_on)
+        own_admin = config.admin.enabled and config.admin.port is not None
+        admin = (config.admin.host, config.admin.port or 0) if own_admin else None
+        try:
+            sockets = WorkerSockets(self._workers, (server.host, server.port), ops=ops, admin=admin)
+        except OSError as error:
+            _log.error("not started", problem=str(error))
+            return 1
+        if config.access_log.path:
+            with contextlib.suppress(OSError):  # said by whoever writes
+                read_key(Path(_key_file(config)))
+        url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
+        return Supervisor(
+            sockets,
+            lambda seat: _work(self._config, seat),
+            on_up=lambda: _log.info("listening", url=url, workers=self._workers),
+            on_hup=lambda: self._reload(sockets.folder),
+            stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_S,
+        ).run()
+
+    def _reload(self, folder: Path) -> None:
+        """Everything that a worker could stumble over is tried here first, as at the start."""
+        decided = decide(self._config, self._load)
+        try:
+            if decided.config is not None:
+                check(decided.config).discard()
+                self._config = decided.config
+        except ConfigError as error:
+            decided = refused(error)
+        hand_over(folder, msgspec.structs.replace(decided, config=self._config))
+        configure_logging(self._config.server.log_level, self._config.server.log_format)
 
 
 def _work(config: Config, seat: WorkerSeat) -> int:
@@ -267,9 +298,23 @@ def _work(config: Config, seat: WorkerSeat) -> int:
     router = Router(worker_config(config, seat), seat=seat)
     if router.accounts.access is not None:
         router.accounts.access.beside = [Path(_access_log(config, slot)) for slot in range(1, seat.count)]
+    Reloads(
+        router,
+        lambda _: _handed_over(seat),
+        on_log=partial(configure_logging, worker=seat.slot),
+        counts=seat.slot == LEAD,
+    )
     server = make_server(router)
     server.seat = seat
     return _run(server, seat.public)
+
+
+def _handed_over(seat: WorkerSeat) -> Decided:
+    """What holds at the parent, whichever of its decisions this worker has missed."""
+    decided = handed_over(seat.folder)
+    if decided.config is None:
+        return decided
+    return msgspec.structs.replace(decided, config=worker_config(decided.config, seat))
 
 
 def worker_config(config: Config, seat: WorkerSeat) -> Config:
@@ -303,21 +348,26 @@ def make_server(router: Router) -> RouterServer:
     context, files = None, config.server.tls
     if files.given:
         context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
-    held = connections_held(config.listen.connections_max, default=ListenSettings().connections_max)
     server = RouterServer(
         listen_config(
             router,
             host=config.server.host,
             port=config.server.port,
-            listen=msgspec.structs.replace(config.listen, connections_max=held),
+            listen=_within_descriptors(config.listen),
             stats=stats,
             lifespan="on",
             tls=context,
         )
     )
     router.draining = lambda: server.draining
+    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
     server.on_drain = router.retire
     return server
+
+
+def _within_descriptors(listen: ListenSettings) -> ListenSettings:
+    held = connections_held(listen.connections_max, default=ListenSettings().connections_max)
+    return msgspec.structs.replace(listen, connections_max=held)
 
 
 def configure_logging(level: str, log_format: str, worker: int | None = None) -> None:

@@ -29,6 +29,10 @@ class TokenBucket:
         """Take it, overdrawing if need be; a negative amount is given back."""
         self._left = min(self.capacity, self.left(now) - amount)
 
+    def lower(self, left: float, now: float) -> None:
+        """No more than this is left now."""
+        self._left = min(self.left(now), left)
+
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until ``amount`` (at most the capacity) can be taken without debt; 0: now."""
         missing = min(amount, self.capacity) - self.left(now)

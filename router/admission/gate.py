@@ -6,12 +6,12 @@ answered back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import msgspec
 
 from router.admission.key_file import KeyFile
-from router.admission.tenants import Spent, Tenant, TenantRequest, TenantStats
+from router.admission.tenants import Spent, Tenant, TenantRequest, TenantStats, Use
 from router.openai.errors import invalid_key
 
 _Fields = list[tuple[bytes, bytes]]
@@ -36,12 +36,16 @@ class KeyGate:
         forward: bool = False,
         engine_fields: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        self._keys = keys
+        self.configure(keys, forward=forward)
         self._clock = clock
-        self._forward = forward
         self._engine_fields = tuple(engine_fields)
         self._tenants: dict[str, Tenant] = {}
         self.stats = KeyStats()
+
+    def configure(self, keys: KeyFile, *, forward: bool) -> None:
+        """The keys of this file count from now on; what tenants of the same name used stays used."""
+        self.keys = keys
+        self._forward = forward
 
     def enter(self, fields: _Fields) -> TenantRequest:
         """A request with these header fields. Raises ``ApiError`` (401, 429)."""
@@ -50,7 +54,7 @@ class KeyGate:
     def tenant_of(self, fields: _Fields) -> Tenant:
         """Whose key they carry. Raises ``ApiError`` (401)."""
         key = _key(fields)
-        name = None if key is None else self._keys.tenant_of(key)
+        name = None if key is None else self.keys.tenant_of(key)
         if name is None:
             self.stats.unknown += 1
             raise invalid_key(given=key is not None)
@@ -58,7 +62,7 @@ class KeyGate:
 
     def account(self, name: str) -> Tenant:
         """Of this tenant, by the rules that hold now."""
-        now, rules = self._clock(), self._keys.rules(name)
+        now, rules = self._clock(), self.keys.rules(name)
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, rules, now)
@@ -70,16 +74,28 @@ class KeyGate:
         found = {name: tenant.spent() for name, tenant in self._tenants.items()}
         return {name: spent for name, spent in found.items() if spent is not None}
 
-    def spent_elsewhere(self, worker: int, spent: Mapping[str, Spent]) -> None:
-        """What another worker let tenants use counts against their limits here."""
+    def uses(self) -> dict[str, Use]:
+        """For other replicas: what tenants with limits have used."""
+        now = self._clock()
+        found = {name: tenant.use(now) for name, tenant in self._tenants.items()}
+        return {name: use for name, use in found.items() if use is not None}
+
+    def level(self, name: str, use: Use) -> None:
+        """No more is left to a tenant here than a replica says that it hears for the first time, or again."""
+        if name in self.keys.table.tenants:
+            self.account(name).level(use, self._clock())
+
+    def spent_elsewhere(self, other: Hashable, spent: Mapping[str, Spent]) -> None:
+        """What another worker or replica let tenants use counts against their limits here."""
         now = self._clock()
         for name, one in spent.items():
-            self.account(name).spent_elsewhere(worker, one, now)
+            if name in self.keys.table.tenants:
+                self.account(name).spent_elsewhere(other, one, now)
 
-    def forget_worker(self, worker: int) -> None:
-        """A worker ended."""
+    def forget_other(self, other: Hashable) -> None:
+        """A worker or replica ended."""
         for tenant in self._tenants.values():
-            tenant.forget_worker(worker)
+            tenant.forget_other(other)
 
     def for_engines(self, fields: _Fields) -> _Fields:
         """The fields that engines get."""

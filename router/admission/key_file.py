@@ -69,6 +69,7 @@ class KeyFile:
     """The keys now valid. Raises ``KeyFileError`` for a file of no use at the start."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
+        self.path = path
         self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
         self._take(read_key_file(path))
 
@@ -86,8 +87,11 @@ class KeyFile:
         return self.table.tenants.get(tenant, _NO_LIMITS)
 
     def _refresh(self) -> None:
-        if not self._watched.changed():
-            return
+        if self._watched.changed():
+            self.reload()
+
+    def reload(self) -> None:
+        """Read it now."""
         try:
             self._take(read_key_file(self._watched.path))
             _log.info("keys reloaded", keys=len(self.table.keys), tenants=len(self.table.tenants))

@@ -9,7 +9,7 @@ Always true: a request is entered once and leaves once; ``active`` is the number
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -46,6 +46,17 @@ class Spent(NamedTuple):
     active: int
 
 
+class Use(NamedTuple):
+    """What a tenant has used of its limits at one replica since its start, and what is left of them, by what
+    that replica knows; ``active`` is current."""
+
+    requests: int
+    uncached_tokens: int
+    active: int
+    requests_left: float | None = None
+    tokens_left: float | None = None
+
+
 class Tenant:
     """One tenant's account. ``now`` is monotonic seconds."""
 
@@ -56,7 +67,7 @@ class Tenant:
         self._requests = _bucket(rules.requests_per_minute, now)
         self._tokens = _bucket(rules.uncached_tokens_per_minute, now)
         self._told = Spent(0, 0, 0)
-        self._elsewhere: dict[int, int] = {}
+        self._elsewhere: dict[Hashable, int] = {}
 
     def spent(self) -> Spent | None:
         """For other workers, whose limits these are too: what was used here since the last call, if any."""
@@ -66,17 +77,38 @@ class Tenant:
             return None
         return Spent(now.requests - told.requests, now.uncached_tokens - told.uncached_tokens, now.active)
 
-    def spent_elsewhere(self, worker: int, spent: Spent, now: float) -> None:
-        """What another worker let it use; it tells that of itself."""
+    def use(self, now: float) -> Use | None:
+        """For other replicas; None where nothing is limited, or nothing was ever used."""
+        requests, tokens, stats = self._requests, self._tokens, self.stats
+        whole = all(bucket is None or bucket.left(now) >= bucket.capacity for bucket in (requests, tokens))
+        limited = requests or tokens or self.rules.concurrent_requests
+        if not limited or (whole and not stats.requests):
+            return None
+        return Use(
+            stats.requests,
+            stats.uncached_tokens,
+            stats.active,
+            None if requests is None else requests.left(now),
+            None if tokens is None else tokens.left(now),
+        )
+
+    def level(self, use: Use, now: float) -> None:
+        """No more is left here than a replica says that is heard for the first time, or again."""
+        for bucket, left in ((self._requests, use.requests_left), (self._tokens, use.tokens_left)):
+            if bucket is not None and left is not None:
+                bucket.lower(left, now)
+
+    def spent_elsewhere(self, other: Hashable, spent: Spent, now: float) -> None:
+        """What another worker or replica let it use; it tells that of itself."""
         if self._requests is not None:
             self._requests.take(float(spent.requests), now)
         if self._tokens is not None:
             self._tokens.take(float(spent.uncached_tokens), now)
-        self._elsewhere[worker] = spent.active
+        self._elsewhere[other] = spent.active
 
-    def forget_worker(self, worker: int) -> None:
-        """A worker ended, and its requests with it."""
-        self._elsewhere.pop(worker, None)
+    def forget_other(self, other: Hashable) -> None:
+        """A worker or replica ended, and its requests with it."""
+        self._elsewhere.pop(other, None)
 
     def follow(self, rules: TenantRules, now: float) -> None:
         """The file has other rules for it."""

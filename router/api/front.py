@@ -55,25 +55,22 @@ class Front:
 
     async def answer_whole(self, scope: Any, receive: Any, send: Any) -> None:
         """What siblings pass on, at the lead."""
-        if self._for_admin(scope["path"]) and self._admin is not None:
-            await self._admin(scope, receive, send)
-        else:
-            await self._insight(scope, receive, send)
+        await (self._admin_at(scope["path"]) or self._insight)(scope, receive, send)
 
     def _for_browsers(self, scope: Any) -> bool:
         path = scope["path"]
-        return scope["type"] == "http" and not (_is_insight(path) or self._for_admin(path))
+        return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
 
-    def _for_admin(self, path: str) -> bool:
-        return self._admin is not None and self._admin.here(path)
+    def _admin_at(self, path: str) -> AdminApi | None:
+        return self._admin if self._admin is not None and self._admin.here(path) else None
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._proxy(scope, receive, send)
         elif is_control(scope["path"]):
             await self._answer_control(scope, receive, send)
-        elif self._admin is not None and self._admin.here(scope["path"]):
-            await (self._to_lead() or self._admin)(scope, receive, send)
+        elif (admin := self._admin_at(scope["path"])) is not None:
+            await (self._to_lead() or admin)(scope, receive, send)
         else:
             await self._proxy(scope, receive, send)
 

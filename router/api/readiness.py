@@ -54,6 +54,8 @@ class ReadinessCheck:
         if not up:
             unsynced_note = f"; not heard yet: {', '.join(unsynced)}" if unsynced else ""
             return Readiness(False, f"no engine answers yet{unsynced_note}")
+        if not any(status.engine.answers for status in up):
+            return Readiness(False, "only prefill engines are up; a decode engine must give the answers")
         if unsynced and not waited and not self._warmed_up:
             return Readiness(False, f"sources of engines not heard yet: {', '.join(unsynced)}")
         problem = self._index_problem()

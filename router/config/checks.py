@@ -30,18 +30,25 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAY_BE_ZERO = frozenset(
     {
         "ageing",
+        "answers_watched_share",
         "drain_delay_s",
+        "decode_delay_weight",
         "drain_s_max",
         "fallbacks",
         "idle_connections_max",
         "inline_blocks_max",
         "inline_chars_max",
+        "lease_margin_s",
+        "leg_overhead_s",
         "linger_s_max",
+        "min_remote_tokens",
+        "no_connector_s",
         "partitions",
         "port",
         "replay_backoff_s",
         "retry_after_s_max",
         "retry_time_s_max",
+        "transfer_s_per_token",
         "warm_up_s_max",
         "worker_queue_len_max",
     }
@@ -117,13 +124,14 @@ def check_config(config: Config) -> None:
         check_engine(engine)
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
+    _check_roles(config)
     _check_server(config.server)
     _check_ops(config)
     _check_access_log(config.access_log)
     _check_listen(config.listen)
     for section in (
         *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"),
-        *("epp", "queue"),
+        *("epp", "queue", "pd"),
     ):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):
@@ -149,6 +157,21 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
         _check_kinds(name, model)
         _check_shadow(name, model)
+
+
+def _check_roles(config: Config) -> None:
+    """Engines that come by themselves may have the roles that are missing."""
+    engines = config.engines
+    if config.fleet.discovers or not any(engine.role for engine in engines):
+        return
+    for role, fits in (("prefill", [e.prefills for e in engines]), ("decode", [e.decodes for e in engines])):
+        if not any(fits):
+            other = "decode" if role == "prefill" else "prefill"
+            given = next(engine for engine in engines if engine.role == other)
+            raise ConfigError(
+                f"engines: {given.engine_id} has role={other}, but none has role={role}; give another engine "
+                f"role={role} (or both), or leave the roles out"
+            )
 
 
 def _check_by_making(section: str, make: Callable[[], object]) -> None:
@@ -195,7 +218,9 @@ def _check_epp(config: Config) -> None:
             raise ConfigError("epp.health_listen: there is no endpoint picker; give epp.listen too")
         return
     if config.server.workers != 1:
-        raise ConfigError("epp.listen: the endpoint picker is one process; leave server.workers at 1")
+        raise ConfigError(
+            "epp.listen: the endpoint picker is one process; leave server.workers at 1 and run several"
+        )
     for engine in config.engines:
         parts = urlsplit(engine.base_url)
         try:

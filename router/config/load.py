@@ -29,6 +29,7 @@ from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
+from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
 from router.proxy.settings import ProxySettings
@@ -55,6 +56,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "epp": EppSettings,
     "keys": KeySettings,
     "queue": QueueSettings,
+    "pd": PdSettings,
     "traces": TraceSettings,
     "access_log": AccessLogSettings,
 }
@@ -124,10 +126,11 @@ def load(
 
 
 def parse_engine(text: str) -> EngineAddress:
-    """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]`` as ``--engine`` takes it."""
+    """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]``, as ``--engine`` is
+    given."""
     url, *options = text.split(",")
     values: dict[str, Any] = {"base_url": url.rstrip("/")}
-    names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank"}
+    names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank", "role": "role"}
     for option in options:
         name, separator, value = option.partition("=")
         if name not in names or not separator:

@@ -25,6 +25,7 @@ from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
+from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -65,6 +66,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """The engines' ``--chat-template-content-format``."""
+    tokenizer_mode: Literal["auto", "cohere"] = "auto"
+    """``cohere`` where the engines were started with ``--tokenizer-mode cohere``; all other modes follow from
+    the directory."""
     default_chat_template_kwargs: dict[str, Any] = {}
     """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
@@ -140,6 +144,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             tokenizer_dir=self.tokenizer,
             chat_template=self.chat_template,
             chat_template_content_format=self.chat_template_content_format,
+            tokenizer_mode=self.tokenizer_mode,
             default_chat_template_kwargs=self.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
             anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
@@ -248,6 +253,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     epp: EppSettings = EppSettings()
     keys: KeySettings = KeySettings()
     queue: QueueSettings = QueueSettings()
+    pd: PdSettings = PdSettings()
     traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 

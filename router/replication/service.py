@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import structlog
 
+from router.admission.gate import KeyGate
 from router.feeds.base import FeedState
 from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
@@ -29,11 +30,12 @@ from router.replication.gossip.stream import InflightStream
 from router.replication.leases.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
+from router.replication.limits import SharedLimits
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
-from router.replication.schema.keys import ScopeKeys
+from router.replication.schema.keys import ScopeKeys, limits_key
 from router.replication.schema.registry import EngineFacts, Registry
 from router.replication.settings import IndexSettings
 from router.replication.writer.dirty import MirrorStats
@@ -77,6 +79,8 @@ class SharedIndex:
         self._residency: Scopes | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
+        self.limits: SharedLimits | None = None
+        """What tenants use, where they have limits."""
         self._published: dict[str, EngineFacts] = {}
         self.load_gossip = LoadGossip(self.replica, own_load, started=self._started)
         self.lease_manager = LeaseManager(
@@ -107,6 +111,19 @@ class SharedIndex:
         """Set the feeds to start and stop with the leases, and the residency to describe to other
         replicas."""
         self._feeds, self._residency = feeds, residency
+
+    def share_limits(self, gate: KeyGate, crew: str) -> None:
+        """The limits of tenants hold for all replicas together. ``crew``: the same for workers of one parent,
+        who tell each other by themselves."""
+        self.limits = SharedLimits(
+            self._write_client,
+            limits_key(self.settings.namespace),
+            self.replica,
+            self._started,
+            gate,
+            clock=self._clock,
+            crew=crew,
+        )
 
     def scope(self, model: str) -> _Scope:
         """The shared index of a model, created on first use."""
@@ -212,6 +229,8 @@ class SharedIndex:
                 self._stream.run,
             ):
                 self._tasks.create_task(_restarting(work), name=f"shared index: {work.__name__}")
+            if self.limits is not None:
+                self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
 
     async def release_leases(self) -> None:
         """Release the leases, so that others take over at once; from then on engines are looked up."""
@@ -228,6 +247,8 @@ class SharedIndex:
             async with asyncio.timeout(_SHUTDOWN_S_MAX):
                 for scope in self._scopes.values():
                     await self._write_client.command("HDEL", scope.keys.load, self.replica)
+                if self.limits is not None:
+                    await self.limits.withdraw()
         except (IndexUnavailable, TimeoutError) as error:
             _log.warning("in-flight load not withdrawn", problem=str(error))
         await self._write_client.close()

@@ -277,7 +277,7 @@ class SiblingGossip:
             self._fields.pop(name, None)
             self.inflight.lost(name)
             if self._gate is not None:
-                self._gate.forget_worker(sibling)
+                self._gate.forget_other(sibling)
             self._count_at_s = 0.0
         if message.load:
             self._fields[name] = message.load

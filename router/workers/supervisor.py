@@ -3,8 +3,8 @@
 It has no event loop and no thread, so that it may fork at any time; what it loaded (code, tokenizers) the
 workers share. SIGTERM or SIGINT: every worker drains, and the parent ends with the last one; a second SIGINT
 cuts. A worker that dies is replaced at once, one that dies young after a pause that doubles. Where a worker
-cannot be started at the very beginning, all end. Always true: no worker outlives its parent, also a killed
-one: each drains when the pipe that the parent holds ends.
+cannot be started at the very beginning, all end. SIGHUP goes to all. Always true: no worker outlives its
+parent, also a killed one: each drains when the pipe that the parent holds ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _YOUNG_S = 5.0
 _PAUSE_S_MIN = 0.1
 _PAUSE_S_MAX = 5.0
 _LOOK_S, _LOOK_SOON_S = 0.5, 0.02
-_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+_ENDING = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (*_ENDING, signal.SIGHUP)
 
 
 class _Process(msgspec.Struct, eq=False):
@@ -43,7 +44,8 @@ class _Process(msgspec.Struct, eq=False):
 
 class Supervisor:
     """``work`` is what a worker does, in its own process; it returns the exit status. ``on_up`` is called
-    once, when all listen. ``stop_s_max``: how long draining workers are waited for. Used up by one ``run``.
+    once, when all listen; ``on_hup`` at SIGHUP, before the workers get it. ``stop_s_max``: how long draining
+    workers are waited for. Used up by one ``run``.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Supervisor:
         work: Callable[[WorkerSeat], int],
         *,
         on_up: Callable[[], None],
+        on_hup: Callable[[], None],
         stop_s_max: float,
     ) -> None:
         self._sockets = sockets
         self._work = work
         self._on_up = on_up
+        self._on_hup = on_hup
         self._stop_s_max = stop_s_max
         self._processes: dict[int, _Process] = {}
         self._lives = [0] * sockets.count
@@ -104,6 +108,7 @@ class Supervisor:
         os.set_blocking(writes, False)
         before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         old = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             yield reads
         finally:
@@ -116,7 +121,11 @@ class Supervisor:
     def _signalled(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return
-        if self._stop_by is None:
+        if number == signal.SIGHUP:
+            if self._stop_by is None:
+                self._on_hup()
+                self._pass_on(signal.SIGHUP)
+        elif self._stop_by is None:
             self._stop()
         elif number == signal.SIGINT:
             self._pass_on(signal.SIGINT)
@@ -150,7 +159,7 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # SIGHUP waits until the worker listens to it
             os.setpgrp()  # Ctrl-C is the parent's to pass on
             os.close(self._parent_holds)
             self._selector.close()

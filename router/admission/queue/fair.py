@@ -144,11 +144,15 @@ class FairQueue(Generic[T]):
     come, first served within a tenant."""
 
     def __init__(self, requests_max: int, *, ageing: float = 0.0) -> None:
-        self._max = requests_max
-        self._ageing = ageing
+        self.configure(requests_max, ageing=ageing)
         self._bands: dict[tuple[Priority, str], _Band[T]] = {}
         self._numbers = count()
         self._waiting = 0
+
+    def configure(self, requests_max: int, *, ageing: float) -> None:
+        """What holds for requests that are added from now on; none that waits has to go."""
+        self._max = requests_max
+        self._ageing = ageing
 
     def __len__(self) -> int:
         return self._waiting

@@ -56,6 +56,12 @@ class WaitingRoom:
         self._let_go: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def configure(self, settings: QueueSettings) -> None:
+        """Other bounds: for who comes from now on. There may be room now."""
+        self.settings = settings
+        self._queue.configure(settings.requests_max, ageing=settings.ageing)
+        self.changed()
+
     def __len__(self) -> int:
         """Who comes now has so many before it."""
         return len(self._queue) + (self._let_go is not None)

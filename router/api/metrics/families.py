@@ -37,6 +37,7 @@ GAUGES = frozenset(
         "prompts_media_bytes",
         "prompts_prefix_bytes",
         "proxy_requests_active",
+        "config_waiting",
         "queue_waiting",
         "source_engines",
         "source_failing",
@@ -45,7 +46,7 @@ GAUGES = frozenset(
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
-_LABELS = {"epp_picks": ["mode"], "prompts_reads": ["api", "how"]}
+_LABELS = {"config_reloads": ["outcome"], "epp_picks": ["mode"], "prompts_reads": ["api", "how"]}
 """Labels of numbers that are counted by other words than a reason."""
 _UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
 _NOT_NUMBERS = frozenset({"state", "reason"})

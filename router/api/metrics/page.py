@@ -20,6 +20,7 @@ from router import __version__
 from router.admission.gate import KeyGate
 from router.api.admin.stats import AdminStats
 from router.api.metrics.families import of_each, of_stats, table
+from router.api.metrics.reloads import ReloadStats
 from router.api.metrics.tables import INDEX, RECEIPTS, RESIDENCY, engine_columns
 from router.epp.settings import EppStats
 from router.fleet.discovery import FleetSources
@@ -30,6 +31,7 @@ from router.observe.histogram import Histogram
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
+from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load import OthersLoad
 from router.prompts.stats import PromptStats
@@ -57,7 +59,10 @@ class Sources(msgspec.Struct):
     aliases: Aliases | None = None
     """Other names of models."""
     traces: TraceStats | None = None
+    reloads: ReloadStats | None = None
+    """Of the configuration, where it can be reloaded."""
     epp: EppStats | None = None
+    pd: PdStats | None = None
     others: Callable[[], Mapping[str, OthersLoad]] = dict
     """What sibling workers have in flight, by engine."""
     more: Callable[[], Iterable[Metric]] = tuple
@@ -108,6 +113,8 @@ class RouterCollector:
             yield from of_stats("lease", s.shared.lease_manager.stats)
             yield from of_stats("look", s.shared.lookup.stats)
             yield from of_stats("flight", s.shared.inflight.gossip_stats)
+            if s.shared.limits is not None:
+                yield from of_stats("limits", s.shared.limits.stats)
             yield from of_each("model", "mirror", s.shared.mirror_stats())
         if s.origins is not None:
             yield from of_each("source", "source", s.origins.stats)
@@ -115,8 +122,12 @@ class RouterCollector:
             yield from of_stats("admin", s.admin)
         if s.epp is not None:
             yield from of_stats("epp", s.epp)
+        if s.pd is not None and s.fleet.has_roles:
+            yield from of_stats("pd", s.pd)
         if s.traces is not None:
             yield from of_stats("traces", s.traces)
+        if s.reloads is not None:
+            yield from of_stats("config", s.reloads)
         if s.accounts.room is not None:
             yield from of_stats("queue", s.accounts.room.stats)
         if s.gate is not None:
@@ -182,7 +193,7 @@ def _requests(requests: RequestTracker) -> Iterator[Metric]:
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
         "status as the client got it; client_gone: the client left before the end, broken_stream: the engine "
-        "broke off in the middle of its answer",
+        "broke off in the middle of its answer, unseen: a gateway passed the answer on without showing it",
         labels=["model", "engine", "status"],
     )
     for key, count in requests.counts.items():

@@ -32,6 +32,15 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad]) -> tuple[Column
             "Share of its KV blocks that the engine says running requests use (0 to 1)",
             lambda e: e.kv_usage,
         ),
+        counter(
+            "engine_transfers_wrong",
+            "What the engine's NIXL connector counts of KV transfers that went wrong: failed_transfers, "
+            "failed_notifications, kv_expired_reqs (prefills that nobody fetched in time), and "
+            "notifications_after_expiry (blocks were read after they had been given up: answers may be "
+            "wrong)",
+            lambda e: e.transfers or None,
+            "kind",
+        ),
         gauge(
             "feed_state",
             "1 for the state that the feed of the engine's KV events is in",

@@ -56,6 +56,11 @@ def schema_key(namespace: str) -> bytes:
     return f"{namespace}:schema".encode()
 
 
+def limits_key(namespace: str) -> bytes:
+    """Where replicas tell each other what tenants use."""
+    return f"{namespace}:limits".encode()
+
+
 @cache
 def tag(partition: int, partitions: int) -> str:
     """The hash tag of a partition, such that partitions spread evenly over the slots; "" for a single one."""

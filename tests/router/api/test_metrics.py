@@ -17,6 +17,7 @@ from router.admission.tenants import TenantStats
 from router.api.admin.stats import AdminStats
 from router.api.metrics.families import GAUGES, exported
 from router.api.metrics.page import Sources, render_metrics
+from router.api.metrics.reloads import ReloadStats
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import Roster
@@ -29,6 +30,7 @@ from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
+from router.pd.stats import PdStats
 from router.placement.affinity import AffinityStats
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
@@ -60,6 +62,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "source": SourceStats,
     "admin": AdminStats,
     "epp": EppStats,
+    "pd": PdStats,
 }
 
 
@@ -77,7 +80,7 @@ def sources() -> Sources:
     def make(address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         return Engine(address, accounts, fleet_changed=fleet_changed)
 
-    fleet = Fleet([EngineAddress(name) for name in IDS], make)
+    fleet = Fleet([EngineAddress(name, role="both") for name in IDS], make)
     for engine in fleet:
         engine.load.admit(uncached_tokens=100, now=100.0)
     scopes = Scopes(lambda _: ModelFacts())
@@ -100,6 +103,7 @@ def sources() -> Sources:
         origins,
         AdminStats(changes={"drain": 2}),
         epp=EppStats(picks={"duplex": 2}, calls_refused={"mode": 1}),
+        pd=PdStats(whole={"local": 3}),
     )
 
 
@@ -151,7 +155,7 @@ def test_units_are_spelled_out(sources: Sources) -> None:
 
 
 def test_gauges_are_numbers_that_exist() -> None:
-    parts = PARTS | {"tenant": TenantStats, "queue": QueueStats}
+    parts = PARTS | {"tenant": TenantStats, "queue": QueueStats, "config": ReloadStats}
     known = {f"{part}_{name}" for part, struct in parts.items() for name in struct.__struct_fields__}
     assert known >= GAUGES
 
@@ -236,3 +240,10 @@ def test_every_value_is_a_number(sources: Sources) -> None:
     for family in families(sources).values():
         for sample in family.samples:
             assert not math.isnan(sample.value), sample
+
+
+def test_transfers_that_went_wrong_are_shown_as_the_engine_counts_them(sources: Sources) -> None:
+    assert values(sources, "kvatlas_engine_transfers_wrong") == {}
+    engine_of(sources.fleet, 0).transfers = {"notifications_after_expiry": 2.0}
+    key = (IDS[0], "notifications_after_expiry")
+    assert values(sources, "kvatlas_engine_transfers_wrong") == {key: 2.0}

@@ -90,7 +90,7 @@ def test_from_other_machines_it_wants_a_token(
     path.write_text(f"prometheus:{TOKEN}\n", encoding="ascii")
     own = key.startswith("server")
     server = ServerConfig(port=0, ops_host="0.0.0.0", ops_token_file=str(path) if own else None)
-    admin = AdminSettings(enabled=not own, token_file=None if own else str(path), requests_per_minute=12)
+    admin = AdminSettings(enabled=not own, token_file=None if own else str(path), requests_per_minute=60)
 
     async def main() -> None:
         async with running({}) as engines, routing(configure(*engines, server=server, admin=admin)) as rig:
@@ -98,14 +98,16 @@ def test_from_other_machines_it_wants_a_token(
                 status, body = await at(rig, rig.ops_url, method, where)
                 assert (status, body["error"]["code"]) == (401, "ops_unauthorized")
                 assert key in body["error"]["message"]
-            assert (await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0] == 401
-            assert (await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0] == 429
+            statuses = [401]
+            while statuses[-1] == 401:
+                statuses.append((await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0])
+            assert statuses[-1] == 429
             for _ in range(8):  # a scrape is never too often
                 assert (await at(rig, rig.ops_url, "GET", "/metrics", TOKEN))[0] == 200
             assert (await at(rig, rig.ops_url, "GET", "/health"))[0] == 200
             assert (await at(rig, rig.url, "GET", "/metrics", TOKEN))[0] == 404
             http = Http(rig.session, 10.0)
-            assert "without a valid token" in (await take(http, rig.ops_url)).problem
+            assert key in (await take(http, rig.ops_url)).problem
             monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
             assert (await take(http, rig.ops_url)).problem == ""
             assert (await ask_router(http, rig.ops_url)).engines

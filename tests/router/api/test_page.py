@@ -79,9 +79,12 @@ def test_in_a_browser_wide_narrow_dark_and_by_keyboard() -> None:
             assert await tab.js("document.querySelectorAll('h1').length") == 1
             controls = "[...document.querySelectorAll('button,input')]"
             assert await tab.js(f"{controls}.filter(e => !e.innerText && !e.labels?.length).length") == 0
+            assert await tab.js("getComputedStyle(document.getElementById('login')).display") == "none"
             for width in (360, 1280):
                 await tab.size(width)
                 assert await tab.js("document.documentElement.scrollWidth <= window.innerWidth"), width
+                high = "[...document.querySelectorAll('dd')].map(e => e.offsetHeight)"
+                assert max(await tab.js(high)) < 60, "values stand beside their names, not one letter a line"
             colours = []
             for scheme in ("light", "dark"):
                 await tab.prefer(scheme)

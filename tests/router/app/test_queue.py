@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -17,6 +18,8 @@ from router.admission.key_file import digest_of
 from router.admission.queue.room import WaitingRoom
 from router.admission.queue.settings import QueueSettings
 from router.admission.settings import KeySettings
+from router.proxy.settings import ProxySettings
+from router.reload import apply
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
@@ -60,6 +63,11 @@ async def busy(rig: Rig) -> AsyncIterator[None]:
 
 def asks(rig: Rig, text: str = "hi", **fields: Any) -> asyncio.Task[Any]:
     return asyncio.ensure_future(rig.chat(text, **{"max_tokens": 1, **fields}))
+
+
+async def take(rig: Rig, **changes: Any) -> None:
+    """As if it was reloaded."""
+    await apply(rig.router, msgspec.structs.replace(rig.router.config, **changes))
 
 
 def ended(order: list[str], name: str, _: asyncio.Task[Any]) -> None:
@@ -215,6 +223,48 @@ def test_those_that_wait_are_answered_when_the_router_drains() -> None:
     run(main())
 
 
+def test_those_that_wait_for_an_engine_that_vanishes_are_told_so() -> None:
+    async def main() -> None:
+        proxy = ProxySettings(pin_header=True)
+        async with crowded(proxy=proxy) as (rig, engine, room), busy(rig):
+            pinned = {"x-kvatlas-engine": engine.base_url}
+            asked = [asks(rig, TEXT), asks(rig, TEXT * 2, extra_headers=LOW), asks(rig, extra_headers=pinned)]
+            await waits(room, 3)
+            await take(rig, engines=())
+            for task in asked:
+                with pytest.raises(openai.InternalServerError) as gone:
+                    await task
+                assert gone.value.code == "no_ready_engine"
+            assert (room.stats.waited, room.stats.refused) == (3, {})
+
+    run(main())
+
+
+def test_those_that_wait_when_one_of_two_engines_dies_get_the_other() -> None:
+    async def main() -> None:
+        given = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+        async with running(ONE, ONE) as engines, routing(configure(*engines, queue=given)) as rig:
+            room = rig.router.accounts.room
+            assert room is not None
+            async with busy(rig):
+                try:
+                    async with busy(rig):
+                        asked = [asks(rig, f"{i} {TEXT}") for i in range(4)]
+                        await waits(room, 4)
+                        held = {e.engine_id: e.load.at(0.0).running for e in rig.router.fleet}
+                        assert set(held.values()) == {1}
+                        await engines[0].stop()
+                except openai.APIError:
+                    pass  # the stream of the engine that died
+                await until(lambda: sum(one.up for one in rig.router.fleet) == 1, "it is known to be down")
+            for answer in await asyncio.gather(*asked):
+                assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
+            await until(lambda: rig.idle and not len(room), "nobody is left")
+            rig.check_books()
+
+    run(main())
+
+
 def test_without_the_setting_there_is_no_queue_and_its_headers_mean_nothing() -> None:
     async def main() -> None:
         async with running({}) as engines, routing(configure(*engines)) as rig:
@@ -222,5 +272,25 @@ def test_without_the_setting_there_is_no_queue_and_its_headers_mean_nothing() ->
             await rig.chat("hi", extra_headers={"x-request-timeout": "soon", "x-kvatlas-priority": "urgent"})
             _, page = await rig.ask("GET", "/metrics")
             assert "kvatlas_queue_waiting" not in page
+
+    run(main())
+
+
+def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
+    async def main() -> None:
+        async with running(ONE) as engines, routing(configure(*engines)) as rig:
+            await take(rig, queue=QueueSettings(saturation_s=60.0, engine_requests_max=1))
+            room = rig.router.accounts.room
+            assert room is not None
+            async with busy(rig):
+                waiting = [asks(rig, extra_headers=LOW), asks(rig)]
+                await waits(room, 2)
+                await take(rig, queue=QueueSettings())
+                await asyncio.gather(*waiting)  # although the engine is busy still
+                assert room.stats.waited == 2
+                await rig.chat("goes at once")
+                assert room.stats.waited == 2
+            await until(lambda: rig.idle, "nobody is left")
+            rig.check_books()
 
     run(main())

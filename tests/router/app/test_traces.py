@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.admission.queue.settings import QueueSettings
 from router.config.errors import ConfigError
 from router.observe.traces import Traces, TraceSettings
 from router.proxy.app import ProxyApp
@@ -79,6 +81,35 @@ def test_spans_of_a_request_with_prediction_and_receipt() -> None:
     assert asked["kvatlas.reason"] == "only"
     assert ended["http.response.status_code"] == 200
     assert ended["gen_ai.usage.output_tokens"] == 3
+
+
+def test_the_wait_in_the_queue_is_a_span() -> None:
+    async def main() -> list[Any]:
+        slow = {"decode_s_per_token": 0.05}
+        async with collecting() as (endpoint, spans), running(slow) as engines:
+            settings = TraceSettings(endpoint=endpoint, sample_ratio=0.0)
+            queue = QueueSettings(saturation_s=60.0, engine_requests_max=1)
+            async with routing(configure(*engines, traces=settings, queue=queue)) as rig:
+                room = rig.router.accounts.room
+                assert room is not None
+                first = asyncio.ensure_future(rig.chat("hi", max_tokens=2000))
+                await until(lambda: rig.router.accounts.load_stats.admitted == 1, "the engine is busy")
+                waiting = asyncio.ensure_future(rig.chat(TEXT, extra_headers={"traceparent": PARENT}))
+                await until(lambda: room.stats.waiting == 1, "it waits")
+                first.cancel()
+                await waiting
+                await until(lambda: rig.idle, "requests over")
+            return spans
+
+    spans = sorted(run(main()), key=lambda span: int(span.start_time_unix_nano))
+    root = next(span for span in spans if span.name == "POST /v1/chat/completions")
+    names = [span.name for span in spans if span is not root]
+    assert names == ["read body", "read prompt", "decide", "queue", "decide", "upstream"]
+    wait = next(span for span in spans if span.name == "queue")
+    assert wait.parent_span_id == root.span_id
+    asked = facts(next(span for span in spans if span.name == "upstream"))
+    waited_ns = wait.end_time_unix_nano - wait.start_time_unix_nano
+    assert asked["kvatlas.waited_s"] > 0 < waited_ns
 
 
 def _traced(traces: Traces) -> Any:

@@ -227,6 +227,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("http://h:1", EngineAddress("http://h:1")),
         ("http://h:1/", EngineAddress("http://h:1")),
         ("http://[::1]:1,dp-rank=2", EngineAddress("http://[::1]:1", 2)),
+        ("http://h:1,role=both", EngineAddress("http://h:1", role="both")),
         (
             "http://h:1,events=tcp://h:2,replay=tcp://h:3,topic=t",
             EngineAddress("http://h:1", None, "tcp://h:2", "tcp://h:3", "t"),
@@ -239,7 +240,17 @@ def test_engines_as_the_flag_takes_them(text: str, engine: EngineAddress) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["", "h:1", "ftp://h", "http://", "http://h,x=1", "http://h,events", "http://h,dp-rank=x", "http://h:x"],
+    [
+        "",
+        "h:1",
+        "ftp://h",
+        "http://",
+        "http://h,x=1",
+        "http://h,events",
+        "http://h,dp-rank=x",
+        "http://h:x",
+        "http://h:1,role=p",
+    ],
 )
 def test_what_is_no_engine(text: str) -> None:
     with pytest.raises(ConfigError, match="engine"):
@@ -267,3 +278,34 @@ def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
     for harmless in ("key_", "keys.", "/var/run/secrets/"):
         text = text.replace(harmless, "")
     assert not re.search(r"key|token=|secret|password", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    ("engines", "missing"),
+    [(["http://a:1,role=prefill"], "decode"), (["http://a:1,role=decode", "http://b:1"], "prefill")],
+)
+def test_a_role_without_its_other_half_is_refused(engines: list[str], missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"none has role={missing}"):
+        load(environ={}, engines=tuple(parse_engine(text) for text in engines))
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [["http://a:1,role=both", "http://b:1,role=both"], ["http://a:1,role=prefill", "http://b:1,role=both"]],
+)
+def test_engines_for_both_are_either_half(engines: list[str]) -> None:
+    loaded = load(environ={}, engines=tuple(parse_engine(text) for text in engines))
+    assert [engine.role for engine in loaded.config.engines][1] == "both"
+
+
+def test_what_is_discovered_may_be_the_other_half() -> None:
+    flags = {"fleet.file.path": "engines.toml"}
+    loaded = load(environ={}, engines=(parse_engine("http://a:1,role=prefill"),), flags=flags)
+    assert loaded.config.engines[0].role == "prefill"
+
+
+@pytest.mark.parametrize("key", ["lease_margin_s=30", "prefills_max=0", "transfer_s_per_token=-1"])
+def test_a_lease_without_rest_and_other_nonsense_is_refused(key: str) -> None:
+    name, _, value = key.partition("=")
+    with pytest.raises(ConfigError, match=name):
+        load(environ={}, flags={f"pd.{name}": value})

@@ -1,0 +1,163 @@
+"""SIGHUP: the configuration is read again, and what a running router can take of it holds from then on.
+
+``decide`` reads and judges, in the process that reads the file (the parent of workers, if there are some);
+``Reloads`` applies, in each process that serves. Keys and certificates are read again too, as if their files
+had changed. Always true: a configuration of no use changes nothing, and the log says why; what needs a new
+start is named in the log and stays; one reload is over before the next one begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from router.admission.key_file import KeyFile, KeyFileError
+from router.api.metrics.reloads import ReloadStats
+from router.app import Router
+from router.config.changes import Change, changes
+from router.config.errors import ConfigError
+from router.config.schema import Config
+from router.placement.policies import policy
+from router.prompts.reader import ModelDirError
+from router.proxy.aliases import Aliases
+
+_log = structlog.get_logger()
+_PENDING_NAME = "config"
+Decide = Callable[[Config], "Decided"]
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """What became of one reload. ``config``: what is to run from now on; None: what runs, runs on."""
+
+    outcome: str
+    config: Config | None = None
+    waiting: int = 0
+
+
+def decide(running: Config, load: Callable[[], Config]) -> Decided:
+    """Read the configuration again, and say in the log what comes of it."""
+    try:
+        change = changes(running, load())
+        policy(change.config.policy.policy)
+    except (ConfigError, ValueError) as error:
+        return refused(error)
+    _tell(change)
+    if not change.taken:
+        return Decided("unchanged", None, len(change.waiting))
+    return Decided("applied", change.config, len(change.waiting))
+
+
+def refused(error: Exception) -> Decided:
+    """The new configuration cannot be used."""
+    _log.error("configuration not reloaded, the old one stays", problem=str(error))
+    return Decided("refused")
+
+
+def _tell(change: Change) -> None:
+    _log.info("configuration read again", changed=list(change.taken))
+    if change.waiting:
+        _log.warning("settings that need a new start stay as they are", keys=list(change.waiting))
+
+
+def hand_over(folder: Path, decided: Decided) -> None:
+    """For the workers, which share this folder."""
+    part = folder / f"{_PENDING_NAME}.part"
+    part.write_bytes(msgspec.msgpack.encode(decided))
+    part.replace(folder / _PENDING_NAME)
+
+
+def handed_over(folder: Path) -> Decided:
+    """What the parent decided last."""
+    return msgspec.msgpack.decode((folder / _PENDING_NAME).read_bytes(), type=Decided)
+
+
+def hold_back() -> None:
+    """From now on SIGHUP waits until ``Reloads`` listens; it never ends the process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
+
+class Reloads:
+    """Of one serving process. ``on_log`` hears of a level and a format; ``counts``: this process counts them
+    (of workers, the lead)."""
+
+    def __init__(
+        self, router: Router, decide: Decide, *, on_log: Callable[[str, str], None], counts: bool = True
+    ) -> None:
+        self._router = router
+        self._decide = decide
+        self._on_log = on_log
+        self._asked = asyncio.Event()
+        self.stats = ReloadStats()
+        if counts:
+            router.sources.reloads = self.stats
+        router.works.append(self.run)
+
+    async def run(self) -> None:
+        """Reload at each SIGHUP, until cancelled. Call in the main thread."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._asked.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        try:
+            while True:
+                await self._asked.wait()
+                self._asked.clear()
+                await self.once()
+        finally:
+            hold_back()  # the process ends already
+            loop.remove_signal_handler(signal.SIGHUP)
+
+    async def once(self) -> None:
+        """One reload."""
+        try:
+            decided = await asyncio.to_thread(self._decide, self._router.config)
+            if decided.config not in (None, self._router.config):
+                await apply(self._router, decided.config)
+                self._on_log(decided.config.server.log_level, decided.config.server.log_format)
+        except (KeyFileError, ModelDirError) as error:
+            decided = refused(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the router goes on
+            decided = refused(error)
+            _log.exception("fault in a reload")
+        self._router.certificates.renew()
+        if self._router.gate is not None:
+            self._router.gate.keys.reload()
+        self.stats.reloads[decided.outcome] += 1
+        if decided.outcome != "refused":
+            self.stats.waiting = decided.waiting
+        _log.info("configuration reload done", outcome=decided.outcome, pid=os.getpid())
+
+
+async def apply(router: Router, config: Config) -> None:
+    """Everything that ``LIVE`` names holds from now on. Raises ``KeyFileError`` or ``ModelDirError``, and
+    then has changed nothing."""
+    before = router.config
+    keys, gate = config.keys, router.gate
+    file = None if gate is None else gate.keys
+    if file is not None and keys.file is not None and keys.file != before.keys.file:
+        file = KeyFile(Path(keys.file), clock=router.clock)
+    aliases = Aliases.of(config.alias_shares())
+    if config.models != before.models:
+        await router.reader.set_models(router.prompts_of(config))
+    # Nothing fails and nothing waits from here on.
+    if gate is not None and file is not None:
+        gate.configure(file, forward=keys.forward)
+    router.aliases = router.sources.aliases = aliases
+    server = config.server
+    router.planner.configure(
+        config.policy, config.queue, expose_decision=server.expose_decision, check_every=server.check_every
+    )
+    router.proxy.configure(config.proxy, aliases, claims=router.planner.hold is not None)
+    router.proxy.requests.log = server.log_requests
+    if config.listen != before.listen:
+        router.on_listen(config.listen)
+    if router.picker is not None:
+        router.picker.configure(config.proxy, config.listen)
+    if router.poller is not None:
+        router.poller.configure(config.fleet)
+    router.take(config)
