@@ -4,29 +4,23 @@
 
 The cells are those of ``benchmarks/routing.py`` (tenants, agents that fan out, and chats; four cache layouts;
 pools of half of what the workload fills), at its higher load and at two far beyond it, where the fleet
-is saturated. An arm's name
-says what it holds back: ``hold`` is the queue in seconds beyond which an engine is saturated, ``ageing`` the
-order (0: arrival; k: arrival plus k times a request's own work), ``siblings`` the part of a prompt that must
-be shared with one in flight to go at once. Runs go, one JSON line each, into ``--runs``; those there already
-are not run again. The report, Markdown, gives each arm's mean and p99 first-token time over those of the same
-draw without a queue (geometric mean over cells and seeds; below 1 is better), and its worst cell.
+is saturated. An arm's name says what it holds back: ``hold`` is the queue in seconds beyond which an engine
+is saturated, ``ageing`` the order (0: arrival; k: arrival plus k times a request's own work), ``siblings``
+the part of a prompt that must be shared with one in flight to go at once. Runs go, one JSON line each, into
+``--runs``; those there already for the same settings and number of requests are not run again. The report,
+Markdown, gives each arm's mean and p99 first-token time over those of the same draw without a queue
+(geometric mean over cells and seeds; below 1 is better), and its worst cell.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.routing import Cell, run_cell
+from benchmarks.routing import Cell, draw_of, put, run_missing, runs_in
 from benchmarks.routing_report import Run
 from router.simulate.models import MODELS
 
@@ -64,10 +58,10 @@ def report(runs: list[Run]) -> str:
 
 def _table(runs: list[Run]) -> Iterator[str]:
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    base = {_draw(run): run for run in runs if run.arm == BASE}
+    base = {draw_of(run): run for run in runs if run.arm == BASE}
     for run in runs:
-        if _draw(run) in base:
-            other = base[_draw(run)]
+        if draw_of(run) in base:
+            other = base[draw_of(run)]
             found[run.arm, run.workload].append((run.mean_s / other.mean_s, run.p99_s / other.p99_s))
     workloads = [one for one in WORKLOADS if any(run.workload == one for run in runs)]
     yield "| arm | " + " | ".join(f"{one}: mean, worst mean, p99" for one in workloads) + " |"
@@ -87,10 +81,6 @@ def _table(runs: list[Run]) -> Iterator[str]:
         yield "| `kvatlas`, mean | " + " | ".join(seconds) + " |"
 
 
-def _draw(run: Run) -> Cell:
-    return Cell(run.workload, run.model, run.pool, run.load, run.seed)
-
-
 def _middle(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
@@ -103,37 +93,18 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("queueing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
     options = parser.parse_args()
-    runs: list[Run] = []
-    if options.runs.exists():
-        lines = options.runs.read_bytes().splitlines()
-        runs = [run for line in lines if (run := msgspec.json.decode(line, type=Run)).arm in ARMS]
-    done = {(_draw(run), run.arm) for run in runs}
-    cells = [
-        Cell(workload, model, POOL, load, seed)
+    runs = [run for run in runs_in(options.runs, options.requests) if run.arm in ARMS]
+    wanted = {
+        Cell(workload, model, POOL, load, seed): ARMS
         for seed in range(21, 21 + options.seeds)
         for model in MODELS
         for load in LOADS
         for workload in WORKLOADS
-    ]
-    todo = {cell: [arm for arm in ARMS if (cell, arm) not in done] for cell in cells}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=context) as workers:
-        futures = [
-            workers.submit(run_cell, cell, arms, options.requests, None)
-            for cell, arms in todo.items()
-            if arms
-        ]
-        for number, future in enumerate(as_completed(futures), 1):
-            found = future.result()
-            runs += found
-            with options.runs.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(msgspec.to_builtins(run)) + "\n" for run in found)
-            sys.stderr.write(f"{number}/{len(futures)} {found[0].where}, seed {found[0].seed}\n")
-    text = report(runs)
-    if options.out is None:
-        sys.stdout.write(text)
-    else:
-        options.out.write_text(text, encoding="utf-8")
+    }
+    runs += run_missing(
+        wanted, runs, count=options.requests, trace=None, processes=options.processes, into=options.runs
+    )
+    put(report(runs), options.out)
 
 
 if __name__ == "__main__":

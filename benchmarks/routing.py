@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -132,6 +133,11 @@ def run_cell(cell: Cell, arms: list[str], count: int, trace: str | None) -> list
     return found
 
 
+def draw_of(run: Run) -> Cell:
+    """What all arms of this run's cell and seed met."""
+    return Cell(run.workload, run.model, run.pool, run.load, run.seed)
+
+
 def runs_in(path: Path, count: int) -> list[Run]:
     """The runs of earlier times that are of these settings and this length."""
     if not path.exists():
@@ -146,6 +152,41 @@ def workloads_in(trace: str | None) -> list[str]:
     told = f"{trace} is not a file" if trace else f"neither --trace nor {TRACE_VARIABLE} names it"
     sys.stderr.write(f"conversation trace left out: {told}\n")
     return ["agents", "tenants"]
+
+
+def run_missing(
+    wanted: Mapping[Cell, Sequence[str]],
+    done: Iterable[Run],
+    *,
+    count: int,
+    trace: str | None,
+    processes: int,
+    into: Path,
+) -> list[Run]:
+    """The arms of each cell that are not ``done``; each cell's runs are appended to ``into`` as it ends."""
+    known = {(draw_of(run), run.arm) for run in done}
+    missing = {cell: [arm for arm in arms if (cell, arm) not in known] for cell, arms in wanted.items()}
+    found: list[Run] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as workers:
+        running = [
+            workers.submit(run_cell, cell, arms, count, trace) for cell, arms in missing.items() if arms
+        ]
+        for number, future in enumerate(as_completed(running), 1):
+            finished = future.result()
+            found += finished
+            with into.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(msgspec.to_builtins(run)) + "\n" for run in finished)
+            sys.stderr.write(f"{number}/{len(running)} {finished[0].where}, seed {finished[0].seed}\n")
+    return found
+
+
+def put(text: str, out: Path | None) -> None:
+    """A report into its file, or to standard output."""
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        out.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -163,26 +204,11 @@ def main() -> None:
     seeds = range(options.first_seed, options.first_seed + draws)
     workloads = workloads_in(options.trace)
     runs = runs_in(options.runs, count)
-    done = {(Cell(r.workload, r.model, r.pool, r.load, r.seed), r.arm) for r in runs}
-    todo = {
-        cell: arms
-        for cell in cells_of(workloads, seeds, quick=options.quick)
-        if (arms := [arm for arm in arms_in(cell) if (cell, arm) not in done])
-    }
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=context) as workers:
-        running = [workers.submit(run_cell, cell, arms, count, options.trace) for cell, arms in todo.items()]
-        for number, future in enumerate(as_completed(running), 1):
-            finished = future.result()
-            runs += finished
-            with options.runs.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(msgspec.to_builtins(run)) + "\n" for run in finished)
-            sys.stderr.write(f"{number}/{len(running)} {finished[0].where}, seed {finished[0].seed}\n")
-    text = report(runs, settings_name(), count)
-    if options.out is None:
-        sys.stdout.write(text)
-    else:
-        options.out.write_text(text, encoding="utf-8")
+    wanted = {cell: arms_in(cell) for cell in cells_of(workloads, seeds, quick=options.quick)}
+    runs += run_missing(
+        wanted, runs, count=count, trace=options.trace, processes=options.processes, into=options.runs
+    )
+    put(report(runs, settings_name(), count), options.out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Workers: what telling each other costs per request, and what it gives to placement.
 
     python benchmarks/workers.py cost [--requests 2000] [--blocks 16,512]
-    python benchmarks/workers.py quality [--workers 1,4] [--seconds 20] [--rounds 1]
+    python benchmarks/workers.py quality [--workers 1,4] [--seconds 20] [--rounds 1] [--trace TRACE.jsonl.gz]
 
 ``cost``: CPU of telling and hearing per request, both together, of two workers with real sockets.
 ``quality``: the demo's load over as many routers, in one process but with sockets between them, connections
-spread at random: cached share and how evenly engines compute. One JSON line each.
+spread at random: cached share and how evenly engines compute; or the first requests of a trace, as text of
+about a fifteenth of its tokens, eight times as fast, to one router after the other. One JSON line each.
 """
 
 from __future__ import annotations
@@ -15,29 +16,42 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import uvloop
 
 from publisher.events import BlockHash
 from router.app import Router
 from router.config.schema import Config
 from router.demo import run as demo
-from router.demo.load import ChatLoad
+from router.demo.load import ChatLoad, ChatOutcome
+from router.observe.prefix_ids import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import OthersLoad
 from router.replication.settings import IndexSettings
 from router.serve import configure_logging, make_server
+from router.simulate.workload.requests import Request
+from router.simulate.workload.sources import WorkloadSource
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 
 E = "http://engine:8000"
+TRACE_SPEED = 8.0
+TRACE_SHARE = 20
+WORDS_PER_BLOCK = 10
+TRACE_ENGINE = msgspec.structs.replace(demo.ENGINE, num_blocks=6000)
+"""A pool that has room for the trace's conversations."""
+_WORDS = tuple("alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima mike".split())  # noqa: SIM905
 
 
 @contextmanager
@@ -122,8 +136,56 @@ async def cost(requests: int, blocks: int) -> dict[str, Any]:
     }
 
 
-async def quality(workers: int, seconds: float, urls: list[str], folder: Path) -> dict[str, Any]:
-    """The demo's load over ``workers`` routers."""
+class TraceLoad:
+    """Requests of a trace as completions: each block of it becomes some words that are its own."""
+
+    def __init__(self, addresses: list[str], requests: list[Request], on_done: Callable[[ChatOutcome], None]):
+        self._urls = itertools.cycle([address + "/v1/completions" for address in addresses])
+        self._requests = requests
+        self._on_done = on_done
+
+    async def run(self, seconds: float) -> None:
+        """Those of the first ``seconds``."""
+        began, connector = time.monotonic(), aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as asking:
+            for request in self._requests:
+                at_s = (request.at_s - self._requests[0].at_s) / TRACE_SPEED
+                if at_s > seconds:
+                    break
+                await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+                asking.create_task(self._ask(session, next(self._urls), request))
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, request: Request) -> None:
+        body = {
+            "model": demo.ENGINE.model,
+            "prompt": " ".join(map(_words, request.ids[: -(-request.input_tokens // UNIT_TOKENS)])),
+            "max_tokens": max(1, request.output_tokens // TRACE_SHARE),
+        }
+        outcome = ChatOutcome([], body["max_tokens"], 0.0)
+        async with session.post(url, json=body) as answer:
+            if answer.status == 200:
+                usage = (await answer.json())["usage"]
+                details = usage.get("prompt_tokens_details") or {}
+                outcome = msgspec.structs.replace(
+                    outcome,
+                    prompt_tokens=usage["prompt_tokens"],
+                    cached_tokens=details.get("cached_tokens", 0),
+                )
+            else:
+                outcome = msgspec.structs.replace(outcome, error=f"status {answer.status}")
+        self._on_done(outcome)
+
+
+@lru_cache(maxsize=1 << 16)
+def _words(block: int) -> str:
+    rng = random.Random(block)
+    return " ".join(rng.choices(_WORDS, k=WORDS_PER_BLOCK))
+
+
+async def quality(
+    workers: int, seconds: float, urls: list[str], folder: Path, trace: list[Request]
+) -> dict[str, Any]:
+    """The demo's load, or a trace, over ``workers`` routers."""
     config: Config = demo._config(urls, 0, IndexSettings(), "")  # noqa: SLF001  # the demo's own
     with seats(workers, folder) as places:
         routers = [Router(config, seat=place) if workers > 1 else Router(config) for place in places]
@@ -134,7 +196,11 @@ async def quality(workers: int, seconds: float, urls: list[str], folder: Path) -
         watched = demo._Demo(routers, len(urls))  # noqa: SLF001
         users = demo._USERS_PER_ENGINE * len(urls)  # noqa: SLF001
         addresses = [server.base_url for server in servers]
-        load = ChatLoad(addresses, demo.ENGINE.model, users=users, seed=7, on_done=watched.done, api="chat")
+        load: ChatLoad | TraceLoad = TraceLoad(addresses, trace, watched.done)
+        if not trace:
+            load = ChatLoad(
+                addresses, demo.ENGINE.model, users=users, seed=7, on_done=watched.done, api="chat"
+            )
         cpu = time.process_time()
         await load.run(seconds)
         cpu_s = time.process_time() - cpu
@@ -177,7 +243,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--trace", help="a recorded workload instead of the demo's")
     args = parser.parse_args()
+    trace = WorkloadSource(name=args.trace).draws(range(1))[0] if args.trace else []
     if args.what == "cost":
         for blocks in map(int, args.blocks.split(",")):
             print(json.dumps(uvloop.run(cost(args.requests, blocks))), flush=True)
@@ -189,9 +257,9 @@ def main() -> None:
         for workers in map(int, args.workers.split(",")):
             with (
                 tempfile.TemporaryDirectory() as folder,
-                demo.engine_process(args.engines, demo.ENGINE) as urls,
+                demo.engine_process([TRACE_ENGINE if trace else demo.ENGINE] * args.engines) as urls,
             ):
-                found = uvloop.run(quality(workers, args.seconds, urls, Path(folder)))
+                found = uvloop.run(quality(workers, args.seconds, urls, Path(folder), trace))
             print(json.dumps(found), flush=True)
 
 

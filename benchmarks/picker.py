@@ -1,0 +1,313 @@
+"""What the endpoint picker costs: CPU per request of its process, a gateway's messages over a real socket.
+
+    python -m benchmarks.picker
+
+The picker runs in a process of its own, whose CPU is read from the system; this process plays the gateway:
+it speaks HTTP/2, sends each request as Envoy does in full duplex (head, body, an empty end), waits for the
+choice and the body that is given back, shows a short answer, and waits for the end of the call. *Wire* has a
+stub in the router's place that names one fixed engine: HTTP/2, gRPC, the messages, the exchange and the
+socket. *Whole* is a whole router before four made-up engines, with chats that were sent before. What is
+between them is the router's own work on a request, as in ``serve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import uvloop
+
+from publisher.engine import DEMO_TOKENIZER_DIR
+from router.app import Router
+from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.epp.server import PickerServer
+from router.epp.settings import EppSettings
+from router.epp.wire import messages as m
+from router.epp.wire.grpc import message_frame
+from router.epp.wire.protobuf import bytes_field, number_field
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
+from router.fleet.status import ModelCard
+from router.http.h2 import frames as h2
+from router.http.h2.frames import FrameReader
+from router.http.h2.hpack import literal
+from router.http.server.settings import ListenSettings
+from router.http.tls import Certificates
+from router.observe.requests import RequestTracker
+from router.openai.request import InboundRequest
+from router.proxy.app import CARRIER
+from router.proxy.attempt import Attempt
+from router.proxy.breaker import Breaker
+from router.proxy.carrier import Outbound
+from router.proxy.headers import read_request_headers
+from router.proxy.settings import ProxySettings
+from router.serve import configure_logging
+
+MODEL = "kvatlas-demo"
+ENGINES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
+_WINDOW = 1 << 30
+_ANSWER = msgspec.json.encode(
+    {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}
+)
+_CALL = b"".join(
+    literal(name, value)
+    for name, value in (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"),
+        (b":authority", b"picker"),
+        (b"te", b"trailers"),
+        (b"grpc-timeout", b"30000m"),
+        (b"content-type", b"application/grpc"),
+        (b"x-envoy-internal", b"true"),
+        (b"x-forwarded-for", b"127.0.0.1"),
+    )
+)
+
+
+# The picker's process.
+
+
+async def _stub(scope: Any, receive: Any, send: Any) -> None:
+    """In the router's place: reads the request, names one engine, passes the answer on."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    head = read_request_headers(scope["headers"], None)
+    request = InboundRequest("POST", scope["path"], b"", scope["headers"], body, MODEL, False, b"1")
+    attempt = Attempt("a", ENGINES[0], Breaker(), request, now=time.monotonic)
+    record = RequestTracker(time.monotonic).begin("POST", scope["path"])
+    answer = await scope["extensions"][CARRIER].ask(attempt, Outbound(request, head, b"/", record), 60.0)
+    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    while data := await answer.read():
+        await send({"type": "http.response.body", "body": data, "more_body": not answer.finished})
+
+
+async def _serve_stub(settings: EppSettings) -> None:
+    server = PickerServer(
+        _stub,
+        settings,
+        proxy=ProxySettings(),
+        listen=ListenSettings(),
+        certificates=Certificates(),
+        clock=time.monotonic,
+        readiness=lambda: True,
+    )
+    async with server.listening():
+        print(server.addresses["listen"][1], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def _serve_router(settings: EppSettings) -> None:
+    config = Config(
+        server=ServerConfig(port=0, ops_port=0),
+        engines=tuple(EngineAddress(url) for url in ENGINES),
+        models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
+        fleet=FleetSettings(poll_interval_s=3600, poll_down_interval_s=3600, gauge_interval_s=3600),
+        epp=settings,
+    )
+    router = Router(config)
+    async with router.running():
+        for engine in router.fleet:  # nobody is there: they are said to be up
+            engine.up, engine.models = True, (ModelCard(MODEL),)
+        assert router.picker is not None
+        print(router.picker.addresses["listen"][1], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+# The gateway.
+
+
+class Gateway(asyncio.Protocol):
+    """One connection to the picker; ``ask`` is one request until the end of its call."""
+
+    def __init__(self) -> None:
+        self._reader = FrameReader(1 << 20)
+        self._next_id = 1
+        self._waiting: dict[int, tuple[asyncio.Future[None], bytes]] = {}
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        ours = {h2.SETTINGS_INITIAL_WINDOW_SIZE: _WINDOW, h2.SETTINGS_MAX_FRAME_SIZE: 16384}
+        settings = h2.settings_frame(ours) + h2.window_frame(0, _WINDOW)
+        self._transport.write(h2.PREFACE + settings)
+
+    def data_received(self, data: bytes) -> None:
+        for found in self._reader.feed(data):
+            if found.kind == h2.SETTINGS and not found.flags & h2.ACK:
+                self._transport.write(h2.frame(h2.SETTINGS, h2.ACK, 0))
+            elif found.kind == h2.DATA and (waiting := self._waiting.get(found.stream_id)) is not None:
+                if waiting[1] and found.payload.endswith(_GIVEN_BACK):
+                    self._transport.write(_data(found.stream_id, waiting[1]))
+                    self._waiting[found.stream_id] = waiting[0], b""
+            elif found.kind == h2.HEADERS and found.flags & h2.END_STREAM:
+                future, owed = self._waiting.pop(found.stream_id)
+                if owed:
+                    future.set_exception(RuntimeError("the picker chose no engine"))
+                else:
+                    future.set_result(None)
+
+    def close(self) -> None:
+        """No more requests."""
+        self._transport.abort()
+
+    async def ask(self, request: bytes) -> None:
+        number, self._next_id = self._next_id, self._next_id + 2
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future, _SHOWN
+        self._transport.write(h2.frame(h2.HEADERS, h2.END_HEADERS, number, _CALL) + _data(number, request))
+        await future
+
+
+_GIVEN_BACK = number_field(2, 1)
+"""The end of the last piece of a body."""
+
+
+def _data(number: int, payload: bytes) -> bytes:
+    pieces = [payload[at : at + 16384] for at in range(0, len(payload), 16384)]
+    return b"".join(h2.frame(h2.DATA, 0, number, piece) for piece in pieces)
+
+
+def _headers(kind: int, fields: dict[bytes, bytes]) -> bytes:
+    each = b"".join(
+        bytes_field(1, bytes_field(1, name) + bytes_field(3, value)) for name, value in fields.items()
+    )
+    return bytes_field(kind, bytes_field(1, each))
+
+
+def _body(kind: int, data: bytes, *, ends: bool) -> bytes:
+    return bytes_field(kind, (bytes_field(1, data) if data else b"") + (number_field(2, 1) if ends else b""))
+
+
+_SHOWN = b"".join(
+    map(
+        message_frame,
+        (
+            _headers(3, {b":status": b"200", b"content-type": b"application/json", b"server": b"uvicorn"}),
+            _body(5, _ANSWER, ends=False),
+            _body(5, b"", ends=True),
+        ),
+    )
+)
+
+
+def request_messages(path: bytes, body: bytes) -> bytes:
+    """A request as Envoy shows it."""
+    head = {
+        b":authority": b"gateway.example",
+        b":path": path,
+        b":method": b"POST",
+        b":scheme": b"http",
+        b"user-agent": b"OpenAI/Python 2.8.1",
+        b"content-type": b"application/json",
+        b"accept": b"application/json",
+        b"x-stainless-lang": b"python",
+        b"x-stainless-retry-count": b"0",
+        b"x-forwarded-proto": b"http",
+        b"x-request-id": b"0d9e2c1e-5a3b-4b5e-9f3c-000000000000",
+    }
+    config = bytes_field(11, number_field(1, m.FULL_DUPLEX) + number_field(2, m.FULL_DUPLEX))
+    said = (_headers(2, head) + config, _body(4, body, ends=False), _body(4, b"", ends=True))
+    return b"".join(map(message_frame, said))
+
+
+def bodies(size: int, *, chat: bool) -> list[bytes]:
+    """64 different requests of so many bytes."""
+    found = []
+    for number in range(64):
+        text = f"{number} " + "The quick router reads a long story. " * (size // 37 + 1)
+        content: Any = [{"role": "user", "content": ""}] if chat else ""
+        fields = {"model": MODEL, ("messages" if chat else "input"): content}
+        room = size - len(msgspec.json.encode(fields))
+        fields["messages" if chat else "input"] = (
+            [{"role": "user", "content": text[:room]}] if chat else text[:room]
+        )
+        found.append(msgspec.json.encode(fields))
+    return found
+
+
+@contextmanager
+def picker(kind: str) -> Iterator[tuple[int, int]]:
+    """Process id and port of a picker."""
+    command = [sys.executable, "-m", "benchmarks.picker", "--serve", kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.pid, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    kind: str, path: bytes, asked: list[bytes], rounds: int, clients: int
+) -> tuple[float, float]:
+    """Of a call: the picker's CPU in us, the least of three, and the median of its time in ms."""
+    requests = [request_messages(path, body) for body in asked]
+    with picker(kind) as (pid, port):
+        took_s: list[float] = []
+        _, gateway = await asyncio.get_running_loop().create_connection(Gateway, "127.0.0.1", port)
+
+        async def client(first: int, count: int) -> None:
+            for number in range(count):
+                begun = time.perf_counter()
+                await gateway.ask(requests[(first + number) % len(requests)])
+                took_s.append(time.perf_counter() - begun)
+
+        await asyncio.gather(*(client(each, 64) for each in range(clients)))
+        least = float("inf")
+        for _ in range(3):
+            before = cpu_s(pid)
+            await asyncio.gather(*(client(each, rounds // clients) for each in range(clients)))
+            least = min(least, (cpu_s(pid) - before) / (rounds // clients * clients))
+        gateway.close()
+    return least * 1e6, statistics.median(took_s) * 1e3
+
+
+async def _main(rounds: int, clients: int) -> None:
+    print("| | 1 KB: CPU us | 32 KB: CPU us | 1 KB: median ms | 32 KB: median ms |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name, kind, path, chat in (
+        ("wire", "stub", b"/v1/embeddings", False),
+        ("whole, prompts known", "router", b"/v1/chat/completions", True),
+    ):
+        sizes = (1024, 32 * 1024)
+        figures = [await measure(kind, path, bodies(s, chat=chat), rounds, clients) for s in sizes]
+        texts = [*(f"{cpu:.0f}" for cpu, _ in figures), *(f"{ms:.2f}" for _, ms in figures)]
+        print(f"| {name} | " + " | ".join(texts) + " |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--serve", choices=("stub", "router"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    configure_logging("error", "console")
+    if arguments.serve is None:
+        uvloop.run(_main(arguments.requests, arguments.clients))
+    else:
+        own = EppSettings(listen="127.0.0.1:0", tls=False)
+        uvloop.run((_serve_stub if arguments.serve == "stub" else _serve_router)(own))
