@@ -59,7 +59,7 @@ CALLED_FROM_OUTSIDE = frozenset(
         *("on_message_begin", "on_url", "on_header"),  # httptools
         *("on_headers_complete", "on_message_complete"),  # httptools
         *("eof_received", "pause_writing"),  # asyncio
-        *("handle_exit", "capture_signals"),  # uvicorn
+        *("handle_exit", "capture_signals", "main_loop"),  # uvicorn
         "index_verify",  # cyclopts
         "get_cached_block",  # vLLM's managers
     }

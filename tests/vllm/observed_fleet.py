@@ -107,9 +107,16 @@ class Fleet:
 
 @contextmanager
 def running(
-    engines: Sequence[VllmEngine], tokenizer: Path, *, log: Path, medium: str = "GPU"
+    engines: Sequence[VllmEngine],
+    tokenizer: Path,
+    *,
+    log: Path,
+    medium: str = "GPU",
+    roles: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Start the engines side by side, the router before them, and stop them all at the end."""
+    """Start the engines side by side, the router before them, and stop them all at the end. ``roles``: of the
+    engines, in order; ``options`` are the router's."""
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.stop)
@@ -120,9 +127,10 @@ def running(
         taps = {engine.base_url: EventTap(context, engine, medium) for engine in engines}
         for tap in taps.values():
             stack.callback(tap.close)
-        router = stack.enter_context(
-            RouterProcess([engine.base_url for engine in engines], tokenizer, log=log)
-        )
+        told = [engine.base_url for engine in engines]
+        if roles:
+            told = [f"{url},role={role}" for url, role in zip(told, roles, strict=True)]
+        router = stack.enter_context(RouterProcess(told, tokenizer, log=log, options=options))
         fleet = Fleet(router, taps)
         for engine_id, tap in taps.items():
             tap.connect()

@@ -26,8 +26,15 @@ class RouterProcess:
     """``with RouterProcess(...) as router``: ``router.base_url`` serves once every feed is READY."""
 
     def __init__(
-        self, engine_urls: Sequence[str], tokenizer: Path, *, log: Path, policy: str = "kvatlas"
+        self,
+        engines: Sequence[str],
+        tokenizer: Path,
+        *,
+        log: Path,
+        policy: str = "kvatlas",
+        options: Sequence[str] = (),
     ) -> None:
+        """``engines`` as ``--engine`` takes them; ``options``: further words of the command line."""
         port, ops_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
         self.ops_url = f"http://127.0.0.1:{ops_port}"
@@ -42,8 +49,9 @@ class RouterProcess:
             str(ops_port),
         ]
         self._command += ["--policy", policy, "--port", str(port), "--tokenizer", str(tokenizer)]
-        for url in engine_urls:
-            self._command += ["--engine", url]
+        for engine in engines:
+            self._command += ["--engine", engine]
+        self._command += options
         self._process: subprocess.Popen[bytes] | None = None
 
     def engines(self) -> list[dict[str, Any]]:
@@ -67,6 +75,15 @@ class RouterProcess:
             return last_seq is not None and last_seq >= seq
 
         self._wait(seen, f"batch {seq} of {engine_id} to be applied", deadline_s)
+
+    def wait_until_up(self, engine_id: str, *, deadline_s: float = 60.0) -> None:
+        """Block until the router knows that this engine answers, and gives it requests."""
+
+        def up() -> bool:
+            known = {engine["engine"]: engine for engine in self.engines()}
+            return bool(known[engine_id]["up"] and known[engine_id]["available"])
+
+        self._wait(up, f"{engine_id} to be up", deadline_s)
 
     def _wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
         assert self._process is not None

@@ -29,57 +29,27 @@ _POLL_INTERVAL_S = 0.5
 _LOG_TAIL_BYTES = 6000
 
 
-class VllmEngine:
-    """``with VllmEngine(...) as engine``: ``engine.base_url`` answers, ``engine.events`` publishes.
-
-    Entering waits until the server is healthy; call ``start`` first on several engines to let them come
-    up side by side. ``num_gpu_blocks`` is the size of the whole KV pool in blocks. ``forked=False`` starts
-    the server as users do, for tests of what happens while a process imports vLLM.
-    """
+class VllmServer:
+    """``python -m WORDS...`` in vLLM's environment, which serves ``base_url``. Entering waits until it is
+    healthy; call ``start`` first on several to let them come up side by side."""
 
     def __init__(
         self,
         python: str,
-        model: Path,
+        words: list[str],
         *,
-        num_gpu_blocks: int,
+        base_url: str,
         log: Path,
-        served_name: str = "tiny",
-        extra_args: tuple[str, ...] = (),
-        buffer_steps: int = 10_000,
         environment: dict[str, str] | None = None,
         forked: bool = True,
     ) -> None:
+        self.base_url = base_url
         self.log = log
         self._python = python
-        self._forked = forked
-        self._buffer_steps = buffer_steps
+        self._words = words
         self._environment = environment or {}
-        http, events, replay = free_ports(3)
-        self.base_url = f"http://127.0.0.1:{http}"
-        self.events = f"tcp://127.0.0.1:{events}"
-        self.replay = f"tcp://127.0.0.1:{replay}"
-        self._words = [
-            "vllm.entrypoints.openai.api_server",
-            "--model", str(model), "--served-model-name", served_name,
-            "--host", "127.0.0.1", "--port", str(http),
-            "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "8",
-            "--no-disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details",
-            "--num-gpu-blocks-override", str(num_gpu_blocks),
-            "--kv-events-config", json.dumps(self._kv_events_config()),
-            *extra_args,
-        ]  # fmt: skip
+        self._forked = forked
         self._process: subprocess.Popen[bytes] | Forked | None = None
-
-    def _kv_events_config(self) -> dict[str, object]:
-        return {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": self.events.replace("127.0.0.1", "*"),
-            "replay_endpoint": self.replay.replace("127.0.0.1", "*"),
-            "topic": "kv",
-            "buffer_steps": self._buffer_steps,
-        }
 
     def start(self) -> None:
         """Launch the server without waiting for it; a second call does nothing."""
@@ -165,6 +135,54 @@ class VllmEngine:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+class VllmEngine(VllmServer):
+    """``with VllmEngine(...) as engine``: ``engine.base_url`` answers, ``engine.events`` publishes.
+
+    ``num_gpu_blocks`` is the size of the whole KV pool in blocks. ``forked=False`` starts
+    the server as users do, for tests of what happens while a process imports vLLM.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        *,
+        num_gpu_blocks: int,
+        log: Path,
+        served_name: str = "tiny",
+        extra_args: tuple[str, ...] = (),
+        buffer_steps: int = 10_000,
+        environment: dict[str, str] | None = None,
+        forked: bool = True,
+    ) -> None:
+        self._buffer_steps = buffer_steps
+        http, events, replay = free_ports(3)
+        self.events = f"tcp://127.0.0.1:{events}"
+        self.replay = f"tcp://127.0.0.1:{replay}"
+        words = [
+            "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", served_name,
+            "--host", "127.0.0.1", "--port", str(http),
+            "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "8",
+            "--no-disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details",
+            "--num-gpu-blocks-override", str(num_gpu_blocks),
+            "--kv-events-config", json.dumps(self._kv_events_config()),
+            *extra_args,
+        ]  # fmt: skip
+        base_url = f"http://127.0.0.1:{http}"
+        super().__init__(python, words, base_url=base_url, log=log, environment=environment, forked=forked)
+
+    def _kv_events_config(self) -> dict[str, object]:
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events.replace("127.0.0.1", "*"),
+            "replay_endpoint": self.replay.replace("127.0.0.1", "*"),
+            "topic": "kv",
+            "buffer_steps": self._buffer_steps,
+        }
 
 
 def _answers(url: str) -> bool:

@@ -305,6 +305,28 @@ def test_more_live_batches_than_fit_are_fetched_again() -> None:
     assert driver.state == (FeedState.READY, "")
 
 
+def test_a_hole_in_an_answer_with_more_behind_it_than_fits_is_asked_for_again() -> None:
+    """vLLM's replay socket drops what a slow reader's queue does not take, and goes on behind it."""
+    driver = Driver()
+    driver.connected()
+    driver.replay(*frames(0, 3), *frames(5, 40))
+    assert driver.states[-1][0] is FeedState.REPLAYING
+    assert driver.requests[-1].from_seq == 2  # the last one applied, to know the process by
+    driver.replay(*frames(2, 40))
+    assert driver.applied == [float(seq) for seq in range(40)]
+    assert driver.state == (FeedState.READY, "")
+    assert driver.stats.lost_batches == 0
+
+
+def test_an_answer_that_begins_late_with_more_than_fits_shows_that_the_history_rolled() -> None:
+    driver = Driver()
+    driver.connected()
+    driver.replay(*frames(5, 40))
+    driver.replay(*frames(driver.requests[-1].from_seq, 40))
+    assert driver.applied == [float(seq) for seq in range(5, 40)]
+    assert driver.state == (FeedState.DEGRADED, "history_rolled")
+
+
 def test_a_repeated_live_batch_is_left_out() -> None:
     driver = ready()
     driver.live(frame(2), frame(0), frame(3), frame(3))

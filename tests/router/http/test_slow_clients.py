@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tracemalloc
 
 from router.http.server.settings import ListenSettings
 from tests.support.proxy_rig import (
+    END,
     SSE_HEAD,
     STREAM,
     Call,
@@ -144,6 +146,37 @@ def test_client_that_does_not_read_is_cut_off() -> None:
             await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
             assert rig.planner.placements[0].told == ["first_byte", "finished"]
             sock.close()
+
+    run(main())
+
+
+def test_a_client_that_reads_slowly_costs_little_memory() -> None:
+    """Of an answer of 64 MB no more is held than what is read ahead."""
+
+    async def main() -> None:
+        piece, count = chunk(event("x" * 60_000)), 1000
+
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            writer.write(SSE_HEAD)
+            for _ in range(count):
+                writer.write(piece)
+                await writer.drain()
+            writer.write(END)
+
+        async with Engine(script) as engine, routing(engine.url) as rig:
+            with socket.create_connection(("127.0.0.1", rig.port)) as client:
+                client.setblocking(False)
+                tracemalloc.start()
+                try:
+                    client.sendall(request(STREAM))
+                    await until(lambda: rig.stats.read_pauses > 0, "reading pauses")
+                    received = 0
+                    while received < count * 60_000:
+                        received += len(await asyncio.get_running_loop().sock_recv(client, 1 << 16))
+                    _, most = tracemalloc.get_traced_memory()
+                finally:
+                    tracemalloc.stop()
+            assert most < 8 << 20, most
 
     run(main())
 
