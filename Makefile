@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target makes the virtual environment it needs and does nothing twice.
 #   PYTHON=python3.12   the interpreter to make .venv with (3.11 or later; default: the first that fits)
 #   ARGS="..."          passed on to the program behind the target
-#   WORKERS=4           how many processes run tests side by side (default 2; 0: none but pytest itself)
+#   WORKERS=4           how many processes run tests side by side (default 4, and 3 for test-all; 0: none but pytest itself)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-vllm test-envoy test-random test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
@@ -13,7 +13,8 @@ DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
 # Two workers on two cores; a file stays on one, so that its servers are started once.
-PARALLEL = -n $(or $(WORKERS),2) --dist loadfile
+# More workers than the two cores it is meant for: tests of servers and time-outs wait half of their time.
+parallel = -n $(or $(WORKERS),$(1)) --dist loadfile
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
 WITHOUT_VLLM = messages tier transfer store/test_block_store_contract.py store/test_redis_store.py
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -30,10 +31,10 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## The fast tests: no long ones, a fifth of the random examples, one of each kind that starts processes
-	@$(BIN)/python -m pytest $(PARALLEL) -m "not vllm and not envoy and not process and not long" $(ARGS)
+	@$(BIN)/python -m pytest $(call parallel,4) -m "not vllm and not envoy and not process and not long" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
-	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(PARALLEL) -m "not vllm and not envoy" $(ARGS)
+	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,3) -m "not vllm and not envoy" $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \

@@ -28,7 +28,7 @@ class Sweeper:
 
     def __init__(self, clock: Callable[[], float], tick_s: float) -> None:
         self._clock = clock
-        self._tick_s = tick_s
+        self.tick_s = tick_s
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -36,7 +36,7 @@ class Sweeper:
         """Watch until ``discard``."""
         self._watched.add(item)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._sweep)
+            self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
 
     def discard(self, item: Watched) -> None:
         """Watch no more; unknown items are fine."""
@@ -46,7 +46,7 @@ class Sweeper:
             self._timer = None
 
     def _sweep(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._sweep)
+        self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
         now = self._clock()
         for item in [item for item in self._watched if item.deadline <= now]:
             item.expire()

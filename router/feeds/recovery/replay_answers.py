@@ -68,11 +68,20 @@ class ReplayAnswers:
                 self._anchored(now, repair)
             return
         repair.deadline = now + recovery.settings.hold_s_max
+        # What finds no room stands behind a hole, which vLLM leaves where its socket takes no more, and is
+        # asked for again; or the answer begins too late.
+        hole = repair.anchored and repair.lowest_seq == repair.from_seq
+        if not self._keep(repair, frame) and not hole:
+            self._roll_past(now, repair)
+
+    def _keep(self, repair: Repair, frame: Frame) -> bool:
+        """Apply it if it is its turn, else hold it; False if there is no room."""
+        position = self._position
         if frame.seq == position.next_seq and repair.anchored:
             position.apply(frame)
             position.drain()
-        elif not position.hold(frame):
-            self._roll_past(now, repair)
+            return True
+        return position.hold(frame)
 
     def _anchored(self, now: float, repair: Repair) -> None:
         repair.anchored = True
@@ -108,6 +117,9 @@ class ReplayAnswers:
         if lowest is not None and lowest > position.next_seq:
             recovery.trust.rolled = True
             position.skip_to(lowest, "history_rolled")
+            repair.from_seq = (
+                lowest  # there is no more before it: what finds no room from here on is asked again
+            )
         position.drain()
 
     def _commit_resync(self, now: float, repair: Repair, frame: Frame) -> None:

@@ -38,6 +38,8 @@ class UpstreamError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.sent = sent
+        self.stale = False
+        """It was a kept connection, which the engine may have closed before it saw anything."""
 
 
 class UpstreamConnection(asyncio.Protocol):

@@ -62,21 +62,18 @@ class UpstreamClient:
         clock: Callable[[], float],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._settings = settings
         self._stats = stats
         self._clock = clock
         self._origins: dict[str, Origin] = {}
         self._tls = tls or ssl.create_default_context()
-        self._sweeper = Sweeper(
-            clock,
-            tick_for(
-                settings.keepalive_s,
-                settings.stream_head_timeout_s,
-                settings.first_byte_timeout_s,
-                settings.idle_timeout_s,
-            ),
-        )
+        self._sweeper = Sweeper(clock, _tick(settings))
         self._owner: dict[UpstreamConnection, Origin] = {}
+        self.configure(settings)
+
+    def configure(self, settings: ClientSettings) -> None:
+        """What holds for connections from now on."""
+        self._settings = settings
+        self._sweeper.tick_s = min(self._sweeper.tick_s, _tick(settings))
 
     def origin(self, base_url: str) -> Origin:
         """The origin of an engine; made on first use, dropped by ``forget``."""
@@ -86,21 +83,33 @@ class UpstreamClient:
         return origin
 
     async def exchange(
-        self, origin: Origin, method: str, head: bytes, body: bytes, head_timeout_s: float
+        self,
+        origin: Origin,
+        method: str,
+        head: bytes,
+        body: bytes,
+        head_timeout_s: float,
+        *,
+        once: Callable[[], None] | None = None,
     ) -> UpstreamConnection:
         """Send a request and wait for the answer's head. Raises ``UpstreamError``.
 
         The caller owns the connection until ``done``; when this raises (cancelled, too) it is closed.
+        ``once``: the request is written once at most, and this is called right before; what it raises ends
+        the exchange.
         """
         stale = False
         connection = self._reusable(origin) if method in REPEATABLE else None
         if connection is not None:
             try:
+                if once is not None:
+                    once()
                 connection.start(method, head, body, head_timeout_s)
                 while not connection.has_head():
                     await connection.changed()
             except UpstreamError as error:
-                if error.reason != "reset" or connection.answered:
+                error.stale = error.reason == "reset" and not connection.answered
+                if not error.stale or once is not None:
                     raise
                 self._stats.stale_reconnects += 1
                 stale = True
@@ -117,6 +126,8 @@ class UpstreamClient:
             )  # the stale connection may have taken the request, and the engine
             raise
         try:
+            if once is not None:
+                once()
             connection.start(method, head, body, head_timeout_s)
             while not connection.has_head():
                 await connection.changed()
@@ -196,3 +207,12 @@ class UpstreamClient:
             connection.abort()
             self._lost(connection)
         self._origins.clear()
+
+
+def _tick(settings: ClientSettings) -> float:
+    return tick_for(
+        settings.keepalive_s,
+        settings.stream_head_timeout_s,
+        settings.first_byte_timeout_s,
+        settings.idle_timeout_s,
+    )

@@ -31,13 +31,17 @@ class Capacity:
     """Used from the event loop only."""
 
     def __init__(self, settings: ListenSettings) -> None:
-        self._connections_max = settings.connections_max
-        self._client_max = max(_CLIENT_SHARE_MIN, int(settings.connections_max * settings.client_share_max))
-        self._bodies_max = settings.bodies_bytes_max
+        self.configure(settings)
         self._connections = 0
         self._by_client: Counter[str] = Counter()
         self._spares: OrderedDict[Spare, None] = OrderedDict()
         self.body_bytes = 0
+
+    def configure(self, settings: ListenSettings) -> None:
+        """Other bounds, for who comes from now on."""
+        self._connections_max = settings.connections_max
+        self._client_max = max(_CLIENT_SHARE_MIN, int(settings.connections_max * settings.client_share_max))
+        self._bodies_max = settings.bodies_bytes_max
 
     def enter(self, client: str) -> bool:
         """A connection from this address (``client_of``) takes its place; False: there is none."""

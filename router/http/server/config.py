@@ -44,25 +44,21 @@ class ListenConfig(uvicorn.Config):
             "date_header": False,
         }
         super().__init__(app, host=host, port=port, **{**defaults, **options})
-        self.listen = listen or ListenSettings()
+        listen = listen or ListenSettings()
         self.listen_stats = stats or ListenStats()
         self.clock = clock
-        self.capacity = Capacity(self.listen)
+        self.capacity = Capacity(listen)
         self._tls = tls
         self.lame = False
         """The server is about to end: every connection is closed with its next answer."""
-        settings = self.listen
-        self.sweeper = Sweeper(
-            clock,
-            tick_for(
-                settings.header_timeout_s,
-                settings.body_timeout_s,
-                settings.body_grace_s,
-                settings.keepalive_timeout_s,
-                settings.stall_timeout_s,
-                settings.linger_s_max,
-            ),
-        )
+        self.sweeper = Sweeper(clock, _tick(listen))
+        self.configure(listen)
+
+    def configure(self, listen: ListenSettings) -> None:
+        """What holds for connections from now on; those there are keep their time-outs."""
+        self.listen = listen
+        self.capacity.configure(listen)
+        self.sweeper.tick_s = min(self.sweeper.tick_s, _tick(listen))
 
     @property
     def is_ssl(self) -> bool:
@@ -72,3 +68,14 @@ class ListenConfig(uvicorn.Config):
     def load(self) -> None:
         super().load()
         self.ssl = self._tls
+
+
+def _tick(listen: ListenSettings) -> float:
+    return tick_for(
+        listen.header_timeout_s,
+        listen.body_timeout_s,
+        listen.body_grace_s,
+        listen.keepalive_timeout_s,
+        listen.stall_timeout_s,
+        listen.linger_s_max,
+    )

@@ -8,6 +8,7 @@ Repeating the signal changes nothing, a second SIGINT cuts at once. The process 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from router.http.server.stats import ListenStats
 
 _log = structlog.get_logger()
 _LOOK_S = 0.02
+_TICK_S = 0.1
+"""How often uvicorn's own housekeeping (``on_tick``) is due."""
 
 
 def listen_config(
@@ -57,11 +60,17 @@ class ProxyServer(uvicorn.Server):
         self.on_drain: Callable[[], None] = lambda: None
         """Called once, when the drain begins."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
 
     @property
     def draining(self) -> bool:
         """No new work is wanted: ``/ready`` should say 503."""
         return self._draining
+
+    def configure(self, listen: ListenSettings) -> None:
+        """Limits of connections from now on, and of a drain that has not begun."""
+        self._listen = listen
+        self._config.configure(listen)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -69,6 +78,14 @@ class ProxyServer(uvicorn.Server):
         await super().startup(sockets)
         if self.should_exit:
             self._stop_listening()
+
+    async def main_loop(self) -> None:
+        """Until it is to end: at once then, where uvicorn's own loop would sleep out its tick."""
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _TICK_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Not remembered for raising again: a drained server has ended well."""
@@ -99,6 +116,7 @@ class ProxyServer(uvicorn.Server):
     def _close(self) -> None:
         """No new connection, and none that is idle; idempotent."""
         self.should_exit = True
+        self._ending.set()
         self._stop_listening()
         for connection in list(self.server_state.connections):
             connection.shutdown()

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from publisher.block_hash import HashScheme
+from router.index.model import HashedPrompt
 from router.placement.candidate import Ask, Candidate, Confidence, Hit, PolicySettings, ask
 from router.placement.policies import ArmState, policy
-from router.tools.explain.state import AskedPrompt, EngineExplanation
+from router.tools.explain.state import EngineExplanation
 
 _CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
 
@@ -26,7 +27,7 @@ class ChoiceMade(msgspec.Struct, frozen=True):
 
 def choice(
     engines: Sequence[EngineExplanation],
-    prompt: AskedPrompt,
+    prompt: HashedPrompt,
     scheme: HashScheme | None,
     settings: PolicySettings,
 ) -> ChoiceMade:

@@ -17,13 +17,14 @@ from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import ANY_MODEL, Config
 from router.index.learn.layout import ModelFacts
+from router.index.model import HashedPrompt
 from router.openai.body import peek
 from router.tools.capture.file import CaptureError, is_trace, read_capture
 from router.tools.capture.progress import shown
 from router.tools.console import output_console
 from router.tools.explain.choice import ChoiceMade, choice
 from router.tools.explain.prompt import PromptError, read_body, read_prompt, router_body
-from router.tools.explain.state import AskedPrompt, Boundary, EngineExplanation, MissingBlock, explain_engine
+from router.tools.explain.state import Boundary, EngineExplanation, MissingBlock, explain_engine
 from router.tools.ops_client import ops_headers, reason
 from router.tools.replay.player import Player, up_to
 from router.tools.verify.traces import TraceError, trace_facts
@@ -125,7 +126,7 @@ def _hinted(player: Player, engine: EngineExplanation) -> EngineExplanation:
 
 
 def _summary(
-    options: ExplainOptions, prompt: AskedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade
+    options: ExplainOptions, prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade
 ) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt.num_tokens,
@@ -135,7 +136,7 @@ def _summary(
     }
 
 
-def _show(prompt: AskedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade) -> None:
+def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade) -> None:
     table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", box=None, padding=(0, 2, 0, 0))
     table.add_column("engine", overflow="fold")
     for name in ("seq", "hit", "offloaded", "trunk"):

@@ -12,12 +12,12 @@ import msgspec
 from publisher.block_hash import HashScheme, PromptExtras, block_hashes
 from publisher.events import BlockHash
 from router.config.schema import ANY_MODEL, Config
+from router.index.model import HashedPrompt
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.tools.explain.state import AskedPrompt
 from router.tools.verify.traces import TraceProbe
 
 BODY_BYTES_MAX = 64 << 20
@@ -89,7 +89,7 @@ def router_body(path: Path, body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def read_prompt(path: Path, body: bytes, config: Config) -> AskedPrompt:
+def read_prompt(path: Path, body: bytes, config: Config) -> HashedPrompt:
     """The prompt of a request. Raises ``PromptError``, for text also where no tokenizer is configured."""
     endpoint = endpoint_of(path, body)
     if endpoint == "tokens":
@@ -102,7 +102,7 @@ def read_prompt(path: Path, body: bytes, config: Config) -> AskedPrompt:
     return asyncio.run(_read(path, body, endpoint, config))
 
 
-def _tokens(path: Path, body: bytes) -> AskedPrompt:
+def _tokens(path: Path, body: bytes) -> HashedPrompt:
     try:
         probe = msgspec.json.decode(body, type=TraceProbe)
     except _BAD_JSON as error:
@@ -135,7 +135,7 @@ def _fields(path: Path, body: bytes) -> _Fields:
         raise PromptError(f"{path}: {error}") from None
 
 
-async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> AskedPrompt:
+async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> HashedPrompt:
     async def nobody(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
         raise OSError("there is no engine to ask")
 

@@ -8,37 +8,23 @@ knows of that block (never stored, masked, evicted, cleared, lost in a restart).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
-from publisher.block_hash import HashScheme, PromptExtras
+from publisher.block_hash import HashScheme
 from publisher.events import BlockHash, EventDecodeError
 from publisher.groups import SpecClass
 from router.index.base import Plane
 from router.index.learn.layout import CacheLayout, make_layout
 from router.index.media import GPU
+from router.index.model import HashedPrompt
 from router.index.seats import ClassHit, EngineHit, Seat, seat_hits
 from router.tools.explain.needs import Need, needs
 from router.tools.replay.ledger import EventPosition
 from router.tools.replay.player import MaskedSpan, Player
 
 Why = Literal["never stored", "masked", "evicted", "cleared", "restarted", "beyond the prompt", "not learned"]
-
-
-class AskedPrompt(Protocol):
-    """A prompt with its tokens and its hashes under any scheme."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def extras(self) -> PromptExtras: ...
-
-    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]: ...
 
 
 class MissingBlock(msgspec.Struct, frozen=True):
@@ -93,7 +79,7 @@ class EngineExplanation(msgspec.Struct, frozen=True):
 
 
 def explain_engine(
-    player: Player, source: str, prompt: AskedPrompt, scheme: HashScheme | None = None
+    player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme | None = None
 ) -> EngineExplanation:
     """Explain one engine. ``scheme`` overrules what was detected."""
     run, hit = player.run_of(source), _hit(player, source, prompt, scheme)
@@ -125,7 +111,7 @@ def explain_engine(
     )
 
 
-def _hit(player: Player, source: str, prompt: AskedPrompt, scheme: HashScheme | None) -> EngineHit:
+def _hit(player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme | None) -> EngineHit:
     """The serving code's prediction; under ``scheme`` computed with it instead of the detected one."""
     layout = _layout(player, source, scheme)
     if scheme is None or layout is None:
@@ -168,7 +154,7 @@ def _drops_whole_block(layout: CacheLayout) -> bool:
 class _Known:
     """One engine and one prompt, and what the journal says of the prompt's blocks there."""
 
-    def __init__(self, player: Player, source: str, prompt: AskedPrompt, scheme: HashScheme | None) -> None:
+    def __init__(self, player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme | None) -> None:
         self._player = player
         self._source = source
         self._prompt = prompt
