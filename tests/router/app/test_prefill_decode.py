@@ -229,6 +229,29 @@ def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
     run(main())
 
 
+def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
+    """vLLM computes the next prompt while they come: the decode engine alone would find nothing of it."""
+    full = {"groups": (GroupSpec(0, "full_attention", 16),)}
+
+    async def main() -> None:
+        async with apart({**P, **full}, {**D, **full, "transfer_s_per_block": 0.05}) as (rig, (p, d)):
+            with busy(rig):
+                learns = completion(9, prompt=prompt(9, 70))  # its events tell of the groups
+                await rig.ask("POST", "/v1/completions", learns)
+                await rig.caught_up(p, d)
+                first = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+                await until(lambda: rig.router.proxy.pd_stats.handoffs == 2, "its blocks are on their way")
+                more = {**completion(1), "prompt": prompt(1) + prompt(5, 40)}
+                _, told = await rig.ask("POST", "/kvatlas/explain", more)
+                assert (told["choice"]["hit_tokens"], told["engines"][0]["inflight_tokens"]) == (0, 688)
+                await rig.ask("POST", "/v1/completions", more)
+                await first
+            assert rig.router.proxy.pd_stats.whole == {}
+            assert {one["outcome"] for one in await receipts(rig)} == {"exact", "unpredicted"}
+
+    run(main())
+
+
 @pytest.mark.parametrize(("mix", "whole"), [(False, {"version": 1}), (True, {"retried": 1})])
 def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
     """Told to pair them all the same, the router finds out that they refuse each other, and goes on."""
