@@ -36,7 +36,7 @@ from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
 from router.placement.split.apart import Apart
-from router.placement.split.legs import DecodePlacement, PrefillPlacement
+from router.placement.split.legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -146,13 +146,26 @@ class Planner:
                 waited_s=waited_s,
                 rest_s=self._pd.no_connector_s,
             )
+        headers = self._client_headers(decision) if self._expose else ()
+        if prefill is not None and request.carried:
+            self.pd_stats.split += 1
+            return SidecarPlacement(
+                request,
+                decision,
+                split,
+                self._accounts,
+                retention=self._retention,
+                client_headers=headers,
+                prefill=prefill,
+                named_max=self._pd.prefills_max,
+            )
         return DecodePlacement(
             request,
             decision,
             split,
             self._accounts,
             retention=self._retention,
-            client_headers=self._client_headers(decision) if self._expose else (),
+            client_headers=headers,
             prefill=prefill,
         )
 
