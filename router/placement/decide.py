@@ -294,7 +294,7 @@ class Planner:
         if request.among is not None:
             engines = self._among(request.among, engines)
         if request.pinned is not None:
-            return self._pinned(request.pinned, engines)
+            return _pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
         found = None if holder is None else self._fleet.get(holder)
         if found is None:
@@ -310,13 +310,6 @@ class Planner:
         found = [engine for engine in engines if endpoint_of(engine.engine.base_url) in endpoints]
         if not found:
             raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
-        return found
-
-    @staticmethod
-    def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
-        found = [engine for engine in engines if engine.engine_id == engine_id]
-        if not found:
-            raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
         return found
 
     def _asked(
@@ -385,6 +378,13 @@ class Planner:
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         return tuple(headers)
+
+
+def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
+    found = [engine for engine in engines if engine.engine_id == engine_id]
+    if not found:
+        raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
+    return found
 
 
 def _still_there(engines: list[Engine]) -> list[Engine]:
