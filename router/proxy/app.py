@@ -211,7 +211,7 @@ class ProxyApp:
         record.model = model or ""
         carrier = scope.get("extensions", _NONE).get(CARRIER)
         if carrier is not None:
-            request.among, request.whole = carrier.among, True
+            request.among, request.carried = carrier.among, carrier.carried
         return Outbound(request, head, target, record, entry, carrier)
 
     async def _named(self, body: bytes, model: str) -> bytes:

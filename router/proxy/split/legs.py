@@ -21,6 +21,7 @@ from router.pd.bodies import SplitBody
 from router.pd.course import Course
 from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
+from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
 from router.pd.transfer import NixlPull
 from router.proxy.answers.relay import engine_failed
@@ -93,12 +94,14 @@ class Legs:
     async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         asks = body.prefill(self._transfer.asks)
         request = msgspec.structs.replace(out.request, body=asks, stream=False)
+        fields = [field for field in out.head.fields if field[0] != RANK]
+        head = msgspec.structs.replace(out.head, fields=fields)
         asked_s = self._clock()
         usage: Usage | None = None
         answer: Any = None
         quiet = Quiet(self._clock)
         try:
-            out = msgspec.structs.replace(out, request=request)
+            out = msgspec.structs.replace(out, request=request, head=head)
             answer = await self._carrier.ask(attempt, out, self.proxy.first_byte_timeout_s)
             quiet.over()
             content = await self._read(answer)
