@@ -64,7 +64,7 @@ class Legs:
     ) -> None:
         self._carrier = carrier
         self._transfer = transfer
-        self._pd = pd
+        self.pd = pd
         self.proxy = proxy
         self._stats = stats
         self._proxy_stats = proxy_stats
@@ -72,7 +72,7 @@ class Legs:
 
     def course(self) -> Course:
         """Of a request that is placed on two engines for the first time."""
-        return Course(self._pd)
+        return Course(self.pd)
 
     async def prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
@@ -148,7 +148,7 @@ class Legs:
             version=attempt.version,
             held_since_s=held_since_s,
             answered_s=self._clock(),
-            settings=self._pd,
+            settings=self.pd,
         )
         course.handed_over(handoff)
         return handoff
@@ -159,7 +159,7 @@ class Legs:
         while data := await answer.read():
             pieces.append(data)
             size += len(data)
-            if size > self._pd.answer_bytes_max:
+            if size > self.pd.answer_bytes_max:
                 raise UpstreamError("reset")
         return b"".join(pieces)
 
@@ -179,6 +179,8 @@ class Legs:
             self._stats.handoffs += 1
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
+            if out.record.trace is not None:
+                out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
         out = msgspec.structs.replace(out, request=request)

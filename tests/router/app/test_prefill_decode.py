@@ -18,6 +18,7 @@ from publisher.simulator.text import WRONG_MARK
 from router.admission.queue.settings import QueueSettings
 from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
+from router.reload import apply
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
@@ -337,6 +338,34 @@ def test_explain_names_both_engines_and_what_they_would_cost() -> None:
             _, told = await rig.ask("POST", "/kvatlas/explain", completion(1, n=2))
             assert (told["split"]["why"], told["split"]["prefill"]) == ("n", None)
             assert rig.router.proxy.pd_stats.split == 0
+
+    run(main())
+
+
+def test_other_settings_and_roles_hold_from_the_next_request_on() -> None:
+    """As after SIGHUP. A prompt that the old lease let wait is guarded by the new one."""
+
+    async def main() -> None:
+        async with apart(P, D) as (rig, (p, d)):
+            router = rig.router
+            pd = msgspec.structs.replace(SPLITS, min_remote_tokens=2000)
+            await apply(router, msgspec.structs.replace(router.config, pd=pd))
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(1))
+            assert (router.proxy.pd_stats.split, router.proxy.pd_stats.whole) == (0, {"short": 1})
+            pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
+            await apply(router, msgspec.structs.replace(router.config, pd=pd))
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(2))
+            assert router.proxy.pd_stats.leases_late == pd.prefills_max
+            assert router.proxy.pd_stats.handoffs == 0
+            roles = tuple(EngineAddress(one.base_url) for one in (p, d))
+            await apply(router, msgspec.structs.replace(router.config, engines=roles, pd=SPLITS))
+            await until(lambda: all(engine.up for engine in router.fleet), "both are up")
+            assert {engine.engine.role for engine in router.fleet} == {None}
+            split = router.proxy.pd_stats.split
+            await rig.ask("POST", "/v1/completions", completion(3))
+            assert router.proxy.pd_stats.split == split
 
     run(main())
 
