@@ -34,7 +34,7 @@ from router.http.server.server import ProxyServer, listen_config
 from router.http.server.settings import ListenSettings
 from router.http.server.side_server import address_url, url_of
 from router.http.server.stats import ListenStats
-from router.http.tls import TlsError, server_context
+from router.http.tls import Certificates, TlsError, server_context
 from router.observe.prefix_ids import read_key
 from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
@@ -370,15 +370,23 @@ def _key_file(config: Config) -> str:
 
 def make_server(router: Router) -> RouterServer:
     """The server of this router, not started yet."""
-    stats = ListenStats()
-    router.listen_stats = stats
-    config = router.config
+    router.listen_stats = ListenStats()
+    server = server_of(router, router.config, router.certificates, router.listen_stats)
+    router.draining = lambda: server.draining
+    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
+    server.on_drain = router.retire
+    return server
+
+
+def server_of(app: Any, config: Config, certificates: Certificates, stats: ListenStats) -> RouterServer:
+    """A server of this application, on the port and by the limits of the configuration. Raises
+    ``TlsError``."""
     context, files = None, config.server.tls
     if files.given:
-        context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
-    server = RouterServer(
+        context = certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
+    return RouterServer(
         listen_config(
-            router,
+            app,
             host=config.server.host,
             port=config.server.port,
             listen=_within_descriptors(config.listen),
@@ -387,10 +395,6 @@ def make_server(router: Router) -> RouterServer:
             tls=context,
         )
     )
-    router.draining = lambda: server.draining
-    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
-    server.on_drain = router.retire
-    return server
 
 
 def _within_descriptors(listen: ListenSettings) -> ListenSettings:
