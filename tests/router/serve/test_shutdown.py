@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -113,7 +114,7 @@ def test_a_task_that_does_not_end_is_named_and_left(number: int) -> None:
     run(main())
 
 
-async def listened(stderr: asyncio.StreamReader) -> list[dict[str, object]]:
+async def listened(stderr: asyncio.StreamReader) -> list[dict[str, Any]]:
     """What it said until it listens."""
     lines = []
     while not lines or lines[-1]["event"] != "listening":
