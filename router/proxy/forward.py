@@ -35,12 +35,13 @@ from router.openai.request import InboundRequest
 from router.pd.course import Course
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
-from router.pd.transfer import NixlPull
+from router.pd.transfer import connector_of
 from router.proxy.answers.relay import AnswerRelay, engine_failed
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
+from router.proxy.split.bootstrap import Bootstrap
 from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs
 from router.proxy.stats import ProxyStats
 
@@ -90,7 +91,13 @@ class Forwarder:
         self._stats = stats
         self._clock = clock
         self._legs = Legs(
-            self._own, NixlPull(), pd=pd, proxy=settings, stats=pd_stats, proxy_stats=stats, clock=clock
+            self._own,
+            connector_of(pd, Bootstrap(client)),
+            pd=pd,
+            proxy=settings,
+            stats=pd_stats,
+            proxy_stats=stats,
+            clock=clock,
         )
         self._lines = 0
         self._lines_second = 0
