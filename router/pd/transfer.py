@@ -31,7 +31,7 @@ Query = Callable[[str], Awaitable[bytes]]
 """The body that a bootstrap server (``http://HOST:PORT``) answers to ``GET /query``. Raises ``OSError``."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PrefillHolder(msgspec.Struct, frozen=True):
     """A prefill engine that was asked; ``rank`` as it was told, "" where it was told none."""
 
     base_url: str
@@ -44,7 +44,7 @@ class Connector(Protocol):
     def asks(self, transfer_id: str) -> bytes:
         """``kv_transfer_params`` of the request to the prefill engine."""
 
-    async def told(self, answer: bytes, transfer_id: str, source: Asked) -> Told:
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
         """What its answer of success hands over."""
 
 
@@ -106,7 +106,7 @@ class NixlPull:
         """See ``Connector``."""
         return b"{%b}" % _ASKED.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: Asked) -> Told:
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
         """See ``Connector``."""
         return self.read(answer)
 
@@ -135,7 +135,7 @@ class Mooncake:
         """See ``Connector``."""
         return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: Asked) -> Told:
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
         """See ``Connector``. The engine is looked up each time: one that was started anew has another id."""
         host = urlsplit(source.base_url).hostname or ""
         bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
@@ -175,7 +175,7 @@ class Learned:
         """See ``Connector``."""
         return f'{{{_ASKED},"transfer_id":"{transfer_id}"}}'.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: Asked) -> Told:
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
         """See ``Connector``."""
         told = self._nixl.read(answer)
         return await self._mooncake.told(answer, transfer_id, source) if told == "no connector" else told

@@ -24,7 +24,7 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import Asked, Connector, Told
+from router.pd.transfer import Connector, PrefillHolder, Told
 from router.proxy.answers.relay import engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
@@ -109,7 +109,7 @@ class Legs:
             content = await self._read(answer)
             self._check(attempt, answer, out, course)
             usage = _usage(content)
-            source = Asked(attempt.base_url, _rank(attempt))
+            source = PrefillHolder(attempt.base_url, _rank(attempt))
             told = await self._connector.told(content, transfer_id, source)
             handoff = self._handoff(attempt, told, course, quiet.at_s)
             self._stats.prefill_s += handoff.answered_s - asked_s

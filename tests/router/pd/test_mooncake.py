@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from router.pd.settings import PdSettings
-from router.pd.transfer import Asked, Connector, connector_of
+from router.pd.transfer import Connector, PrefillHolder, connector_of
 from tests.support.waiting import run
 
 ENTRY = {"engine_id": "eng-p", "worker_addr": {"0": {"0": "tcp://10.0.0.1:17000"}}}
 CUT = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": None}
-SOURCE = Asked("http://10.0.0.1:8000")
+SOURCE = PrefillHolder("http://10.0.0.1:8000")
 NIXL = {
     "do_remote_prefill": True,
     "remote_block_ids": [[1]],
@@ -40,7 +40,7 @@ class Server:
         return self.page if isinstance(self.page, bytes) else json.dumps(self.page).encode()
 
 
-def told(connector: Connector, answer: Any, source: Asked = SOURCE) -> Any:
+def told(connector: Connector, answer: Any, source: PrefillHolder = SOURCE) -> Any:
     body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     found: list[Any] = []
 
@@ -88,7 +88,7 @@ def test_an_engine_that_was_started_anew_is_told_by_its_new_id() -> None:
 )
 def test_the_bootstrap_server_is_beside_the_engine(url: str, bootstrap: str) -> None:
     server = Server({"0": ENTRY})
-    assert told(mooncake(server, 9111), CUT, Asked(url))["remote_bootstrap_addr"] == bootstrap
+    assert told(mooncake(server, 9111), CUT, PrefillHolder(url))["remote_bootstrap_addr"] == bootstrap
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_without_an_engine_to_name_nothing_is_handed_over(page: Any, why: str) -
 def test_of_several_ranks_the_one_that_was_asked_is_named() -> None:
     server = Server({"0": ENTRY, "1": {**ENTRY, "engine_id": "second"}})
     connector = mooncake(server)
-    assert told(connector, CUT, Asked("http://p:8000", "1"))["remote_engine_id"] == "second"
-    assert told(connector, CUT, Asked("http://p:8000", "2")) == "no connector"
+    assert told(connector, CUT, PrefillHolder("http://p:8000", "1"))["remote_engine_id"] == "second"
+    assert told(connector, CUT, PrefillHolder("http://p:8000", "2")) == "no connector"
 
 
 def test_which_connector_an_engine_has_its_answer_tells() -> None:
