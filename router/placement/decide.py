@@ -74,19 +74,25 @@ class Planner:
         self._retention = retention
         self._decisions = 0
         self._shared = shared
-        self._pd = pd
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self.hold: Hold | None = None
         """Keeps requests while engines are saturated, where they are to wait, or once were."""
-        self.configure(settings, queue, expose_decision=expose_decision, check_every=check_every)
+        self.configure(settings, queue, pd, expose_decision=expose_decision, check_every=check_every)
 
     def configure(
-        self, settings: PolicySettings, queue: QueueSettings, *, expose_decision: bool, check_every: int
+        self,
+        settings: PolicySettings,
+        queue: QueueSettings,
+        pd: PdSettings,
+        *,
+        expose_decision: bool,
+        check_every: int,
     ) -> None:
         """What holds from the next decision on. Raises ``ValueError`` for a policy that there is not."""
         self._policy = policy(settings.policy)
         self._settings = settings
+        self._pd = pd
         self._expose = expose_decision
         self._check_every = check_every
         if self.hold is not None:

@@ -90,9 +90,10 @@ class Forwarder:
         self._settings = settings
         self._stats = stats
         self._clock = clock
+        self._bootstrap = Bootstrap(client)
         self._legs = Legs(
             self._own,
-            connector_of(pd, Bootstrap(client)),
+            connector_of(pd, self._bootstrap),
             pd=pd,
             proxy=settings,
             stats=pd_stats,
@@ -102,9 +103,10 @@ class Forwarder:
         self._lines = 0
         self._lines_second = 0
 
-    def configure(self, settings: ProxySettings) -> None:
+    def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """What holds for requests from now on."""
         self._settings = self._legs.proxy = settings
+        self._legs.pd, self._legs.connector = pd, connector_of(pd, self._bootstrap)
 
     async def forward(self, out: Outbound, send: Send) -> None:
         """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.

@@ -1,10 +1,10 @@
 """Placements of a request on two engines: one computes the prompt, the other one fetches it and answers.
 
 Both are entered in the books when the decision is made, so the decode engine's place is held while the other
-one computes. What the decode engine gets is no prefill: it teaches nothing about rates, and of the prompt it
-will hold the groups that are transferred, full attention only. Its ``cached_tokens`` are the other engine's
-hit, so the prediction is compared where it was made. Always true: each ends once, whatever becomes of the
-other.
+one computes. What the decode engine gets is no prefill: it teaches nothing about rates. While the blocks are
+on their way, vLLM serves whoever comes next, so nobody may count on hitting them before events tell of them.
+Its ``cached_tokens`` are the other engine's hit, so the prediction is compared where it was made. Always
+true: each ends once, whatever becomes of the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.pd.sidecar import PREFILLERS, Prefilled
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.load import Ticket
-from router.placement.placement import Decision, Placement, Split, only_full
+from router.placement.placement import Decision, Placement, Split
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields
 
@@ -124,8 +124,7 @@ class DecodePlacement(Placement):
         return self.engine.load.hold(self.asked_s)
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
-        layout = self.engine.layout
-        return () if layout is None or not only_full(layout) else super()._keeps(read, retention)
+        return ()
 
     @property
     def _reported_hit(self) -> Hit:

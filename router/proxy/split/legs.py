@@ -64,8 +64,8 @@ class Legs:
         clock: Callable[[], float],
     ) -> None:
         self._carrier = carrier
-        self._connector = connector
-        self._pd = pd
+        self.connector = connector
+        self.pd = pd
         self.proxy = proxy
         self._stats = stats
         self._proxy_stats = proxy_stats
@@ -73,7 +73,7 @@ class Legs:
 
     def course(self) -> Course:
         """Of a request that is placed on two engines for the first time."""
-        return Course(self._pd)
+        return Course(self.pd)
 
     async def prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
@@ -94,7 +94,7 @@ class Legs:
 
     async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         transfer_id = f"kvatlas-{random.getrandbits(128):032x}"
-        asks = body.prefill(self._connector.asks(transfer_id))
+        asks = body.prefill(self.connector.asks(transfer_id))
         request = msgspec.structs.replace(out.request, body=asks, stream=False)
         fields = [field for field in out.head.fields if field[0] != RANK]
         head = msgspec.structs.replace(out.head, fields=fields)
@@ -110,7 +110,7 @@ class Legs:
             self._check(attempt, answer, out, course)
             usage = _usage(content)
             source = PrefillHolder(attempt.base_url, _rank(attempt))
-            told = await self._connector.told(content, transfer_id, source)
+            told = await self.connector.told(content, transfer_id, source)
             handoff = self._handoff(attempt, told, course, quiet.at_s)
             self._stats.prefill_s += handoff.answered_s - asked_s
         except UpstreamError as error:
@@ -152,7 +152,7 @@ class Legs:
             version=attempt.version,
             held_since_s=held_since_s,
             answered_s=self._clock(),
-            settings=self._pd,
+            settings=self.pd,
         )
         course.handed_over(handoff)
         return handoff
@@ -163,7 +163,7 @@ class Legs:
         while data := await answer.read():
             pieces.append(data)
             size += len(data)
-            if size > self._pd.answer_bytes_max:
+            if size > self.pd.answer_bytes_max:
                 raise UpstreamError("reset")
         return b"".join(pieces)
 
@@ -183,6 +183,8 @@ class Legs:
             self._stats.handoffs += 1
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
+            if out.record.trace is not None:
+                out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
         out = msgspec.structs.replace(out, request=request)
