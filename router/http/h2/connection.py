@@ -152,7 +152,9 @@ class H2Connection(asyncio.Protocol):
             if (whole := self._blocks.add(found)) is not None:
                 self._on_block(*whole)
         else:
-            self._budget.spend(_RESET_COST if kind == h2.RST_STREAM else 1)
+            # A reset of a stream that is over is how Envoy ends each of its calls: only others are an attack.
+            cuts = kind == h2.RST_STREAM and found.stream_id in self._streams
+            self._budget.spend(_RESET_COST if cuts else 1)
             self._on_control(found)
 
     def _on_control(self, found: H2Frame) -> None:

@@ -228,6 +228,22 @@ def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(sent: bytes, co
     run(main())
 
 
+def test_resets_of_streams_that_are_over_are_no_attack() -> None:
+    """Envoy ends each of its calls so: it may have as many as control frames are allowed."""
+
+    async def main() -> None:
+        async with echoing(control_frames_per_s_max=100) as echo, h2_peer(echo.port) as peer:
+            for _ in range(60):
+                number = peer.open("/")
+                await peer.send(number, b"x", end=True)
+                await peer.until_over(number)
+                peer.writer.write(h2.reset_frame(number, h2.NO_ERROR))
+            assert not peer.closed
+            assert echo.stats.connections_broken == echo.stats.streams_reset == 0
+
+    run(main())
+
+
 def test_unknown_frames_and_priorities_are_ignored() -> None:
     async def main() -> None:
         async with echoing() as echo, h2_peer(echo.port) as peer:
