@@ -73,7 +73,8 @@ class _Server(uvicorn.Server):
         while not (self.ending.is_set() or await self.on_tick(ticks)):
             ticks += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ending.wait(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):
+                    await self.ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 
 
@@ -47,3 +49,24 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.prefills_max < 1:
             raise ValueError(f"prefills_max must be at least 1, got {self.prefills_max}")
+
+
+class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`kvatlas sidecar`, which stands before a decode engine behind a gateway
+    ([prefill-decode.md](prefill-decode.md#behind-a-gateway)). It listens as `server` and `listen` say, with
+    the time-outs and limits of `proxy` and the rules of `pd`."""
+
+    engine: str = "http://127.0.0.1:8001"
+    """The decode engine beside it."""
+    prefills: tuple[str, ...] = ()
+    """Engines that requests may name to compute their prompt: `HOST:PORT` or `NETWORK:PORT`, e.g.
+    `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Beside these, the engines that sources of engines
+    (`fleet.kubernetes`, `dns`, `file`) name with a role that prefills. Any other one is never asked."""
+    prefill_tls: bool = False
+    """Speak TLS to prefill engines, which are verified by `fleet.ca_file`, or else by the system's
+    authorities."""
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.engine)
+        if url.scheme not in {"http", "https"} or not url.hostname or url.path not in {"", "/"}:
+            raise ValueError(f"engine = {self.engine!r}: expected http://HOST:PORT or https://HOST:PORT")

@@ -95,9 +95,10 @@ class Forwarder:
         self._lines = 0
         self._lines_second = 0
 
-    def configure(self, settings: ProxySettings) -> None:
+    def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """What holds for requests from now on."""
         self._settings = self._legs.proxy = settings
+        self._legs.pd = pd
 
     async def forward(self, out: Outbound, send: Send) -> None:
         """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.

@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import json
 import random
+import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
+import zmq
 
 from tests.support.ports import free_ports
-from tests.vllm.observed_fleet import BLOCK_TOKENS, Fleet, running
+from tests.vllm.observed_fleet import BLOCK_TOKENS, EventTap, Fleet, running
+from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.watched_way import Way
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 NUM_GPU_BLOCKS = 400
 PREFIX_TOKENS = 16 * BLOCK_TOKENS
+LEASE_S = 8
+"""Of all prefill engines here: as short as loaded machines allow, since a test waits until it is over."""
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
 FREE_CHOICE = (
+    *("--set", f"pd.lease_s={LEASE_S}", "--set", f"pd.lease_margin_s={LEASE_S / 2}"),
     *("--set", "pd.min_remote_tokens=64", "--set", "pd.leg_overhead_s=0"),
     *("--set", "pd.transfer_s_per_token=0"),
 )
@@ -62,6 +70,7 @@ def _engine(python: str, model: Path, log: Path, role: str) -> VllmEngine:
         "kv_connector": "NixlConnector",
         "kv_role": f"kv_{role}",
         "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
     }
     return VllmEngine(
         python,
@@ -145,17 +154,23 @@ def test_a_streamed_chat(apart: Apart) -> None:
     assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
 
 
-def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(apart: Apart) -> None:
-    """The same prompt again, at the decode engine alone."""
-    prompt = apart.warmed(7, 300)
+@pytest.mark.parametrize(("tail", "hit"), [(300, 800), (287, 0)])
+def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
+    apart: Apart, tail: int, hit: int
+) -> None:
+    """The same prompt again, at the decode engine alone. Of a window (two blocks long) what the token after
+    the prompt looks at is transferred, in whole blocks: enough to go on from the last block's end where that
+    is 12 tokens before the prompt's, and too little where it is 31 before."""
+    prompt = apart.warmed(tail, tail)
     with apart.client() as client:
-        client.completions.create(model="tiny", prompt=prompt, **ASKED)
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
         apart.settle()
         several = {"n": 2, "temperature": 0.5}
         client.completions.create(model="tiny", prompt=prompt, max_tokens=2, extra_body=several)
-    receipt = apart.fleet.router.receipts()[-1]
-    assert (receipt["engine_id"], receipt["leg"]) == (apart.decode.base_url, "")
-    assert receipt["outcome"] in {"exact", "unreported"}, receipt
+    assert [one["leg"] for one in apart.legs()] == ["decode", ""]
+    receipt = apart.legs()[-1]
+    assert (receipt["engine_id"], receipt["predicted_tokens"]) == (apart.decode.base_url, hit)
+    assert receipt["outcome"] == "exact", receipt
 
 
 def test_parameters_that_would_end_the_decode_engine_reach_nobody(apart: Apart) -> None:
@@ -184,3 +199,127 @@ def test_a_prefill_engine_that_dies_costs_no_answer(apart: Apart) -> None:
     with apart.client() as client:
         client.completions.create(model="tiny", prompt=prompt, **ASKED)
     assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
+
+
+class Watched(NamedTuple):
+    """The same prefill engine before two decode engines, each by a way that the test watches."""
+
+    apart: Apart
+    router: RouterProcess
+    prefill: Way
+    decode: dict[str, tuple[VllmEngine, EventTap, Way]]
+    """By the address that the router knows."""
+
+    def all_up(self) -> None:
+        """Those that a test has ended are back."""
+        for engine, tap, way in self.decode.values():
+            engine.start()
+            engine.wait_until_healthy()
+            tap.connect()  # by an ordinary prompt, without which some machines' decode engines crash
+            way.open()
+            self.router.wait_until_up(way.url)
+
+    def kill(self, url: str) -> None:
+        """``kill -9`` of one decode engine."""
+        engine, _, way = self.decode[url]
+        engine.kill()
+        way.close()
+
+    def warmed(self, number: int, tail: int) -> tuple[list[int], Any]:
+        """A prompt as ``Apart.warmed``, that this router has heard of; and what one engine says to it."""
+        prompt = self.apart.warmed(number, tail)
+        alone = _alone(self.apart, prompt)
+        tap = self.apart.fleet.taps[self.apart.prefill.base_url]
+        self.router.wait_until_seen(self.prefill.url, tap.barrier())
+        return prompt, alone
+
+    def ask(self, prompt: list[int]) -> tuple[str, Any]:
+        """The decode engine that answered, and its answer."""
+        with self.apart.client(self.router.base_url) as client:
+            raw = client.completions.with_raw_response.create(model="tiny", prompt=prompt, **ASKED)
+        return raw.headers["x-kvatlas-engine"], raw.parse()
+
+    def transfers(self, name: str) -> float:
+        """One of the prefill engine's counters; 0 before its first event."""
+        with urllib.request.urlopen(f"{self.apart.prefill.base_url}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(f"vllm:nixl_num_{name}_total{{")]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+@pytest.fixture(scope="module")
+def watched(apart: Apart, vllm_python: str, tiny_model: Path, tmp_path_factory: Any) -> Iterator[Watched]:
+    logs = tmp_path_factory.mktemp("watched")
+    third = _engine(vllm_python, tiny_model, logs / "consumer.log", "consumer")
+    with ExitStack() as stack:
+        stack.callback(third.stop)
+        third.start()
+        third.wait_until_healthy()
+        prefill = Way(apart.prefill.base_url, b'"do_remote_decode":true')
+        told = {}
+        context = stack.enter_context(zmq.Context())
+        for engine in (apart.decode, third):
+            tap = EventTap(context, engine, "GPU")
+            stack.callback(tap.close)
+            way = Way(engine.base_url, b'"do_remote_prefill":true')
+            told[way.url] = engine, tap, way
+        for way in (prefill, *(way for _, _, way in told.values())):
+            stack.callback(way.close)
+            way.open()
+        words = [f"{prefill.url},role=prefill", *(f"{url},role=decode" for url in told)]
+        made = RouterProcess(words, tiny_model, log=logs / "router.log", options=FREE_CHOICE)
+        yield Watched(apart, stack.enter_context(made), prefill, told)
+
+
+def _same(answer: Any, alone: Any) -> None:
+    assert answer.choices[0].text == alone.choices[0].text
+    assert answer.choices[0].logprobs == alone.choices[0].logprobs
+
+
+def test_blocks_whose_lease_is_over_are_never_fetched(watched: Watched) -> None:
+    """The router stands still from the prefill engine's answer until that engine has let go of the blocks and
+    given each of them to other prompts: whoever fetches them now answers 200 with something else."""
+    watched.all_up()
+    prompt, alone = watched.warmed(20, 300)
+    expired, late = watched.transfers("kv_expired_reqs"), watched.transfers("notifications_after_expiry")
+
+    def reuse(rng: random.Random) -> None:
+        with watched.apart.client(watched.apart.prefill.base_url) as client:
+            others = [rng.randrange(10, 1000) for _ in range(2000)]
+            client.completions.create(model="tiny", prompt=others, max_tokens=1)
+
+    def stand_still() -> None:
+        rng = random.Random(21)
+        with watched.router.standing_still():
+            while watched.transfers("kv_expired_reqs") == expired:
+                reuse(rng)
+            for _ in range(3):
+                reuse(rng)
+
+    watched.prefill.answered = stand_still
+    _, answer = watched.ask(prompt)
+    _same(answer, alone)
+    assert watched.prefill.answered is None
+    assert watched.router.metric("kvatlas_pd_leases_late_total") == 1
+    assert watched.transfers("notifications_after_expiry") == late
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["before", "during"])
+def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool) -> None:
+    """Before its request, which another one gets with the same blocks; or with the request in it, after which
+    nobody knows whether they were fetched, so that they are computed again."""
+    watched.all_up()
+    prompt, alone = watched.warmed(30 + told, 100)
+    chosen = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
+    doomed = chosen["choice"]["engine"]
+    assert chosen["split"]["prefill"]["engine"] == watched.prefill.url
+    names = ("kvatlas_pd_split_total", "kvatlas_pd_handoffs_kept_total", "kvatlas_pd_handoffs_spent_total")
+    before = [watched.router.metric(name) for name in names]
+    way = watched.decode[doomed][2] if told else watched.prefill
+    setattr(way, "asked" if told else "answered", lambda: watched.kill(doomed))
+    engine, answer = watched.ask(prompt)
+    _same(answer, alone)
+    assert engine != doomed
+    split, kept, spent = (watched.router.metric(name) - was for name, was in zip(names, before, strict=True))
+    assert (kept, spent) == (not told, told) or (not told and spent == 1), "a kept connection may have broken"
+    assert split == 1 + spent

@@ -21,6 +21,7 @@ from router.pd.bodies import SplitBody
 from router.pd.course import Course
 from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
+from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
 from router.pd.transfer import NixlPull
 from router.proxy.answers.relay import engine_failed
@@ -63,7 +64,7 @@ class Legs:
     ) -> None:
         self._carrier = carrier
         self._transfer = transfer
-        self._pd = pd
+        self.pd = pd
         self.proxy = proxy
         self._stats = stats
         self._proxy_stats = proxy_stats
@@ -71,7 +72,7 @@ class Legs:
 
     def course(self) -> Course:
         """Of a request that is placed on two engines for the first time."""
-        return Course(self._pd)
+        return Course(self.pd)
 
     async def prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
@@ -93,12 +94,14 @@ class Legs:
     async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         asks = body.prefill(self._transfer.asks)
         request = msgspec.structs.replace(out.request, body=asks, stream=False)
+        fields = [field for field in out.head.fields if field[0] != RANK]
+        head = msgspec.structs.replace(out.head, fields=fields)
         asked_s = self._clock()
         usage: Usage | None = None
         answer: Any = None
         quiet = Quiet(self._clock)
         try:
-            out = msgspec.structs.replace(out, request=request)
+            out = msgspec.structs.replace(out, request=request, head=head)
             answer = await self._carrier.ask(attempt, out, self.proxy.first_byte_timeout_s)
             quiet.over()
             content = await self._read(answer)
@@ -145,7 +148,7 @@ class Legs:
             version=attempt.version,
             held_since_s=held_since_s,
             answered_s=self._clock(),
-            settings=self._pd,
+            settings=self.pd,
         )
         course.handed_over(handoff)
         return handoff
@@ -156,7 +159,7 @@ class Legs:
         while data := await answer.read():
             pieces.append(data)
             size += len(data)
-            if size > self._pd.answer_bytes_max:
+            if size > self.pd.answer_bytes_max:
                 raise UpstreamError("reset")
         return b"".join(pieces)
 
@@ -176,6 +179,8 @@ class Legs:
             self._stats.handoffs += 1
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
+            if out.record.trace is not None:
+                out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
         out = msgspec.structs.replace(out, request=request)
