@@ -9,8 +9,11 @@ it, and where that can be found: by the bootstrap server in the prefill engine's
 answer says nothing of it. It keeps blocks only of an answer that its length ended; a decode engine that asks
 for others waits for minutes (``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``).
 
-Which of them an engine has, its answer shows: to one that has Mooncake the fields of NIXL mean the same, and
-NIXL does not look at the transfer's name.
+OffloadingConnector's ``p2p`` tier: both engines are told a name, the decode engine also where the other one's
+side channel is. Blocks that nobody fetches are dropped after 60 s; who comes later is refused at once.
+
+Which of the first two an engine has, its answer shows: to one that has Mooncake the fields of NIXL mean the
+same, and NIXL does not look at the transfer's name.
 """
 
 from __future__ import annotations
@@ -96,6 +99,8 @@ def connector_of(settings: PdSettings, query: Query) -> Connector:
     mooncake = Mooncake(query, settings.mooncake_bootstrap_port)
     if settings.connector == "nixl":
         return NixlPull()
+    if settings.connector == "offloading":
+        return Offloading(settings.offloading_port)
     return mooncake if settings.connector == "mooncake" else Learned(NixlPull(), mooncake)
 
 
@@ -162,6 +167,27 @@ class Mooncake:
                 "remote_bootstrap_addr": bootstrap,
             }
         )
+
+
+class Offloading:
+    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33, that of rank 0 on ``port``."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def asks(self, transfer_id: str) -> bytes:
+        """See ``Connector``."""
+        return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """See ``Connector``. The answer says nothing."""
+        port = self._port + int(source.rank or 0)
+        named = {
+            "kv_request_id": transfer_id,
+            "remote_host": urlsplit(source.base_url).hostname,
+            "remote_port": port,
+        }
+        return msgspec.json.encode({"remote_prefiller": named})
 
 
 class Learned:
