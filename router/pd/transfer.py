@@ -7,7 +7,7 @@ its scheduler), so what is not whole is not handed over.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -16,18 +16,21 @@ Told = bytes | Literal["no connector", "unreadable"]
 not known what it holds."""
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class _Params(msgspec.Struct, gc=False):
-    do_remote_prefill: Any = None
-    remote_block_ids: Any = None
-    remote_engine_id: Any = None
-    remote_request_id: Any = None
-    remote_host: Any = None
-    remote_port: Any = None
-    tp_size: Any = None
+    do_remote_prefill: msgspec.Raw = _NULL
+    remote_block_ids: msgspec.Raw = _NULL
+    remote_engine_id: msgspec.Raw = _NULL
+    remote_request_id: msgspec.Raw = _NULL
+    remote_host: msgspec.Raw = _NULL
+    remote_port: msgspec.Raw = _NULL
+    tp_size: msgspec.Raw = _NULL
 
 
 class _Answer(msgspec.Struct, gc=False):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    kv_transfer_params: msgspec.Raw = _NULL
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
@@ -52,6 +55,6 @@ class NixlPull:
             given = _PARAMS.decode(params)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
-        parts = msgspec.structs.astuple(given)
-        whole = given.do_remote_prefill is True and isinstance(given.remote_block_ids, list)
-        return params if whole and None not in parts else "unreadable"
+        parts = [bytes(part) for part in msgspec.structs.astuple(given)]
+        whole = parts[0] == b"true" and parts[1].startswith(b"[")
+        return params if whole and b"null" not in parts else "unreadable"
