@@ -257,7 +257,7 @@ class Router:
             poller = self.poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             self._assign()
             works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
-            works.append(self.certificates.watch())
+            works += [self.certificates.watch(), self._expire_inflight()]
             works += [work() for work in self.works]
             if self.shared is not None:
                 works.append(self.shared.run())
@@ -285,6 +285,13 @@ class Router:
                 self.proxy.close()
                 self.reader.close()
                 self._tasks = self.poller = None
+
+    async def _expire_inflight(self) -> None:
+        """Prompts whose grace is over leave also while no request comes."""
+        inflight = self.accounts.inflight
+        while True:
+            await asyncio.sleep(inflight.settings.grace_s)
+            inflight.expire(self.clock())
 
     def _in_crew(self) -> AbstractAsyncContextManager[None]:
         if self.crew is None or self._view is None:

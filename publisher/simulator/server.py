@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import structlog
 import uvicorn
@@ -38,6 +39,7 @@ from publisher.simulator.settings import (
 from publisher.simulator.stepper import Stepper
 from publisher.simulator.transfer.connector import KvConnector
 from publisher.simulator.transfer.link import TransferLink
+from publisher.simulator.transfer.mooncake import MooncakeBooks, MooncakeLink
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
 
@@ -73,7 +75,8 @@ class _Server(uvicorn.Server):
         while not (self.ending.is_set() or await self.on_tick(ticks)):
             ticks += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ending.wait(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):
+                    await self.ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -242,7 +245,8 @@ class SimulatedEngine:
 
     def _connector(self) -> KvConnector:
         settings = self.settings
-        return KvConnector(
+        books = MooncakeBooks if settings.kv_connector == "mooncake" else KvConnector
+        return books(
             self.pool,
             engine_id=settings.engine_id or str(uuid.uuid4()),
             lease_s=settings.kv_lease_s,
@@ -252,14 +256,18 @@ class SimulatedEngine:
 
     def _link(self, connector: KvConnector) -> TransferLink:
         settings = self.settings
-        link = TransferLink(
-            connector,
-            loaded=self.stepper.loaded,
-            failed=self.stepper.load_failed,
-            common=f"{settings.version} {settings.model} {self.groups}",
-            s_per_block=settings.transfer_s_per_block,
-            block_bytes=settings.block_bytes,
-        )
+        options: dict[str, Any] = {
+            "loaded": self.stepper.loaded,
+            "failed": self.stepper.load_failed,
+            "common": f"{settings.version} {settings.model} {self.groups}",
+            "s_per_block": settings.transfer_s_per_block,
+            "block_bytes": settings.block_bytes,
+        }
+        if isinstance(connector, MooncakeBooks):
+            port = None if settings.role == "decode" else settings.bootstrap_port
+            link: TransferLink = MooncakeLink(connector, bootstrap_port=port, **options)
+        else:
+            link = TransferLink(connector, **options)
         self.stepper.kick = link.kick
         return link
 
