@@ -51,14 +51,17 @@ class Connector(Protocol):
         """What its answer of success hands over."""
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class _Params(msgspec.Struct, gc=False):
-    do_remote_prefill: Any = None
-    remote_block_ids: Any = None
-    remote_engine_id: Any = None
-    remote_request_id: Any = None
-    remote_host: Any = None
-    remote_port: Any = None
-    tp_size: Any = None
+    do_remote_prefill: msgspec.Raw = _NULL
+    remote_block_ids: msgspec.Raw = _NULL
+    remote_engine_id: msgspec.Raw = _NULL
+    remote_request_id: msgspec.Raw = _NULL
+    remote_host: msgspec.Raw = _NULL
+    remote_port: msgspec.Raw = _NULL
+    tp_size: msgspec.Raw = _NULL
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -68,7 +71,7 @@ class _Choice(msgspec.Struct, gc=False):
 class _Answer(msgspec.Struct, gc=False):
     """``choices``, ``stop_reason`` (messages) and ``status`` (responses) tell what ended it."""
 
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    kv_transfer_params: msgspec.Raw = _NULL
     choices: list[_Choice] = []
     stop_reason: Any = None
     status: Any = None
@@ -124,9 +127,9 @@ class NixlPull:
             given = _PARAMS.decode(params)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
-        parts = msgspec.structs.astuple(given)
-        whole = given.do_remote_prefill is True and isinstance(given.remote_block_ids, list)
-        return params if whole and None not in parts else "unreadable"
+        parts = [bytes(part) for part in msgspec.structs.astuple(given)]
+        whole = parts[0] == b"true" and parts[1].startswith(b"[")
+        return params if whole and b"null" not in parts else "unreadable"
 
 
 class Mooncake:
