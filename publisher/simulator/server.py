@@ -40,6 +40,7 @@ from publisher.simulator.stepper import Stepper
 from publisher.simulator.transfer.connector import KvConnector
 from publisher.simulator.transfer.link import TransferLink
 from publisher.simulator.transfer.mooncake import MooncakeBooks, MooncakeLink
+from publisher.simulator.transfer.offloading import OffloadingBooks, OffloadingLink
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
 
@@ -52,6 +53,12 @@ _TICK_S = 0.1
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound by default
 
 log = structlog.get_logger()
+
+_BOOKS: dict[str, type[KvConnector]] = {
+    "nixl": KvConnector,
+    "mooncake": MooncakeBooks,
+    "offloading": OffloadingBooks,
+}
 
 
 class _Server(uvicorn.Server):
@@ -245,8 +252,7 @@ class SimulatedEngine:
 
     def _connector(self) -> KvConnector:
         settings = self.settings
-        books = MooncakeBooks if settings.kv_connector == "mooncake" else KvConnector
-        return books(
+        return _BOOKS[settings.kv_connector](
             self.pool,
             engine_id=settings.engine_id or str(uuid.uuid4()),
             lease_s=settings.kv_lease_s,
@@ -266,6 +272,8 @@ class SimulatedEngine:
         if isinstance(connector, MooncakeBooks):
             port = None if settings.role == "decode" else settings.bootstrap_port
             link: TransferLink = MooncakeLink(connector, bootstrap_port=port, **options)
+        elif isinstance(connector, OffloadingBooks):
+            link = OffloadingLink(connector, **options)
         else:
             link = TransferLink(connector, **options)
         self.stepper.kick = link.kick

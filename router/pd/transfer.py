@@ -9,8 +9,11 @@ it, and where that can be found: by the bootstrap server in the prefill engine's
 answer says nothing of it. It keeps blocks only of an answer that its length ended; a decode engine that asks
 for others waits for minutes (``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``).
 
-Which of them an engine has, its answer shows: to one that has Mooncake the fields of NIXL mean the same, and
-NIXL does not look at the transfer's name.
+OffloadingConnector's ``p2p`` tier: both engines are told a name, the decode engine also where the other one's
+side channel is. Blocks that nobody fetches are dropped after 60 s; who comes later is refused at once.
+
+Which of the first two an engine has, its answer shows: to one that has Mooncake the fields of NIXL mean the
+same, and NIXL does not look at the transfer's name.
 """
 
 from __future__ import annotations
@@ -66,9 +69,12 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """``choices``, ``stop_reason`` (messages) and ``status`` (responses) tell what ended it."""
-
     kv_transfer_params: msgspec.Raw = _NULL
+
+
+class _Ending(msgspec.Struct, gc=False):
+    """What ended an answer: in ``choices``, in ``stop_reason`` (messages) or in ``status`` (responses)."""
+
     choices: list[_Choice] = []
     stop_reason: Any = None
     status: Any = None
@@ -86,6 +92,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
+_ENDING = msgspec.json.Decoder(_Ending)
 _PARAMS = msgspec.json.Decoder(_Params)
 _ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
 _ASKED = (
@@ -99,6 +106,8 @@ def connector_of(settings: PdSettings, query: Query) -> Connector:
     mooncake = Mooncake(query, settings.mooncake_bootstrap_port)
     if settings.connector == "nixl":
         return NixlPull()
+    if settings.connector == "offloading":
+        return Offloading(settings.offloading_port)
     return mooncake if settings.connector == "mooncake" else Learned(NixlPull(), mooncake)
 
 
@@ -144,7 +153,7 @@ class Mooncake:
         bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
         try:
             entries = _ENTRIES.decode(await self._query(bootstrap))
-            cut_short = _ANSWER.decode(answer).cut_short
+            cut_short = _ENDING.decode(answer).cut_short
         except OSError:
             return "no connector"
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -165,6 +174,27 @@ class Mooncake:
                 "remote_bootstrap_addr": bootstrap,
             }
         )
+
+
+class Offloading:
+    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33, that of rank 0 on ``port``."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def asks(self, transfer_id: str) -> bytes:
+        """See ``Connector``."""
+        return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """See ``Connector``. The answer says nothing."""
+        port = self._port + int(source.rank or 0)
+        named = {
+            "kv_request_id": transfer_id,
+            "remote_host": urlsplit(source.base_url).hostname,
+            "remote_port": port,
+        }
+        return msgspec.json.encode({"remote_prefiller": named})
 
 
 class Learned:

@@ -84,6 +84,14 @@ class KvConnector:
         """What ``GET /metrics`` tells of it."""
         return self.stats
 
+    def keeps(self, request_id: str) -> bool:
+        """Whether this request's blocks wait here."""
+        return request_id in self._kept
+
+    def dropped(self, request_id: str) -> bool:
+        """Whether they did, and have been let go."""
+        return request_id in self._gone
+
     # decode
 
     def arrived(self, request: SimRequest) -> None:

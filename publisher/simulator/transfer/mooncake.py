@@ -51,10 +51,6 @@ class MooncakeBooks(KvConnector):
         if params is not None and not loading and self.can_read(params):
             self.unread.append(params)
 
-    def keeps(self, transfer_id: str) -> bool:
-        """Whether this transfer waits here."""
-        return transfer_id in self._kept
-
     def _fault(self, params: TransferParams) -> Fault | None:
         needed = params.remote_engine_id, params.remote_bootstrap_addr, params.transfer_id
         return Fault.HANGS if None in needed else None
@@ -63,7 +59,7 @@ class MooncakeBooks(KvConnector):
 class MooncakeLink(TransferLink):
     """The side channel, and beside it, where ``bootstrap_port`` is given, the bootstrap server."""
 
-    def __init__(self, connector: MooncakeBooks, *, bootstrap_port: int | None, **options: object) -> None:
+    def __init__(self, connector: KvConnector, *, bootstrap_port: int | None, **options: object) -> None:
         super().__init__(connector, **options)  # type: ignore[arg-type]
         self._books = connector
         self._bootstrap_port = bootstrap_port

@@ -2,7 +2,8 @@
 
 Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Nothing is checked beyond the types, as
 the engine checks nothing: what is missing shows in what happens (``KvConnector``). ``transfer_id`` and
-``remote_bootstrap_addr`` are of MooncakeConnector.
+``remote_bootstrap_addr`` are of MooncakeConnector, ``remote_decoder`` and ``remote_prefiller`` of
+OffloadingConnector.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class TransferParams(msgspec.Struct, kw_only=True):
     remote_prefill_cached_tokens: int | None = None
     transfer_id: str | None = None
     remote_bootstrap_addr: str | None = None
+    remote_decoder: Json | None = None
+    remote_prefiller: Json | None = None
 
     @property
     def address(self) -> tuple[str, int]:

@@ -1,5 +1,5 @@
-"""What two engines with Mooncake are told: the name of the transfer, and where the bootstrap server says the
-engine is."""
+"""What two engines with Mooncake, or with offloading tiers, are told: the name of the transfer, and where to
+look for it."""
 
 from __future__ import annotations
 
@@ -154,4 +154,15 @@ def test_a_connector_that_is_configured_is_the_one() -> None:
     connector = connector_of(PdSettings(connector="nixl"), server)
     assert b"transfer_id" not in connector.asks("xfer-1")
     assert told(connector, CUT) == "no connector"
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(("rank", "port"), [("", 5710), ("0", 5710), ("2", 5712)])
+def test_offloading_tiers_are_told_a_name_and_an_address(rank: str, port: int) -> None:
+    server = Server(None)
+    connector = connector_of(PdSettings(connector="offloading"), server)
+    assert json.loads(connector.asks("xfer-1")) == {"remote_decoder": {"kv_request_id": "xfer-1"}}
+    assert told(connector, CUT, PrefillHolder("http://10.0.0.1:8000", rank)) == {
+        "remote_prefiller": {"kv_request_id": "xfer-1", "remote_host": "10.0.0.1", "remote_port": port}
+    }
     assert server.asked == []
