@@ -202,7 +202,7 @@ def serve(config: Config, load: Callable[[], Config]) -> int:
         router.discard()
         return _Parent(config, load, min(workers, WORKERS_MAX)).run()
     Reloads(router, lambda running: decide(running, load), on_log=configure_logging)
-    return _run(router, make_server(router))
+    return run_server(make_server(router), lambda: _ends_within_s(router))
 
 
 def pick(config: Config, load: Callable[[], Config]) -> int:
@@ -258,8 +258,12 @@ def _prepared(config: Config) -> Router:
     return router
 
 
-def _run(router: Router, server: RouterServer, sockets: list[socket.socket] | None = None) -> int:
-    server.guard = ShutdownGuard(lambda: _ends_within_s(router))
+def run_server(
+    server: RouterServer, ends_within_s: Callable[[], float], sockets: list[socket.socket] | None = None
+) -> int:
+    """Serve until a signal; returns the exit status. ``ends_within_s``: how long after it the process has
+    ended."""
+    server.guard = ShutdownGuard(ends_within_s)
     try:
         server.run(sockets)
     except ListenError as error:
@@ -270,9 +274,14 @@ def _run(router: Router, server: RouterServer, sockets: list[socket.socket] | No
 
 def _ends_within_s(router: Router) -> float:
     """How long after a signal the process has ended."""
-    listen, picker = router.config.listen, router.config.epp
+    picker = router.config.epp
     drain_s = 0.0 if router.picker is None else picker.drain_delay_s + picker.drain_s_max
-    return max(listen.drain_delay_s + listen.drain_s_max, drain_s) + _STOP_S
+    return max(server_ends_within_s(router.config.listen), drain_s + _STOP_S)
+
+
+def server_ends_within_s(listen: ListenSettings) -> float:
+    """The same of a process that has no more than its port."""
+    return listen.drain_delay_s + listen.drain_s_max + _STOP_S
 
 
 class _Parent:
@@ -334,7 +343,7 @@ def _work(config: Config, seat: WorkerSeat) -> int:
     )
     server = make_server(router)
     server.seat = seat
-    return _run(router, server, seat.public)
+    return run_server(server, lambda: _ends_within_s(router), seat.public)
 
 
 def _handed_over(seat: WorkerSeat) -> Decided:

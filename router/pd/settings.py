@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,6 +13,14 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     the first one holds may be fetched ([prefill-decode.md](prefill-decode.md)). Raises ``ValueError`` for a
     value out of range."""
 
+    connector: Literal["auto", "nixl", "mooncake", "offloading"] = "auto"
+    """The engines' KV connector: `nixl` (NixlConnector), `mooncake` (MooncakeConnector), `offloading`
+    (OffloadingConnector with its `p2p` tier). `auto`: the answer of a prefill engine tells which of the first
+    two it has."""
+    mooncake_bootstrap_port: int = 8998
+    """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
+    offloading_port: int = 5710
+    """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 where there are several."""
     lease_s: float = 30.0
     """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that nobody fetches."""
     lease_margin_s: float = 10.0
@@ -38,10 +47,13 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool):
+            if isinstance(value, bool | str):
                 continue
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
+        for name in ("mooncake_bootstrap_port", "offloading_port"):
+            if not 0 < getattr(self, name) < 1 << 16:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected a port")
         if self.lease_margin_s >= self.lease_s:
             raise ValueError(
                 f"lease_margin_s = {self.lease_margin_s} leaves nothing of lease_s = {self.lease_s}; "

@@ -11,9 +11,10 @@ from router.config.schema import Config
 from router.http.tls import TlsError
 from router.observe.traces import TracesNotInstalledError
 from router.serve import (
-    ListenError,
     RouterServer,
     configure_logging,
+    run_server,
+    server_ends_within_s,
     server_of,
     share_the_interpreter,
     tame_garbage_collection,
@@ -45,9 +46,4 @@ def tend(config: Config) -> int:
     tame_garbage_collection()
     share_the_interpreter()
     _log.info("kvatlas sidecar starts", version=__version__, engine=config.sidecar.engine)
-    try:
-        server.run()
-    except ListenError as error:
-        _log.error("not started", problem=str(error))
-        return 1
-    return 0 if server.started else 1
+    return run_server(server, lambda: server_ends_within_s(config.listen))

@@ -9,6 +9,7 @@ written once, and only while the lease is young (``Handoff``).
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import NixlPull
+from router.pd.transfer import Connector, PrefillHolder, Told
 from router.proxy.answers.relay import engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
@@ -54,7 +55,7 @@ class Legs:
     def __init__(
         self,
         carrier: OwnConnections,
-        transfer: NixlPull,
+        connector: Connector,
         *,
         pd: PdSettings,
         proxy: ProxySettings,
@@ -63,7 +64,7 @@ class Legs:
         clock: Callable[[], float],
     ) -> None:
         self._carrier = carrier
-        self._transfer = transfer
+        self.connector = connector
         self.pd = pd
         self.proxy = proxy
         self._stats = stats
@@ -92,7 +93,8 @@ class Legs:
             raise
 
     async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
-        asks = body.prefill(self._transfer.asks)
+        transfer_id = f"kvatlas-{random.getrandbits(128):032x}"
+        asks = body.prefill(self.connector.asks(transfer_id))
         request = msgspec.structs.replace(out.request, body=asks, stream=False)
         fields = [field for field in out.head.fields if field[0] != RANK]
         head = msgspec.structs.replace(out.head, fields=fields)
@@ -107,7 +109,9 @@ class Legs:
             content = await self._read(answer)
             self._check(attempt, answer, out, course)
             usage = _usage(content)
-            handoff = self._handoff(attempt, content, course, quiet.at_s)
+            source = PrefillHolder(attempt.base_url, _rank(attempt))
+            told = await self.connector.told(content, transfer_id, source)
+            handoff = self._handoff(attempt, told, course, quiet.at_s)
             self._stats.prefill_s += handoff.answered_s - asked_s
         except UpstreamError as error:
             engine_failed(attempt, error, self._proxy_stats)
@@ -136,11 +140,11 @@ class Legs:
             raise AgainError("refused")
         attempt.first_byte(status)
 
-    def _handoff(self, attempt: Attempt, content: bytes, course: Course, held_since_s: float) -> Handoff:
-        told = self._transfer.read(content)
+    def _handoff(self, attempt: Attempt, told: Told, course: Course, held_since_s: float) -> Handoff:
         if isinstance(told, str):
             course.nothing_held()
-            attempt.held_nothing()
+            if told != "stopped":
+                attempt.held_nothing()
             raise AgainError(told)
         handoff = Handoff.of(
             told,
@@ -211,6 +215,10 @@ class Legs:
         course.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
             raise AgainError("fetch failed")
+
+
+def _rank(attempt: Attempt) -> str:
+    return next((value.decode() for name, value in attempt.engine_headers if name == RANK), "")
 
 
 def _usage(content: bytes) -> Usage | None:
