@@ -3,11 +3,12 @@
     python -m benchmarks.picker
 
 The picker runs in a process of its own, whose CPU is read from the system; this process plays the gateway:
-it speaks HTTP/2, sends each request as Envoy does in full duplex (head, body, an empty end), waits for the
-choice and the body that is given back, shows a short answer, and waits for the end of the call. *Wire* has a
-stub in the router's place that names one fixed engine: HTTP/2, gRPC, the messages, the exchange and the
-socket. *Whole* is a whole router before four made-up engines, with chats that were sent before. What is
-between them is the router's own work on a request, as in ``serve``.
+it speaks HTTP/2, sends each request as Envoy does in full duplex (head, body, an empty end, each message in a
+frame of its own and with the metadata), waits for the choice and the body that is given back, shows a short
+answer, waits for the end of the call, and resets the stream, as Envoy does. *Wire* has a stub in the
+router's place that names one fixed engine: HTTP/2, gRPC, the messages, the exchange and the socket. *Whole*
+is a whole router before four made-up engines, with chats that were sent before. What is between them is the
+router's own work on a request, as in ``serve``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import uvloop
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.epp.fields import DESTINATION
 from router.epp.server import PickerServer
 from router.epp.settings import EppSettings
 from router.epp.wire import messages as m
@@ -139,7 +141,7 @@ class Gateway(asyncio.Protocol):
     def __init__(self) -> None:
         self._reader = FrameReader(1 << 20)
         self._next_id = 1
-        self._waiting: dict[int, tuple[asyncio.Future[None], bytes]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[None], list[bytes]]] = {}
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -155,19 +157,24 @@ class Gateway(asyncio.Protocol):
             elif found.kind == h2.DATA and (waiting := self._waiting.get(found.stream_id)) is not None:
                 if waiting[1] and found.payload.endswith(_GIVEN_BACK):
                     self._transport.write(_data(found.stream_id, waiting[1]))
-                    self._waiting[found.stream_id] = waiting[0], b""
+                    self._waiting[found.stream_id] = waiting[0], []
             elif found.kind == h2.HEADERS and found.flags & h2.END_STREAM:
                 future, owed = self._waiting.pop(found.stream_id)
+                self._transport.write(h2.reset_frame(found.stream_id, h2.NO_ERROR))
                 if owed:
                     future.set_exception(RuntimeError("the picker chose no engine"))
                 else:
                     future.set_result(None)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        for future, _ in self._waiting.values():
+            future.cancel("the picker ended the connection")
+
     def close(self) -> None:
         """No more requests."""
         self._transport.abort()
 
-    async def ask(self, request: bytes) -> None:
+    async def ask(self, request: list[bytes]) -> None:
         number, self._next_id = self._next_id, self._next_id + 2
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future, _SHOWN
@@ -179,35 +186,48 @@ _GIVEN_BACK = number_field(2, 1)
 """The end of the last piece of a body."""
 
 
-def _data(number: int, payload: bytes) -> bytes:
-    pieces = [payload[at : at + 16384] for at in range(0, len(payload), 16384)]
+def _data(number: int, messages: list[bytes]) -> bytes:
+    pieces = [each[at : at + 16384] for each in messages for at in range(0, len(each), 16384)]
     return b"".join(h2.frame(h2.DATA, 0, number, piece) for piece in pieces)
 
 
-def _headers(kind: int, fields: dict[bytes, bytes]) -> bytes:
+def _message(kind: int, content: bytes, *more: bytes) -> bytes:
+    """With the metadata that Envoy always adds."""
+    return message_frame(bytes_field(kind, content) + b"".join(more))
+
+
+def _headers(fields: dict[bytes, bytes]) -> bytes:
     each = b"".join(
         bytes_field(1, bytes_field(1, name) + bytes_field(3, value)) for name, value in fields.items()
     )
-    return bytes_field(kind, bytes_field(1, each))
+    return bytes_field(1, each)
 
 
-def _body(kind: int, data: bytes, *, ends: bool) -> bytes:
-    return bytes_field(kind, (bytes_field(1, data) if data else b"") + (number_field(2, 1) if ends else b""))
+def _struct(key: bytes, value: bytes) -> bytes:
+    return bytes_field(1, bytes_field(1, key) + bytes_field(2, value))
 
 
-_SHOWN = b"".join(
-    map(
-        message_frame,
-        (
-            _headers(3, {b":status": b"200", b"content-type": b"application/json", b"server": b"uvicorn"}),
-            _body(5, _ANSWER, ends=False),
-            _body(5, b"", ends=True),
+_ENDS = number_field(2, 1)
+_NO_METADATA = bytes_field(8, b"")
+_SERVED = bytes_field(
+    8,
+    _struct(
+        b"envoy.lb",
+        b"".join(
+            _struct(key.encode(), bytes_field(3, b"10.0.0.1:8000"))
+            for key in (f"{DESTINATION}-served", DESTINATION)
         ),
-    )
+    ),
 )
+_ANSWER_HEAD = {b":status": b"200", b"content-type": b"application/json", b"server": b"uvicorn"}
+_SHOWN = [
+    _message(3, _headers(_ANSWER_HEAD), _SERVED),
+    _message(5, bytes_field(1, _ANSWER), _SERVED),
+    _message(5, _ENDS, _SERVED),
+]
 
 
-def request_messages(path: bytes, body: bytes) -> bytes:
+def request_messages(path: bytes, body: bytes) -> list[bytes]:
     """A request as Envoy shows it."""
     head = {
         b":authority": b"gateway.example",
@@ -223,8 +243,11 @@ def request_messages(path: bytes, body: bytes) -> bytes:
         b"x-request-id": b"0d9e2c1e-5a3b-4b5e-9f3c-000000000000",
     }
     config = bytes_field(11, number_field(1, m.FULL_DUPLEX) + number_field(2, m.FULL_DUPLEX))
-    said = (_headers(2, head) + config, _body(4, body, ends=False), _body(4, b"", ends=True))
-    return b"".join(map(message_frame, said))
+    return [
+        _message(2, _headers(head), _NO_METADATA, config),
+        _message(4, bytes_field(1, body), _NO_METADATA),
+        _message(4, _ENDS, _NO_METADATA),
+    ]
 
 
 def bodies(size: int, *, chat: bool) -> list[bytes]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
@@ -37,6 +36,7 @@ from router.fleet.discovery import FleetSources
 from router.fleet.identity import EngineAddress, endpoint_of
 from router.fleet.poller import FleetPoller
 from router.fleet.status import Fleet
+from router.http.server.lifespan import lifespan
 from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
@@ -58,7 +58,6 @@ from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 from router.workers.view import WholeView, worker_families
 
-_log = structlog.get_logger()
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
@@ -239,24 +238,8 @@ class Router:
     def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:
         """ASGI 3."""
         if scope["type"] == "lifespan":
-            return self._lifespan(receive, send)
+            return lifespan(self.running(), receive, send)
         return self._front(scope, receive, send)
-
-    async def _lifespan(self, receive: Any, send: Any) -> None:
-        await receive()
-        started = False
-        try:
-            async with self.running():
-                started = True
-                await send({"type": "lifespan.startup.complete"})
-                await receive()
-        except OSError as error:  # a port beside the main one cannot be had
-            if started:
-                raise
-            _log.error("not started", problem=str(error))
-            await send({"type": "lifespan.startup.failed", "message": ""})
-            return
-        await send({"type": "lifespan.shutdown.complete"})
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -273,7 +256,7 @@ class Router:
             poller = self.poller = FleetPoller(self.fleet, self, self.config.fleet, session)
             self._assign()
             works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
-            works.append(self.certificates.watch())
+            works += [self.certificates.watch(), self._expire_inflight()]
             works += [work() for work in self.works]
             if self.shared is not None:
                 works.append(self.shared.run())
@@ -301,6 +284,13 @@ class Router:
                 self.proxy.close()
                 self.reader.close()
                 self._tasks = self.poller = None
+
+    async def _expire_inflight(self) -> None:
+        """Prompts whose grace is over leave also while no request comes."""
+        inflight = self.accounts.inflight
+        while True:
+            await asyncio.sleep(inflight.settings.grace_s)
+            inflight.expire(self.clock())
 
     def _in_crew(self) -> AbstractAsyncContextManager[None]:
         if self.crew is None or self._view is None:

@@ -20,6 +20,7 @@ from router.config.checks import LOG_LEVELS
 from router.config.errors import ConfigError
 from router.config.load import Loaded, load, parse_engine
 from router.config.schema import ANY_MODEL, EPP_LISTEN, OPS_PORT, Config, ServerConfig
+from router.pd.settings import SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.advise.cli import advise
@@ -180,6 +181,58 @@ def epp(
         models=_models(tokenizer),
     )
     return _start(read, picker=True, print_config=print_config, check_config=check_config)
+
+
+@app.command
+def sidecar(
+    *,
+    engine: Annotated[
+        str | None,
+        Parameter(help=f"Base URL of the decode engine (default {SidecarSettings().engine})."),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--prefill",
+            help="A prefill engine that requests may name: HOST:PORT or NETWORK:PORT; repeat for more.",
+            negative="",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
+    ] = None,
+    port: Annotated[
+        int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
+    ] = None,
+    ops_port: Annotated[
+        str | None,
+        Parameter(help=f"Port of /health, /ready and /metrics: 0 takes a free one (default {OPS_PORT})."),
+    ] = None,
+    config: ConfigFlag = None,
+    set_: SetFlags = None,
+    print_config: PrintFlag = False,
+    check_config: CheckFlag = False,
+) -> int:
+    """Run beside a decode engine behind a gateway: ask the prefill engine that kvatlas epp has chosen."""
+    from router import serve as serving
+    from router.sidecar import run as running
+
+    flags = {
+        "sidecar.engine": engine,
+        "sidecar.prefills": prefill,
+        "server.host": host,
+        "server.port": port,
+        "server.ops_port": ops_port,
+    }
+    loaded = load(config, flags=_given(flags, set_))
+    if print_config:
+        print(serving.describe(loaded), end="")
+        return 0
+    if check_config:
+        running.check(loaded.config)
+        print("configuration ok")
+        return 0
+    return running.tend(loaded.config)
 
 
 def _given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[str, object]:

@@ -150,9 +150,13 @@ async def apply(router: Router, config: Config) -> None:
     router.aliases = router.sources.aliases = aliases
     server = config.server
     router.planner.configure(
-        config.policy, config.queue, expose_decision=server.expose_decision, check_every=server.check_every
+        config.policy,
+        config.queue,
+        config.pd,
+        expose_decision=server.expose_decision,
+        check_every=server.check_every,
     )
-    router.proxy.configure(config.proxy, aliases, claims=router.planner.hold is not None)
+    router.proxy.configure(config.proxy, config.pd, aliases, claims=router.planner.hold is not None)
     router.proxy.requests.log = server.log_requests
     if config.listen != before.listen:
         router.on_listen(config.listen)

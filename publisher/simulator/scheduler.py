@@ -269,7 +269,7 @@ class Scheduler:
     def _finish(self, request: SimRequest, reason: FinishReason) -> None:
         pooled = self._running.pop(request)
         if self.connector is not None and reason in ("stop", "length"):
-            self.connector.finished(request, pooled)
+            self.connector.finished(request, pooled, reason)
         self._pool.finish(pooled)
         self._close(request, reason)
 

@@ -92,12 +92,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's release that `/version` tells; 0.30 to 0.33 differ in what prefill engines answer."""
     role: Literal["prefill", "decode", "both"] | None = None
     """What the engine is for where prefill and decode are apart; `none`: it has no connector."""
+    kv_connector: Literal["nixl", "mooncake", "offloading"] = "nixl"
+    """The connector of an engine with a role: NixlConnector in pull mode, MooncakeConnector, or
+    OffloadingConnector with a `p2p` tier."""
+    bootstrap_port: int = 8998
+    """Port of a prefill engine's Mooncake bootstrap server; 0 takes a free one."""
     engine_id: str | None = None
     """Name of the engine among those that exchange blocks; `none`: a new one with each start."""
     side_channel_port: int = 0
     """Port at which other engines ask for blocks; 0 takes a free one."""
     kv_lease_s: float = 30.0
-    """How long blocks are kept for another engine, as NixlConnector's `kv_lease_duration`."""
+    """How long blocks are kept for another engine, as NixlConnector's `kv_lease_duration`; of Mooncake its
+    `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`, of offloading its `unbound_store_timeout_s`."""
     transfer_s_per_block: float = 2e-5
     """Seconds to read one block of one group from another engine."""
     block_bytes: int = 65_536

@@ -119,7 +119,7 @@ class Stepper:
             return await preparing
         except EngineError:
             connector = self.scheduler.connector
-            if connector is not None and transfer is not None and transfer.is_complete:
+            if connector is not None and transfer is not None and connector.can_read(transfer):
                 connector.unread.append(transfer)
                 self.kick()
             raise

@@ -17,7 +17,7 @@ from router.config.schema import Config
 
 LIVE = frozenset(
     {
-        *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue"),
+        *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd"),
         *("server.log_level", "server.log_format", "server.log_requests"),
         *("server.expose_decision", "server.check_every"),
         *("fleet.poll_interval_s", "fleet.poll_down_interval_s", "fleet.poll_timeout_s"),

@@ -29,7 +29,7 @@ from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
-from router.pd.settings import PdSettings
+from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
 from router.proxy.settings import ProxySettings
@@ -57,6 +57,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "keys": KeySettings,
     "queue": QueueSettings,
     "pd": PdSettings,
+    "sidecar": SidecarSettings,
     "traces": TraceSettings,
     "access_log": AccessLogSettings,
 }

@@ -25,7 +25,7 @@ from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
-from router.pd.settings import PdSettings
+from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -254,6 +254,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeySettings = KeySettings()
     queue: QueueSettings = QueueSettings()
     pd: PdSettings = PdSettings()
+    sidecar: SidecarSettings = SidecarSettings()
     traces: TraceSettings = TraceSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 

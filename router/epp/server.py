@@ -49,7 +49,7 @@ class PickerServer:
         self._settings = settings
         self._clock = clock
         self._tls = self._make_tls(certificates)
-        self._drains_from = 0.0
+        self._drains_from = self._drains_until = 0.0
         self._members: set[H2Connection] = set()
         times_s = (settings.handshake_timeout_s, settings.stall_timeout_s, settings.request_timeout_s)
         self._context = PickerContext(
@@ -150,14 +150,14 @@ class PickerServer:
         if not self._context.draining:
             self._context.draining = True
             self._drains_from = self._clock() + self._settings.drain_delay_s
+            self._drains_until = self._drains_from + self._settings.drain_s_max
             _log.info("endpoint picker drains", connections=len(self._members))
 
     async def drained(self) -> None:
         """Drain, and wait for what runs as long as it may take."""
         self.drain()
         await asyncio.sleep(max(0.0, self._drains_from - self._clock()))
-        end = self._clock() + self._settings.drain_s_max
-        while self._members and self._clock() < end:  # connections tell nobody
+        while self._members and self._clock() < self._drains_until:  # connections tell nobody
             for member in list(self._members):
                 member.drain()
             await asyncio.sleep(_LOOK_S)

@@ -35,6 +35,10 @@ class EppSettings(H2Settings, frozen=True):
     """Share of completions whose answers the gateway shows here, 0 to 1: receipts, times and tenants'
     generated tokens rest on those. The end of the others is estimated, and corrected by the engines' own
     numbers of running requests. 0 where the gateway sends no responses."""
+    sidecar: bool = False
+    """Decode engines have a sidecar that reads `x-prefiller-host-port` (`kvatlas sidecar`, or llm-d's), and
+    their addresses are the sidecars': requests may be split ([prefill-decode.md](prefill-decode.md)). Answers
+    to those are always watched."""
     conformance_headers: bool = False
     """For the conformance suite of the Gateway API Inference Extension alone, which tests gateways: requests
     go where their header `test-epp-endpoint-selection` says, and `x-conformance-test-served-endpoint` tells
@@ -53,6 +57,11 @@ class EppSettings(H2Settings, frozen=True):
             raise ValueError("tls: false, but there is a tls_cert_file; leave one of them out")
         if not 0.0 <= self.answers_watched_share <= 1.0:
             raise ValueError(f"answers_watched_share = {self.answers_watched_share}: expected 0 to 1")
+        if self.sidecar and not self.answers_watched_share:
+            raise ValueError(
+                "sidecar: the end of a prefill is seen by the answer; set answers_watched_share above 0, or "
+                "leave sidecar out"
+            )
         for key in ("listen", "health_listen"):
             if text := getattr(self, key):
                 try:

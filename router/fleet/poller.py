@@ -195,8 +195,10 @@ class FleetPoller(Generic[E]):
         was_up, had = status.up, status.models
         status.up, status.problem = bool(models), problem
         if models:
-            status.models = models
-            if moved or not was_up or had != models:
+            same = len(had) == len(models) and all(map(ModelCard.same_as, had, models))
+            if not same:
+                status.models = models
+            if moved or not was_up or not same:
                 _log.info("engine up", engine=status.engine_id, models=[card.id for card in models])
                 self._listener.engine_up(status)
         elif was_up:

@@ -25,7 +25,11 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     object: str = "model"
     created: int = 0
+    """vLLM says when it was asked: no part of what the card is."""
     owned_by: str = "vllm"
+
+    def same_as(self, other: ModelCard) -> bool:
+        return msgspec.structs.replace(self, created=other.created) == other
 
 
 class EngineStatus:

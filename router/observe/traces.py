@@ -141,6 +141,11 @@ class RequestTrace:
         state = ((TRACESTATE, self._state),) if self._state else ()
         return ((TRACEPARENT, field), *state)
 
+    def learned(self, facts: dict[str, Any]) -> None:
+        """Of what goes on now, known only since it began."""
+        if self._now is not None:
+            self._set(self._now, facts)
+
     def first_token(self) -> None:
         """The first token came."""
         if self._now is not None:

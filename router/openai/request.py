@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -28,6 +28,9 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_CLAIM = Claim()
+Carried = Literal["", "gateway", "sidecar"]
+"""Who takes a request to its engines: we; a gateway, to one; a gateway, to one whose sidecar asks another one
+first."""
 
 
 class InboundRequest(msgspec.Struct, gc=False):
@@ -51,8 +54,7 @@ class InboundRequest(msgspec.Struct, gc=False):
     """The engine that the client has chosen, where it may."""
     among: frozenset[str] | None = None
     """``host:port`` of the engines that may take it, where a gateway says so."""
-    whole: bool = False
-    """One engine must take it, since it is not we who carry it there."""
+    carried: Carried = ""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     claim: Claim = NO_CLAIM

@@ -53,8 +53,11 @@ WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
 
 _Spans = dict[bytes, list[tuple[int, int]]]
 _Fields = msgspec.defstruct(
-    "_Fields", [(name.decode(), msgspec.Raw, msgspec.Raw(b"")) for name in sorted(_WANTED)], gc=False
+    "_Fields",
+    [(name.decode(), msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in sorted(_WANTED)],
+    gc=False,
 )
+_NAMES: Final = tuple((name, name.decode()) for name in sorted(_WANTED))
 _DECODER: Final = msgspec.json.Decoder(_Fields)
 _MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _WANTED}
 _END: Final = re.compile(rb"[ \t\r\n]*\}")
@@ -117,18 +120,16 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
         return None
     spans: _Spans = {}
     for name, value in fields.items():
-        if not value:
-            continue
         places = list(_MEMBER[name].finditer(body))
         if len(places) != 1 or not body.startswith(value, places[0].end()):
             return None
         spans[name] = [(places[0].end(), places[0].end() + len(value))]
     found = _made(body, start.end(), spans, length, start.end())
-    if found.whole:
+    if found.whole or b"\\u" not in body:
         return found
-    after = _decoded(found.prefill(b"{}"))  # a nested field of this name was not the one that counts
+    after = _decoded(found.prefill(b"{}"))  # a key with escapes may count, and not the one that was found
     expected = {name: _REPLACED[name] for name in spans.keys() & _REPLACED.keys()}
-    right = after is not None and all(after[name] == value for name, value in expected.items())
+    right = after is not None and all(after.get(name) == value for name, value in expected.items())
     return found if right else None
 
 
@@ -137,7 +138,8 @@ def _decoded(body: bytes) -> dict[bytes, bytes] | None:
         fields: Any = _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return {name: bytes(getattr(fields, name.decode())) for name in _WANTED}
+    values = ((name, getattr(fields, attribute)) for name, attribute in _NAMES)
+    return {name: bytes(value) for name, value in values if value is not msgspec.UNSET}
 
 
 def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+from urllib.parse import urlsplit
+
 import msgspec
 
 
@@ -10,6 +13,14 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     the first one holds may be fetched ([prefill-decode.md](prefill-decode.md)). Raises ``ValueError`` for a
     value out of range."""
 
+    connector: Literal["auto", "nixl", "mooncake", "offloading"] = "auto"
+    """The engines' KV connector: `nixl` (NixlConnector), `mooncake` (MooncakeConnector), `offloading`
+    (OffloadingConnector with its `p2p` tier). `auto`: the answer of a prefill engine tells which of the first
+    two it has."""
+    mooncake_bootstrap_port: int = 8998
+    """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
+    offloading_port: int = 5710
+    """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 where there are several."""
     lease_s: float = 30.0
     """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that nobody fetches."""
     lease_margin_s: float = 10.0
@@ -36,10 +47,13 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool):
+            if isinstance(value, bool | str):
                 continue
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
+        for name in ("mooncake_bootstrap_port", "offloading_port"):
+            if not 0 < getattr(self, name) < 1 << 16:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected a port")
         if self.lease_margin_s >= self.lease_s:
             raise ValueError(
                 f"lease_margin_s = {self.lease_margin_s} leaves nothing of lease_s = {self.lease_s}; "
@@ -47,3 +61,24 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.prefills_max < 1:
             raise ValueError(f"prefills_max must be at least 1, got {self.prefills_max}")
+
+
+class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`kvatlas sidecar`, which stands before a decode engine behind a gateway
+    ([prefill-decode.md](prefill-decode.md#behind-a-gateway)). It listens as `server` and `listen` say, with
+    the time-outs and limits of `proxy` and the rules of `pd`."""
+
+    engine: str = "http://127.0.0.1:8001"
+    """The decode engine beside it."""
+    prefills: tuple[str, ...] = ()
+    """Engines that requests may name to compute their prompt: `HOST:PORT` or `NETWORK:PORT`, e.g.
+    `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Beside these, the engines that sources of engines
+    (`fleet.kubernetes`, `dns`, `file`) name with a role that prefills. Any other one is never asked."""
+    prefill_tls: bool = False
+    """Speak TLS to prefill engines, which are verified by `fleet.ca_file`, or else by the system's
+    authorities."""
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.engine)
+        if url.scheme not in {"http", "https"} or not url.hostname or url.path not in {"", "/"}:
+            raise ValueError(f"engine = {self.engine!r}: expected http://HOST:PORT or https://HOST:PORT")

@@ -27,6 +27,9 @@ class PdStats(msgspec.Struct):
     prefill_s: float = 0.0
     """Seconds that prefill engines took to answer, summed over all handoffs."""
 
+    prefillers_refused: int = 0
+    """Requests to a sidecar that named none but engines it may not ask (`sidecar.prefills`)."""
+
     def count(self, counts: dict[str, int], reason: str) -> None:
         """One more of these."""
         counts[reason] = counts.get(reason, 0) + 1

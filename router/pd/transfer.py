@@ -3,45 +3,120 @@
 NIXL in pull mode: the prefill engine is asked to keep the blocks, and says in its answer where they are; the
 decode engine is given that text as it is. Parameters that lack a part end a vLLM 0.32 server (an assertion in
 its scheduler), so what is not whole is not handed over.
+
+Mooncake: both engines are told a name for the transfer, and the decode engine also which engine to ask for
+it, and where that can be found: by the bootstrap server in the prefill engine's pod. The prefill engine's
+answer says nothing of it. It keeps blocks only of an answer that its length ended; a decode engine that asks
+for others waits for minutes (``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``).
+
+OffloadingConnector's ``p2p`` tier: both engines are told a name, the decode engine also where the other one's
+side channel is. Blocks that nobody fetches are dropped after 60 s; who comes later is refused at once.
+
+Which of the first two an engine has, its answer shows: to one that has Mooncake the fields of NIXL mean the
+same, and NIXL does not look at the transfer's name.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
-Told = bytes | Literal["no connector", "unreadable"]
-"""The parameters for the decode engine, or why there are none: the engine holds nothing for anybody, or it is
-not known what it holds."""
+from router.pd.settings import PdSettings
+
+Told = bytes | Literal["no connector", "unreadable", "stopped", "ranks"]
+"""The parameters for the decode engine, or why there are none: the engine holds nothing for anybody; it is
+not known what it holds; its answer ended otherwise than by its length; it has several ranks, and was asked
+without saying which."""
+Query = Callable[[str], Awaitable[bytes]]
+"""The body that a bootstrap server (``http://HOST:PORT``) answers to ``GET /query``. Raises ``OSError``."""
+
+
+class PrefillHolder(msgspec.Struct, frozen=True):
+    """A prefill engine that was asked; ``rank`` as it was told, "" where it was told none."""
+
+    base_url: str
+    rank: str = ""
+
+
+class Connector(Protocol):
+    """One way by which blocks get from one engine to another."""
+
+    def asks(self, transfer_id: str) -> bytes:
+        """``kv_transfer_params`` of the request to the prefill engine."""
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """What its answer of success hands over."""
+
+
+_NULL = msgspec.Raw(b"null")
 
 
 class _Params(msgspec.Struct, gc=False):
-    do_remote_prefill: Any = None
-    remote_block_ids: Any = None
-    remote_engine_id: Any = None
-    remote_request_id: Any = None
-    remote_host: Any = None
-    remote_port: Any = None
-    tp_size: Any = None
+    do_remote_prefill: msgspec.Raw = _NULL
+    remote_block_ids: msgspec.Raw = _NULL
+    remote_engine_id: msgspec.Raw = _NULL
+    remote_request_id: msgspec.Raw = _NULL
+    remote_host: msgspec.Raw = _NULL
+    remote_port: msgspec.Raw = _NULL
+    tp_size: msgspec.Raw = _NULL
+
+
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: Any = None
 
 
 class _Answer(msgspec.Struct, gc=False):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    """``choices``, ``stop_reason`` (messages) and ``status`` (responses) tell what ended it."""
+
+    kv_transfer_params: msgspec.Raw = _NULL
+    choices: list[_Choice] = []
+    stop_reason: Any = None
+    status: Any = None
+
+    @property
+    def cut_short(self) -> bool:
+        """Its length ended it."""
+        reasons = [choice.finish_reason for choice in self.choices]
+        return reasons == ["length"] or self.stop_reason == "max_tokens" or self.status == "incomplete"
+
+
+class _Entry(msgspec.Struct, gc=False):
+    engine_id: str
+    worker_addr: dict[str, dict[str, str]]
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
 _PARAMS = msgspec.json.Decoder(_Params)
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+_ASKED = (
+    '"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    '"remote_block_ids":null,"remote_host":null,"remote_port":null'
+)
+
+
+def connector_of(settings: PdSettings, query: Query) -> Connector:
+    """The one that the configuration names, or the one that finds out."""
+    mooncake = Mooncake(query, settings.mooncake_bootstrap_port)
+    if settings.connector == "nixl":
+        return NixlPull()
+    if settings.connector == "offloading":
+        return Offloading(settings.offloading_port)
+    return mooncake if settings.connector == "mooncake" else Learned(NixlPull(), mooncake)
 
 
 class NixlPull:
-    """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33. ``asks``: ``kv_transfer_params`` of the request
-    to the prefill engine."""
+    """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33."""
 
-    asks = (
-        b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-        b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
-    )
+    def asks(self, transfer_id: str) -> bytes:
+        """See ``Connector``."""
+        return b"{%b}" % _ASKED.encode()
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """See ``Connector``."""
+        return self.read(answer)
 
     def read(self, answer: bytes) -> Told:
         """What the prefill engine's answer hands over."""
@@ -52,6 +127,84 @@ class NixlPull:
             given = _PARAMS.decode(params)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
-        parts = msgspec.structs.astuple(given)
-        whole = given.do_remote_prefill is True and isinstance(given.remote_block_ids, list)
-        return params if whole and None not in parts else "unreadable"
+        parts = [bytes(part) for part in msgspec.structs.astuple(given)]
+        whole = parts[0] == b"true" and parts[1].startswith(b"[")
+        return params if whole and b"null" not in parts else "unreadable"
+
+
+class Mooncake:
+    """MooncakeConnector of vLLM 0.30 to 0.33, whose bootstrap servers listen on ``port``."""
+
+    def __init__(self, query: Query, port: int) -> None:
+        self._query = query
+        self._port = port
+
+    def asks(self, transfer_id: str) -> bytes:
+        """See ``Connector``."""
+        return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """See ``Connector``. The engine is looked up each time: one that was started anew has another id."""
+        host = urlsplit(source.base_url).hostname or ""
+        bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        try:
+            entries = _ENTRIES.decode(await self._query(bootstrap))
+            cut_short = _ANSWER.decode(answer).cut_short
+        except OSError:
+            return "no connector"
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return "unreadable"
+        if not cut_short:
+            return "stopped"
+        if not source.rank and len(entries) > 1:
+            return "ranks"
+        entry = entries.get(source.rank) if source.rank else next(iter(entries.values()), None)
+        if entry is None or not entry.worker_addr:
+            return "no connector"
+        return msgspec.json.encode(
+            {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": transfer_id,
+                "remote_engine_id": entry.engine_id,
+                "remote_bootstrap_addr": bootstrap,
+            }
+        )
+
+
+class Offloading:
+    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33, that of rank 0 on ``port``."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def asks(self, transfer_id: str) -> bytes:
+        """See ``Connector``."""
+        return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """See ``Connector``. The answer says nothing."""
+        port = self._port + int(source.rank or 0)
+        named = {
+            "kv_request_id": transfer_id,
+            "remote_host": urlsplit(source.base_url).hostname,
+            "remote_port": port,
+        }
+        return msgspec.json.encode({"remote_prefiller": named})
+
+
+class Learned:
+    """Asks in a way that both understand, and goes by what the answer says."""
+
+    def __init__(self, nixl: NixlPull, mooncake: Mooncake) -> None:
+        self._nixl = nixl
+        self._mooncake = mooncake
+
+    def asks(self, transfer_id: str) -> bytes:
+        """See ``Connector``."""
+        return f'{{{_ASKED},"transfer_id":"{transfer_id}"}}'.encode()
+
+    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+        """See ``Connector``."""
+        told = self._nixl.read(answer)
+        return await self._mooncake.told(answer, transfer_id, source) if told == "no connector" else told

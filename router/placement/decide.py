@@ -36,7 +36,7 @@ from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
 from router.placement.split.apart import Apart
-from router.placement.split.legs import DecodePlacement, PrefillPlacement
+from router.placement.split.legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -74,19 +74,25 @@ class Planner:
         self._retention = retention
         self._decisions = 0
         self._shared = shared
-        self._pd = pd
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self.hold: Hold | None = None
         """Keeps requests while engines are saturated, where they are to wait, or once were."""
-        self.configure(settings, queue, expose_decision=expose_decision, check_every=check_every)
+        self.configure(settings, queue, pd, expose_decision=expose_decision, check_every=check_every)
 
     def configure(
-        self, settings: PolicySettings, queue: QueueSettings, *, expose_decision: bool, check_every: int
+        self,
+        settings: PolicySettings,
+        queue: QueueSettings,
+        pd: PdSettings,
+        *,
+        expose_decision: bool,
+        check_every: int,
     ) -> None:
         """What holds from the next decision on. Raises ``ValueError`` for a policy that there is not."""
         self._policy = policy(settings.policy)
         self._settings = settings
+        self._pd = pd
         self._expose = expose_decision
         self._check_every = check_every
         if self.hold is not None:
@@ -146,13 +152,26 @@ class Planner:
                 waited_s=waited_s,
                 rest_s=self._pd.no_connector_s,
             )
+        headers = self._client_headers(decision) if self._expose else ()
+        if prefill is not None and request.carried:
+            self.pd_stats.split += 1
+            return SidecarPlacement(
+                request,
+                decision,
+                split,
+                self._accounts,
+                retention=self._retention,
+                client_headers=headers,
+                prefill=prefill,
+                named_max=self._pd.prefills_max,
+            )
         return DecodePlacement(
             request,
             decision,
             split,
             self._accounts,
             retention=self._retention,
-            client_headers=self._client_headers(decision) if self._expose else (),
+            client_headers=headers,
             prefill=prefill,
         )
 
@@ -283,7 +302,7 @@ class Planner:
         if request.among is not None:
             engines = self._among(request.among, engines)
         if request.pinned is not None:
-            return self._pinned(request.pinned, engines)
+            return _pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
         found = None if holder is None else self._fleet.get(holder)
         if found is None:
@@ -299,13 +318,6 @@ class Planner:
         found = [engine for engine in engines if endpoint_of(engine.engine.base_url) in endpoints]
         if not found:
             raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
-        return found
-
-    @staticmethod
-    def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
-        found = [engine for engine in engines if engine.engine_id == engine_id]
-        if not found:
-            raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
         return found
 
     def _asked(
@@ -375,6 +387,13 @@ class Planner:
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         return tuple(headers)
+
+
+def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
+    found = [engine for engine in engines if engine.engine_id == engine_id]
+    if not found:
+        raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
+    return found
 
 
 def _still_there(engines: list[Engine]) -> list[Engine]:

@@ -142,7 +142,7 @@ class PrefixNode:
 
 
 class InflightPrefixes:
-    """Prompts in flight of the whole fleet. One writer; every call may drop prompts whose grace is over."""
+    """Prompts in flight of the whole fleet. One writer; ``expire`` now and then, for times without calls."""
 
     def __init__(self, settings: InflightSettings | None = None) -> None:
         self.settings = settings or InflightSettings()
@@ -159,7 +159,7 @@ class InflightPrefixes:
         ``hashes`` is held, not copied: it may grow, but not change.
         """
         if self._ended and self._ended[0][0] <= now:
-            self._expire(now)
+            self.expire(now)
         num_blocks = len(hashes)
         held = tuple(sorted({end for end in keeps if 0 < end <= num_blocks})) if keeps else ()
         prompt = InflightPrompt(engine_id, hashes, num_blocks, held)
@@ -188,7 +188,7 @@ class InflightPrefixes:
         self.prefilled(prompt)
         self._ended.append((now + self.settings.grace_s, prompt))
         if self._ended and self._ended[0][0] <= now:
-            self._expire(now)
+            self.expire(now)
 
     def drop(self, prompt: InflightPrompt) -> None:
         """The prompt counts no longer: its engine failed it. Dropping twice changes nothing."""
@@ -203,7 +203,7 @@ class InflightPrefixes:
     def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
         """What a prompt shares with the prompts in flight on each engine."""
         if self._ended and self._ended[0][0] <= now:
-            self._expire(now)
+            self.expire(now)
         path: list[tuple[PrefixNode, int]] = []
         node, depth = self._root, 0
         while depth < len(hashes):
@@ -259,7 +259,8 @@ class InflightPrefixes:
             problems.append("blocks kept are not their sum")
         return problems
 
-    def _expire(self, now: float) -> None:
+    def expire(self, now: float) -> None:
+        """Drop the prompts whose grace is over."""
         ended = self._ended
         while ended and ended[0][0] <= now:
             self.drop(ended.popleft()[1])

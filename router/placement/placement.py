@@ -338,11 +338,11 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -
         alignment=layout.alignment,
         hash_block_size=layout.hash_block_size,
         retention_interval=retention,
-        every_block=only_full(layout),
+        every_block=_only_full(layout),
     )
 
 
 @lru_cache(maxsize=256)
-def only_full(layout: CacheLayout) -> bool:
+def _only_full(layout: CacheLayout) -> bool:
     """Every group is full attention: every block is a boundary."""
     return all(c.family is Family.FULL for c in layout.classes)

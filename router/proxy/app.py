@@ -79,7 +79,7 @@ class ProxyApp:
         pd: PdSettings | None = None,
         pd_stats: PdStats | None = None,
     ) -> None:
-        settings = settings or ProxySettings()
+        settings, pd = settings or ProxySettings(), pd or PdSettings()
         self.stats = stats or ProxyStats()
         self.pd_stats = pd_stats or PdStats()
         self.requests = requests or RequestTracker(clock)
@@ -91,15 +91,17 @@ class ProxyApp:
             settings=settings,
             stats=self.stats,
             clock=clock,
-            pd=pd or PdSettings(),
+            pd=pd,
             pd_stats=self.pd_stats,
         )
-        self.configure(settings, aliases, claims=claims)
+        self.configure(settings, pd, aliases, claims=claims)
 
-    def configure(self, settings: ProxySettings, aliases: Aliases | None, *, claims: bool) -> None:
+    def configure(
+        self, settings: ProxySettings, pd: PdSettings, aliases: Aliases | None, *, claims: bool
+    ) -> None:
         """What holds for requests from now on, and for connections made from now on."""
         self.settings = settings
-        self._forwarder.configure(settings)
+        self._forwarder.configure(settings, pd)
         self.client.configure(settings)
         self._aliases = aliases
         self._claims = claims
@@ -211,7 +213,7 @@ class ProxyApp:
         record.model = model or ""
         carrier = scope.get("extensions", _NONE).get(CARRIER)
         if carrier is not None:
-            request.among, request.whole = carrier.among, True
+            request.among, request.carried = carrier.among, carrier.carried
         return Outbound(request, head, target, record, entry, carrier)
 
     async def _named(self, body: bytes, model: str) -> bytes:

@@ -15,6 +15,7 @@ import xxhash
 
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
+from router.pd.sidecar import Prefilled
 from router.proxy.breaker import Breaker
 
 _TOO_MANY = 429
@@ -28,6 +29,7 @@ class Attempt:
     __slots__ = (
         *("_breaker", "_heard", "_open", "asked_s", "base_url", "body", "client_headers", "engine_headers"),
         *("engine_id", "expected_s", "now", "prefill", "request", "uncached_tokens", "version", "waited_s"),
+        "watched",
     )
 
     def __init__(
@@ -66,6 +68,8 @@ class Attempt:
         """That other engine, which is to be asked first; None: it has been."""
         self.version: str | None = None
         """What the engine runs, of one that computes prompts for others."""
+        self.watched = False
+        """Its answer must be seen, since more than this rests on it."""
         if later:
             self.asked_s = now()
         else:
@@ -129,6 +133,9 @@ class Attempt:
 
     def handed_over(self, gap_s: float) -> None:
         """The engine is told of blocks that another one has held for it for so long."""
+
+    def prefilled(self, told: Prefilled) -> None:
+        """The engine's sidecar says who computed the prompt."""
 
     def held_nothing(self) -> None:
         """The engine was to keep a prompt for another one, and has no connector for that."""

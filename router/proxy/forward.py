@@ -35,12 +35,13 @@ from router.openai.request import InboundRequest
 from router.pd.course import Course
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
-from router.pd.transfer import NixlPull
+from router.pd.transfer import connector_of
 from router.proxy.answers.relay import AnswerRelay, engine_failed
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
+from router.proxy.split.bootstrap import Bootstrap
 from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs
 from router.proxy.stats import ProxyStats
 
@@ -89,15 +90,23 @@ class Forwarder:
         self._settings = settings
         self._stats = stats
         self._clock = clock
+        self._bootstrap = Bootstrap(client)
         self._legs = Legs(
-            self._own, NixlPull(), pd=pd, proxy=settings, stats=pd_stats, proxy_stats=stats, clock=clock
+            self._own,
+            connector_of(pd, self._bootstrap),
+            pd=pd,
+            proxy=settings,
+            stats=pd_stats,
+            proxy_stats=stats,
+            clock=clock,
         )
         self._lines = 0
         self._lines_second = 0
 
-    def configure(self, settings: ProxySettings) -> None:
+    def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """What holds for requests from now on."""
         self._settings = self._legs.proxy = settings
+        self._legs.pd, self._legs.connector = pd, connector_of(pd, self._bootstrap)
 
     async def forward(self, out: Outbound, send: Send) -> None:
         """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.

@@ -10,6 +10,8 @@ import random
 
 import msgspec
 
+from router.pd.sidecar import PREFILLED, PREFILLERS
+
 Header = tuple[bytes, bytes]
 
 _HOP_BY_HOP = (
@@ -24,9 +26,12 @@ _HOP_BY_HOP = (
     b"upgrade",
 )
 _NOT_FORWARDED = frozenset(
-    (*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings")
+    (
+        *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
+        PREFILLERS,  # a client's own would have a sidecar send its prompt anywhere
+    )
 )
-_NOT_RETURNED = frozenset(_HOP_BY_HOP)
+_NOT_RETURNED = frozenset((*_HOP_BY_HOP, PREFILLED))
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
 """Connection options that are no fields, and fields that naming in ``Connection`` must not remove."""
 

@@ -39,6 +39,8 @@ class Verdict(Enum):
     UNKNOWN = "unknown"
 
 
+OBSERVED = frozenset({"/health", "/kv_event_sources", "/load", "/metrics", "/ping", "/version"})
+"""What routers and probes ask an engine for itself."""
 CACHE_RESETS = frozenset({"/reset_prefix_cache", "/flush_cache", "/sleep"})
 """After one of these an engine's GPU pool is empty."""
 

@@ -251,8 +251,12 @@ class SharedIndex:
                     await self.limits.withdraw()
         except (IndexUnavailable, TimeoutError) as error:
             _log.warning("in-flight load not withdrawn", problem=str(error))
-        await self._write_client.close()
-        await self._lookup_client.close()
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S_MAX):
+                await self._write_client.close()
+                await self._lookup_client.close()
+        except TimeoutError:
+            _log.warning("connections to the shared index not closed in time")
 
     async def _describe_engines(self) -> None:
         """Publish what changed of each engine followed here."""

@@ -1,23 +1,28 @@
 """Loopback ports that nobody listens on, below those that systems give to connections and to port 0.
 
-So no connection of another process takes one before it is used, or between two uses. Listen on port 0 where
-the part under test can, and need not come back at the same place.
+So no connection of another process takes one before it is used, or between two uses. A server may bind its
+port long after it was chosen (vLLM: tens of seconds), so none is given twice before all were given: each test
+process holds a share of its own, and takes from it in turn. Listen on port 0 where the part under test can,
+and need not come back at the same place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
+import itertools
 import random
 import socket
+from collections.abc import Iterator
 
 CLUSTER_BUS = 10_000
 """A node of a Redis Cluster also listens on its port plus this."""
 _FIRST, _LAST = 12_000, 22_000
 """With the bus still below 32768, where Linux begins to give ports itself."""
-_WORKERS = 8
+_SHARES = 64
 """Test processes side by side that never choose the same."""
-_CHOICE = random.SystemRandom()
+_SHARE_LOCKS = _FIRST - _SHARES
+"""A process holds share N while it is bound to this port plus N."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -25,7 +30,7 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         while len(ports) < count:
-            port = _candidate()
+            port = next(_turns())
             one = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 one.bind(("127.0.0.1", port))
@@ -47,6 +52,22 @@ def free_port_with_bus() -> int:
             return port
 
 
-def _candidate() -> int:
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    return _CHOICE.randrange(_FIRST + int(worker) % _WORKERS, _LAST, _WORKERS)
+@functools.cache
+def _turns() -> Iterator[int]:
+    """This process's ports, again and again, from any of them: the process before it had the same."""
+    share, _ = _share()
+    mine = range(_FIRST + share, _LAST, _SHARES)
+    at = random.SystemRandom().randrange(len(mine))
+    return itertools.cycle([*mine[at:], *mine[:at]])
+
+
+@functools.cache
+def _share() -> tuple[int, socket.socket]:
+    """Its number, and what holds it until the process ends."""
+    for share in range(_SHARES):
+        lock = socket.socket()
+        with contextlib.suppress(OSError):
+            lock.bind(("127.0.0.1", _SHARE_LOCKS + share))
+            return share, lock
+        lock.close()
+    raise RuntimeError(f"more than {_SHARES} test processes choose ports at once")

@@ -1,7 +1,8 @@
-"""Router replicas as real processes, for tests of faults."""
+"""Router replicas and simulated engines as real processes, for tests of faults."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -14,8 +15,31 @@ from typing import IO, Any
 
 import msgspec
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
 from tests.support.ports import free_port
+
+
+class EngineProcess:
+    """One simulated engine in a process of its own, always at the same address."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = msgspec.structs.replace(settings, port=free_port())
+        self.base_url = f"http://127.0.0.1:{self.settings.port}"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Until it listens."""
+        words = ["-m", "router.demo.engines", msgspec.json.encode([self.settings]).decode()]
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
+        assert self._process.stdout is not None
+        assert await self._process.stdout.readline(), "the engine did not start; its error is above"
+
+    async def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
 
 
 class Replica:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +66,29 @@ class RouterProcess:
         with urllib.request.urlopen(f"{self.ops_url}/kvatlas/receipts", timeout=10) as response:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
+
+    def explain(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What ``POST /kvatlas/explain`` says of this request."""
+        asked = urllib.request.Request(f"{self.ops_url}/kvatlas/explain", json.dumps(body).encode())
+        with urllib.request.urlopen(asked, timeout=10) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def metric(self, name: str) -> float:
+        """A metric without labels."""
+        with urllib.request.urlopen(f"{self.ops_url}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The process gets no time meanwhile; what is sent to it waits in its sockets."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def wait_until_seen(self, engine_id: str, seq: int, *, deadline_s: float = 20.0) -> None:
         """Block until the router has applied batch ``seq`` of this engine."""

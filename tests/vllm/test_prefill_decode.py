@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import json
 import random
+import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
+import zmq
 
 from tests.support.ports import free_ports
-from tests.vllm.observed_fleet import BLOCK_TOKENS, Fleet, running
+from tests.vllm.observed_fleet import BLOCK_TOKENS, EventTap, Fleet, running
+from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.watched_way import Way
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 NUM_GPU_BLOCKS = 400
 PREFIX_TOKENS = 16 * BLOCK_TOKENS
+LEASE_S = 10
+"""Of all prefill engines here: as short as loaded machines allow, since a test waits until it is over."""
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
 FREE_CHOICE = (
+    *("--set", f"pd.lease_s={LEASE_S}", "--set", f"pd.lease_margin_s={LEASE_S / 2}"),
     *("--set", "pd.min_remote_tokens=64", "--set", "pd.leg_overhead_s=0"),
     *("--set", "pd.transfer_s_per_token=0"),
 )
@@ -38,6 +46,15 @@ class Apart(NamedTuple):
         """Of the router, or of an engine."""
         url = base_url or self.fleet.router.base_url
         return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def all_up(self) -> None:
+        """Whom another test has ended is back: as another one, with another name at the side channel."""
+        for engine in (self.prefill, self.decode):
+            if not engine.started:
+                engine.start()
+                engine.wait_until_healthy()
+                self.fleet.taps[engine.base_url].connect()
+                self.fleet.router.wait_until_up(engine.base_url)
 
     def settle(self) -> None:
         for engine in (self.prefill, self.decode):
@@ -62,6 +79,7 @@ def _engine(python: str, model: Path, log: Path, role: str) -> VllmEngine:
         "kv_connector": "NixlConnector",
         "kv_role": f"kv_{role}",
         "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
     }
     return VllmEngine(
         python,
@@ -92,11 +110,21 @@ def apart(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         yield Apart(fleet, *engines)
 
 
+@pytest.fixture(autouse=True)
+def everybody_up(apart: Apart) -> None:
+    apart.all_up()
+
+
 def _alone(apart: Apart, prompt: list[int]) -> Any:
     """What one engine says that computes everything: another salt, so nothing is cached."""
     with apart.client(apart.prefill.base_url) as client:
         salted = {"cache_salt": "alone"}
         return client.completions.create(model="tiny", prompt=prompt, extra_body=salted, **ASKED)
+
+
+def _same(answer: Any, alone: Any) -> None:
+    assert answer.choices[0].text == alone.choices[0].text
+    assert answer.choices[0].logprobs == alone.choices[0].logprobs
 
 
 @pytest.mark.parametrize(("number", "tail"), [(1, 1), (2, 70), (3, 300)])
@@ -116,9 +144,7 @@ def test_the_answer_is_bit_for_bit_that_of_one_engine_and_both_receipts_are_righ
     assert (second["leg"], second["outcome"]) == ("decode", "unpredicted")
     assert second["actual_tokens"] == PREFIX_TOKENS, "vLLM tells the prefill engine's hit"
     assert second["gap_s"] < 20
-    alone = _alone(apart, prompt)
-    assert answer.choices[0].text == alone.choices[0].text
-    assert answer.choices[0].logprobs == alone.choices[0].logprobs
+    _same(answer, _alone(apart, prompt))
 
 
 def test_a_streamed_chat(apart: Apart) -> None:
@@ -145,17 +171,24 @@ def test_a_streamed_chat(apart: Apart) -> None:
     assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
 
 
-def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(apart: Apart) -> None:
-    """The same prompt again, at the decode engine alone."""
-    prompt = apart.warmed(7, 300)
+@pytest.mark.parametrize(("tail", "hit"), [(300, 800), (287, 0)])
+def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
+    apart: Apart, tail: int, hit: int
+) -> None:
+    """The same prompt again, at the decode engine alone. Of a window (two blocks long) what the token after
+    the prompt looks at is transferred, in whole blocks: enough to go on from the last block's end where that
+    is 12 tokens before the prompt's, and too little where it is 31 before."""
+    prompt = apart.warmed(tail, tail)
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
     with apart.client() as client:
-        client.completions.create(model="tiny", prompt=prompt, **ASKED)
-        apart.settle()
-        several = {"n": 2, "temperature": 0.5}
-        client.completions.create(model="tiny", prompt=prompt, max_tokens=2, extra_body=several)
-    receipt = apart.fleet.router.receipts()[-1]
-    assert (receipt["engine_id"], receipt["leg"]) == (apart.decode.base_url, "")
-    assert receipt["outcome"] in {"exact", "unreported"}, receipt
+        client.completions.create(**body)
+    assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
+    apart.settle()
+    (told,) = apart.fleet.router.explain(body)["engines"]
+    assert (told["engine"], told["hit_tokens"]["GPU"]) == (apart.decode.base_url, hit)
+    with apart.client(apart.decode.base_url) as client:
+        usage = client.completions.create(**body).usage
+    assert usage.prompt_tokens_details.cached_tokens == hit
 
 
 def test_parameters_that_would_end_the_decode_engine_reach_nobody(apart: Apart) -> None:
@@ -166,21 +199,135 @@ def test_parameters_that_would_end_the_decode_engine_reach_nobody(apart: Apart) 
 
 
 def test_a_prefill_engine_that_dies_costs_no_answer(apart: Apart) -> None:
-    """And when it is back, it is asked again: as another one, with another name at the side channel."""
+    """And when it is back, it is asked again."""
     prompt = apart.warmed(9, 100)
     alone = _alone(apart, prompt)
     apart.prefill.kill()
-    try:
-        with apart.client() as client:
-            answer = client.completions.create(model="tiny", prompt=prompt, **ASKED)
-    finally:
-        apart.prefill.start()
-        apart.prefill.wait_until_healthy()
-    assert answer.choices[0].text == alone.choices[0].text
-    assert answer.choices[0].logprobs == alone.choices[0].logprobs
-    apart.fleet.taps[apart.prefill.base_url].connect()
-    apart.fleet.router.wait_until_up(apart.prefill.base_url)
+    with apart.client() as client:
+        answer = client.completions.create(model="tiny", prompt=prompt, **ASKED)
+    _same(answer, alone)
+    apart.all_up()
     prompt = apart.warmed(10, 100)
     with apart.client() as client:
         client.completions.create(model="tiny", prompt=prompt, **ASKED)
     assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
+
+
+class Watched(NamedTuple):
+    """The same prefill engine before two decode engines, each by a way that the test watches."""
+
+    apart: Apart
+    router: RouterProcess
+    prefill: Way
+    decode: dict[str, tuple[VllmEngine, EventTap, Way]]
+    """By the address that the router knows."""
+
+    def all_up(self) -> None:
+        """Those that a test has ended are back."""
+        for engine, tap, way in self.decode.values():
+            engine.start()
+            engine.wait_until_healthy()
+            tap.connect()  # by an ordinary prompt, without which some machines' decode engines crash
+            way.open()
+            self.router.wait_until_up(way.url)
+        self.router.wait_until_up(self.prefill.url)
+
+    def kill(self, url: str) -> None:
+        """``kill -9`` of one decode engine."""
+        engine, _, way = self.decode[url]
+        engine.kill()
+        way.close()
+
+    def warmed(self, number: int, tail: int) -> tuple[list[int], Any]:
+        """A prompt as ``Apart.warmed``, that this router has heard of; and what one engine says to it."""
+        prompt = self.apart.warmed(number, tail)
+        alone = _alone(self.apart, prompt)
+        tap = self.apart.fleet.taps[self.apart.prefill.base_url]
+        self.router.wait_until_seen(self.prefill.url, tap.barrier())
+        return prompt, alone
+
+    def ask(self, prompt: list[int]) -> tuple[str, Any]:
+        """The decode engine that answered, and its answer."""
+        with self.apart.client(self.router.base_url) as client:
+            raw = client.completions.with_raw_response.create(model="tiny", prompt=prompt, **ASKED)
+        return raw.headers["x-kvatlas-engine"], raw.parse()
+
+    def transfers(self, name: str) -> float:
+        """One of the prefill engine's counters; 0 before its first event."""
+        with urllib.request.urlopen(f"{self.apart.prefill.base_url}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(f"vllm:nixl_num_{name}_total{{")]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+@pytest.fixture(scope="module")
+def watched(apart: Apart, vllm_python: str, tiny_model: Path, tmp_path_factory: Any) -> Iterator[Watched]:
+    logs = tmp_path_factory.mktemp("watched")
+    third = _engine(vllm_python, tiny_model, logs / "consumer.log", "consumer")
+    with ExitStack() as stack:
+        stack.callback(third.stop)
+        third.start()
+        third.wait_until_healthy()
+        prefill = Way(apart.prefill.base_url, b'"do_remote_decode":true')
+        told = {}
+        context = stack.enter_context(zmq.Context())
+        for engine in (apart.decode, third):
+            tap = EventTap(context, engine, "GPU")
+            stack.callback(tap.close)
+            way = Way(engine.base_url, b'"do_remote_prefill":true')
+            told[way.url] = engine, tap, way
+        for way in (prefill, *(way for _, _, way in told.values())):
+            stack.callback(way.close)
+            way.open()
+        words = [f"{prefill.url},role=prefill", *(f"{url},role=decode" for url in told)]
+        made = RouterProcess(words, tiny_model, log=logs / "router.log", options=FREE_CHOICE)
+        yield Watched(apart, stack.enter_context(made), prefill, told)
+
+
+def test_blocks_whose_lease_is_over_are_never_fetched(watched: Watched) -> None:
+    """The router stands still from the prefill engine's answer until that engine has let go of the blocks and
+    given each of them to other prompts: whoever fetches them now answers 200 with something else."""
+    watched.all_up()
+    prompt, alone = watched.warmed(20, 300)
+    expired, late = watched.transfers("kv_expired_reqs"), watched.transfers("notifications_after_expiry")
+
+    def reuse(rng: random.Random) -> None:
+        with watched.apart.client(watched.apart.prefill.base_url) as client:
+            others = [rng.randrange(10, 1000) for _ in range(2000)]
+            client.completions.create(model="tiny", prompt=others, max_tokens=1)
+
+    def stand_still() -> None:
+        rng = random.Random(21)
+        with watched.router.standing_still():
+            while watched.transfers("kv_expired_reqs") == expired:
+                reuse(rng)
+            for _ in range(3):
+                reuse(rng)
+
+    watched.prefill.answered = stand_still
+    _, answer = watched.ask(prompt)
+    _same(answer, alone)
+    assert watched.prefill.answered is None
+    assert watched.router.metric("kvatlas_pd_leases_late_total") == 1
+    assert watched.transfers("notifications_after_expiry") == late
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["before", "during"])
+def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool) -> None:
+    """Before its request, which another one gets with the same blocks; or with the request in it, after which
+    nobody knows whether they were fetched, so that they are computed again."""
+    watched.all_up()
+    prompt, alone = watched.warmed(30 + told, 100)
+    chosen = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
+    doomed = chosen["choice"]["engine"]
+    assert chosen["split"]["prefill"]["engine"] == watched.prefill.url
+    names = ("kvatlas_pd_split_total", "kvatlas_pd_handoffs_kept_total", "kvatlas_pd_handoffs_spent_total")
+    before = [watched.router.metric(name) for name in names]
+    way = watched.decode[doomed][2] if told else watched.prefill
+    setattr(way, "asked" if told else "answered", lambda: watched.kill(doomed))
+    engine, answer = watched.ask(prompt)
+    _same(answer, alone)
+    assert engine != doomed
+    split, kept, spent = (watched.router.metric(name) - was for name, was in zip(names, before, strict=True))
+    assert (kept, spent) == (not told, told) or (not told and spent == 1), "a kept connection may have broken"
+    assert split == 1 + spent

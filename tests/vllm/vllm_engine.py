@@ -51,6 +51,11 @@ class VllmServer:
         self._forked = forked
         self._process: subprocess.Popen[bytes] | Forked | None = None
 
+    @property
+    def started(self) -> bool:
+        """It was launched, and not stopped or killed since."""
+        return self._process is not None
+
     def start(self) -> None:
         """Launch the server without waiting for it; a second call does nothing."""
         if self._process is not None:

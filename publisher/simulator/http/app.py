@@ -280,7 +280,7 @@ class EngineApp:
 
     async def _metrics(self, call: Call) -> None:
         scheduler = self._stepper.scheduler
-        transfers = None if scheduler.connector is None else scheduler.connector.stats
+        transfers = None if scheduler.connector is None else scheduler.connector.metrics
         page = self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
         await call.reply(page, content_type=_METRICS)
 

@@ -79,6 +79,19 @@ class KvConnector:
         """Requests whose blocks are kept for another engine."""
         return len(self._kept)
 
+    @property
+    def metrics(self) -> TransferStats | None:
+        """What ``GET /metrics`` tells of it."""
+        return self.stats
+
+    def keeps(self, request_id: str) -> bool:
+        """Whether this request's blocks wait here."""
+        return request_id in self._kept
+
+    def dropped(self, request_id: str) -> bool:
+        """Whether they did, and have been let go."""
+        return request_id in self._gone
+
     # decode
 
     def arrived(self, request: SimRequest) -> None:
@@ -89,7 +102,7 @@ class KvConnector:
             return
         if asked.do_remote_decode and len(request.prompt) > self._backoff:
             request.prompt = request.prompt[: len(request.prompt) - self._backoff]
-        elif asked.is_renewed:
+        elif asked.tp_size is not None and self.can_read(asked):  # else it knows not whom to tell
             self._awaited[request] = asked
 
     def reach(self, request: SimRequest) -> int:
@@ -105,9 +118,10 @@ class KvConnector:
         params = request.transfer
         if params is None or not params.do_remote_prefill:
             return
-        if params.fault is Fault.ENDS and pooled.loading_to:
+        fault = self._fault(params)
+        if fault is Fault.ENDS and pooled.loading_to:
             raise EngineDownError("assert num_external_tokens == 0")
-        if params.fault is Fault.HANGS:
+        if fault is Fault.HANGS:
             return
         if not pooled.loading_to:
             self.settle(request)
@@ -117,6 +131,17 @@ class KvConnector:
         for group, table in zip(self._pool.layout.groups, pooled.tables, strict=True):
             fresh += len(exchanged(group, table[pooled.num_cached[group.group_idx] :]))
         self.begun.append(Load(request, params, pooled.loading_to, fresh))
+
+    def can_read(self, params: TransferParams) -> bool:
+        """Whether blocks wait elsewhere, and all is said that reading them takes."""
+        return params.do_remote_prefill and self._fault(params) is None
+
+    def _fault(self, params: TransferParams) -> Fault | None:
+        """What is wrong with parameters that ask for a load."""
+        if not params.remote_block_ids:
+            return Fault.ENDS
+        needed = params.remote_engine_id, params.remote_request_id, params.remote_host, params.remote_port
+        return Fault.HANGS if None in needed else None
 
     def settle(self, request: SimRequest) -> None:
         """This request's parameters are used up."""
@@ -129,9 +154,9 @@ class KvConnector:
         self.settle(request)
         if params is None:
             return
-        if loading and params.fault is Fault.HANGS:
+        if loading and params.do_remote_prefill and self._fault(params) is Fault.HANGS:
             self._broken = True
-        elif not loading and params.is_complete:
+        elif not loading and self.can_read(params):
             self.unread.append(params)
 
     def check(self) -> None:
@@ -148,15 +173,12 @@ class KvConnector:
 
     # prefill
 
-    def finished(self, request: SimRequest, pooled: PoolRequest) -> None:
+    def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
         """A request is complete; if its blocks are wanted elsewhere, keep them and say where."""
         if request.transfer is None or not request.transfer.do_remote_decode:
             return
-        blocks = [block for table in pooled.tables for block in table if block]
-        self._pool.pin(blocks)
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"  # clients may use an id twice
-        self._kept[request_id] = _Kept(blocks, self._pool.writes(blocks))
-        self._deadlines_s[request_id] = self._clock() + self.lease_s
+        self._keep(request_id, pooled)
         groups = self._pool.layout.groups
         request.handed = handed_over(
             request_id=request_id,
@@ -167,6 +189,12 @@ class KvConnector:
             cached_tokens=request.cached_tokens or 0,
             release=self.release,
         )
+
+    def _keep(self, request_id: str, pooled: PoolRequest) -> None:
+        blocks = [block for table in pooled.tables for block in table if block]
+        self._pool.pin(blocks)
+        self._kept[request_id] = _Kept(blocks, self._pool.writes(blocks))
+        self._deadlines_s[request_id] = self._clock() + self.lease_s
 
     def renew(self, request_ids: list[str]) -> None:
         """Heartbeats: these are wanted for two thirds of a lease from now at least."""

@@ -16,43 +16,18 @@ import structlog
 
 from publisher.simulator.request import SimRequest
 from publisher.simulator.transfer.connector import KvConnector, Load
+from publisher.simulator.transfer.messages import Alive, Message, Read, Reply, Shake
 from publisher.simulator.transfer.params import TransferParams
 
+Address = tuple[str, int]
 _MESSAGE_BYTES_MAX = 1 << 20
 _CONNECTIONS_MAX = 256
-_EXCHANGE_S = 5.0
+EXCHANGE_S = 5.0
 """How long an exchange may take, as the receive timeout of vLLM's handshake."""
 _HEARTBEATS_PER_LEASE = 6
 _PREFIX_BYTES = 4
 
 log = structlog.get_logger()
-
-
-class _Shake(msgspec.Struct, frozen=True, tag=True):
-    """Who is asked for, and what both sides must have in common."""
-
-    engine_id: str
-    common: str
-
-
-class _Read(msgspec.Struct, frozen=True, tag=True):
-    """The blocks of this request have been read, or are not wanted."""
-
-    request_id: str
-
-
-class _Alive(msgspec.Struct, frozen=True, tag=True):
-    """These requests are still wanted."""
-
-    request_ids: list[str]
-
-
-class _Reply(msgspec.Struct, frozen=True):
-    error: str = ""
-    intact: bool = True
-
-
-_Message = _Shake | _Read | _Alive
 
 
 class TransferLink:
@@ -112,12 +87,12 @@ class TransferLink:
         params, stats = load.params, self._connector.stats
         begun_s = time.monotonic()
         try:
-            await _exchange(params.address, _Shake(params.remote_engine_id or "", self._common))
+            address, name = await self._meet(params)
             await asyncio.sleep(load.num_blocks * self._s_per_block)
-            reply = await _exchange(params.address, _Read(params.remote_request_id or ""))
+            reply = await exchange(address, Read(name))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             stats.failed_transfers += 1
-            log.warning("transfer_failed", address=params.address, error=str(error) or type(error).__name__)
+            log.warning("transfer_failed", source=params.source, error=str(error) or type(error).__name__)
             self._failed(load.request)
             return
         stats.transferred(time.monotonic() - begun_s, load.num_blocks * self._block_bytes)
@@ -125,18 +100,29 @@ class TransferLink:
 
     async def _notify(self, params: TransferParams) -> None:
         try:
-            await _exchange(params.address, _Read(params.remote_request_id or ""))
+            address, name = await self._let_go(params)
+            await exchange(address, Read(name))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._connector.stats.failed_notifications += 1
             self._connector.stats.failed_transfers += 1
-            log.warning("notification_failed", address=params.address, error=str(error))
+            log.warning("notification_failed", source=params.source, error=str(error))
+
+    async def _meet(self, params: TransferParams) -> tuple[Address, str]:
+        """The engine that has the blocks is ready to be read from; where, and under which name. Raises as
+        ``exchange`` does."""
+        await exchange(params.address, Shake(params.remote_engine_id or "", self._common))
+        return await self._let_go(params)
+
+    async def _let_go(self, params: TransferParams) -> tuple[Address, str]:
+        """The same for blocks that are not wanted."""
+        return params.address, params.remote_request_id or ""
 
     async def _heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._connector.lease_s / _HEARTBEATS_PER_LEASE)
             for address, request_ids in self._connector.awaited().items():
                 try:
-                    await _exchange(address, _Alive(request_ids))
+                    await exchange(address, Alive(request_ids))
                 except (OSError, EOFError, msgspec.MsgspecError) as error:
                     log.warning("heartbeat_failed", address=address, error=str(error))
 
@@ -155,37 +141,41 @@ class TransferLink:
         self._connections += 1
         try:
             if self._connections <= _CONNECTIONS_MAX:
-                async with asyncio.timeout(_EXCHANGE_S):
-                    message = msgspec.msgpack.decode(await _receive(reader), type=_Message)
-                    await _send(writer, self._reply(message))
+                async with asyncio.timeout(EXCHANGE_S):
+                    message = msgspec.msgpack.decode(await _receive(reader), type=Message)
+                reply = await self._answer(message)
+                async with asyncio.timeout(EXCHANGE_S):
+                    await _send(writer, reply)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             log.warning("side_channel_failed", error=str(error) or type(error).__name__)
         finally:
             self._connections -= 1
             writer.close()
 
-    def _reply(self, message: _Message) -> _Reply:
+    async def _answer(self, message: Message) -> Reply:
         connector = self._connector
         match message:
-            case _Shake(engine_id, common):
+            case Shake(engine_id, common):
                 if engine_id != connector.engine_id:
-                    return _Reply(error=f"this engine is {connector.engine_id}, not {engine_id}")
-                return _Reply(error="" if common == self._common else f"incompatible: {self._common}")
-            case _Read(request_id):
-                return _Reply(intact=connector.read(request_id))
-            case _Alive(request_ids):
+                    return Reply(error=f"this engine is {connector.engine_id}, not {engine_id}")
+                return Reply(error="" if common == self._common else f"incompatible: {self._common}")
+            case Read(request_id):
+                return Reply(intact=connector.read(request_id))
+            case Alive(request_ids):
                 connector.renew(request_ids)
-                return _Reply()
+                return Reply()
+            case _:
+                return Reply(error="this engine has no Mooncake")
 
 
-async def _exchange(address: tuple[str, int], message: _Message) -> _Reply:
+async def exchange(address: Address, message: Message, timeout_s: float = EXCHANGE_S) -> Reply:
     """Raises ``OSError`` (also where time is up, or the other side refuses), ``EOFError`` and
     ``msgspec.MsgspecError``."""
-    async with asyncio.timeout(_EXCHANGE_S):
+    async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(*address)
         try:
             await _send(writer, message)
-            reply = msgspec.msgpack.decode(await _receive(reader), type=_Reply)
+            reply = msgspec.msgpack.decode(await _receive(reader), type=Reply)
         finally:
             writer.close()
     if reply.error:
@@ -193,7 +183,7 @@ async def _exchange(address: tuple[str, int], message: _Message) -> _Reply:
     return reply
 
 
-async def _send(writer: asyncio.StreamWriter, message: _Message | _Reply) -> None:
+async def _send(writer: asyncio.StreamWriter, message: Message | Reply) -> None:
     payload = msgspec.msgpack.encode(message)
     writer.write(len(payload).to_bytes(_PREFIX_BYTES, "big") + payload)
     await writer.drain()

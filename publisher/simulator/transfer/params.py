@@ -1,7 +1,9 @@
 """``kv_transfer_params``: what a request asks of the connector, and what a prefill engine answers.
 
 Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Nothing is checked beyond the types, as
-the engine checks nothing: what is missing shows in what happens (``TransferParams.fault``).
+the engine checks nothing: what is missing shows in what happens (``KvConnector``). ``transfer_id`` and
+``remote_bootstrap_addr`` are of MooncakeConnector, ``remote_decoder`` and ``remote_prefiller`` of
+OffloadingConnector.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ class TransferParams(msgspec.Struct, kw_only=True):
     remote_block_ids: list[list[int]] | None = None
     tp_size: int | None = None
     remote_prefill_cached_tokens: int | None = None
+    transfer_id: str | None = None
+    remote_bootstrap_addr: str | None = None
+    remote_decoder: Json | None = None
+    remote_prefiller: Json | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -47,24 +53,9 @@ class TransferParams(msgspec.Struct, kw_only=True):
         return self.remote_host or "", self.remote_port or 0
 
     @property
-    def is_complete(self) -> bool:
-        """Whether blocks wait elsewhere, and all is said that reading them takes."""
-        return self.do_remote_prefill and self.fault is None
-
-    @property
-    def is_renewed(self) -> bool:
-        """Whether heartbeats are sent: without ``tp_size`` the engine does not know to whom."""
-        return self.is_complete and self.tp_size is not None
-
-    @property
-    def fault(self) -> Fault | None:
-        """What is wrong with parameters that ask for a load."""
-        if not self.do_remote_prefill:
-            return None
-        if not self.remote_block_ids:
-            return Fault.ENDS
-        needed = (self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port)
-        return Fault.HANGS if None in needed else None
+    def source(self) -> str:
+        """Whom the blocks come from, for the log."""
+        return self.remote_bootstrap_addr or f"{self.remote_host}:{self.remote_port}"
 
 
 def handed_over(

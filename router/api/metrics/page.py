@@ -83,9 +83,9 @@ class RouterCollector:
     def collect(self) -> Iterator[Metric]:
         """All families, in a fixed order."""
         s = self._sources
-        yield from _build()
+        yield from build_info()
         if s.requests is not None:
-            yield from _requests(s.requests)
+            yield from of_requests(s.requests)
         engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
         yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
         yield from of_each(
@@ -173,7 +173,8 @@ class _Collected(Collector):
         return [self._family]
 
 
-def _build() -> Iterator[Metric]:
+def build_info() -> Iterator[Metric]:
+    """Which kvatlas this is."""
     build = GaugeMetricFamily(
         "kvatlas_build_info",
         "1; the version of kvatlas and of Python as labels",
@@ -200,7 +201,8 @@ _TIME_TEXTS = {
 }
 
 
-def _requests(requests: RequestTracker) -> Iterator[Metric]:
+def of_requests(requests: RequestTracker) -> Iterator[Metric]:
+    """Requests that ended, and their times."""
     ended = CounterMetricFamily(
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "

@@ -13,7 +13,7 @@ from router.epp.fields import SERVED_KEY, Header, status_of
 from router.epp.request.answer import GatewayAnswer
 from router.epp.request.bell import Bell
 from router.epp.request.body import RequestBody
-from router.epp.request.choice import told
+from router.epp.request.choice import told as told_of
 from router.epp.request.speaker import Speaker
 from router.epp.request.timer import Timer
 from router.epp.wire import grpc
@@ -22,6 +22,8 @@ from router.epp.wire.grpc import GrpcError
 from router.fleet.identity import endpoint_of
 from router.http.client.connection import UpstreamError
 from router.http.h2.stream import Stream
+from router.openai.request import Carried
+from router.pd.sidecar import read_prefilled
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound
 
@@ -69,6 +71,11 @@ class GatewayCarrier:
     def begin(self, head: list[Header], among: frozenset[str] | None) -> None:
         """The request's head came."""
         self._head, self.among = head, among
+
+    @property
+    def carried(self) -> Carried:
+        """What the gateway and what is behind it can do."""
+        return "sidecar" if self._context.settings.sidecar else "gateway"
 
     def release(self) -> None:
         """The request has ended: what refers to each other here is let go of."""
@@ -130,7 +137,7 @@ class GatewayCarrier:
             raise UpstreamError("overflow", sent=False)
         if self.answer is None:
             self._send_request(attempt, out)
-            if not self._context.watches(out.request.path):
+            if not attempt.watched and not self._context.watches(out.request.path):
                 await self._let_pass(attempt, out)
                 return None
             self._timer.wait(timeout_s)
@@ -139,7 +146,7 @@ class GatewayCarrier:
         if self.moved == endpoint_of(attempt.base_url):
             self.moved = ""
         if self.moved:
-            out.request.among = frozenset({self.moved})
+            out.request.among, out.request.carried = frozenset({self.moved}), "gateway"
             self._context.stats.fallbacks_served += 1
             raise UpstreamError("refused", sent=False)
         try:
@@ -147,6 +154,8 @@ class GatewayCarrier:
         except UpstreamError:
             self.broken = True
             raise
+        if (told := read_prefilled(answer.headers)) is not None:
+            attempt.prefilled(told)
         return answer
 
     def done(self, answer: Answer) -> None:
@@ -166,7 +175,7 @@ class GatewayCarrier:
         changed = None if not buffered or out.request.body is body.latest else out.request.body
         length = None if changed is None or out.head.content_length is None else len(changed)
         fallbacks = context.settings.fallbacks
-        headers, metadata = told(self._head, out.head.fields, attempt, fallbacks, length=length)
+        headers, metadata = told_of(self._head, out.head.fields, attempt, fallbacks, length=length)
         context.stats.picked("buffered" if buffered else "duplex")
         if buffered:
             speaker.choose_buffered(headers, metadata, changed)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from router.epp.fields import Header
 from router.epp.wire import grpc
 from router.epp.wire import messages as m
-from router.epp.wire.grpc import message_frame
+from router.epp.wire.grpc import message_head
 from router.http.h2.stream import Stream
 
 _PIECE_BYTES = 62_000
@@ -41,14 +41,17 @@ class Speaker:
 
     def say(self, message: bytes) -> None:
         """One message."""
+        self._say(message)
+
+    def _say(self, *pieces: bytes) -> None:
         stream = self._stream
         if not stream.begun:
             stream.send_headers(grpc.HEAD)
-        stream.send(message_frame(message))
+        stream.send(message_head(sum(map(len, pieces))), *pieces)
 
     def go_on(self, kind: m.Kind) -> None:
         """Nothing of this is changed."""
-        self.say(m.trailers_answer(kind) if kind.endswith("trailers") else m.answer(kind))
+        self._say(m.go_on(kind))
 
     def choose_buffered(self, headers: bytes, metadata: bytes, body: bytes | None) -> None:
         """The choice, in the answer to a buffered body; ``body`` replaces it."""
@@ -65,19 +68,23 @@ class Speaker:
         if self.shown:
             return
         self.shown = True
-        sets = [field for field in fields if field not in had]
-        common = m.common_response(headers=m.header_mutation(sets)) if sets else b""
+        if not (sets := [field for field in fields if field not in had]):
+            self.go_on("response_headers")
+            return
+        common = m.common_response(headers=m.header_mutation(sets))
         self.say(m.answer("response_headers", common=common))
 
     def give(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
         """Give a body back."""
         last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
         for at in range(0, last, _PIECE_BYTES):
-            piece = m.streamed_body(body[at : at + _PIECE_BYTES], end_of_stream=False)
-            self.say(m.answer(kind, common=piece))
+            self._give(kind, body[at : at + _PIECE_BYTES], ends=False)
         if body or ends:
-            rest = body[last:] if last else body
-            self.say(m.answer(kind, common=m.streamed_body(rest, end_of_stream=ends)))
+            self._give(kind, body[last:] if last else body, ends=ends)
+
+    def _give(self, kind: m.Kind, piece: bytes, *, ends: bool) -> None:
+        before, behind = m.around_piece(kind, len(piece), ends=ends)
+        self._say(before, piece, behind)
 
     def finish(self, status: int = grpc.OK, text: str = "") -> None:
         """Nothing more will be said."""

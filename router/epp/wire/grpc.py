@@ -6,10 +6,13 @@ compressed, is refused before it has come.
 
 from __future__ import annotations
 
+import struct
+from functools import lru_cache
 from typing import Final
 
 from router.http.h2.hpack import literal
 
+_HEAD: Final = struct.Struct(">BI")  # compressed or not, and the length
 _HEAD_BYTES: Final = 5
 OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 12, 13, 14
@@ -26,6 +29,7 @@ class GrpcError(Exception):
         self.status = status
 
 
+@lru_cache(maxsize=64)
 def trailers(status: int, message: str = "") -> bytes:
     """The header block that ends an answer."""
     block = literal(b"grpc-status", b"%d" % status)
@@ -47,47 +51,56 @@ def _percent(message: str) -> bytes:
 
 def message_frame(message: bytes) -> bytes:
     """A message as it is sent."""
-    return b"\0" + len(message).to_bytes(4) + message
+    return message_head(len(message)) + message
+
+
+def message_head(size: int) -> bytes:
+    """What stands before a message of so many bytes."""
+    return size.to_bytes(_HEAD_BYTES)  # its first byte: not compressed
 
 
 class GrpcReader:
     """Bytes in, whole messages out. ``message_bytes_max``: of the longest one."""
 
-    __slots__ = ("_message_bytes_max", "_rest")
+    __slots__ = ("_message_bytes_max", "_needed_bytes", "_rest")
 
     def __init__(self, message_bytes_max: int) -> None:
         self._message_bytes_max = message_bytes_max
-        self._rest = bytearray()
-
-    @property
-    def held_bytes(self) -> int:
-        """Of a message that is not whole."""
-        return len(self._rest)
+        self._rest = bytearray()  # of a message that is not whole
+        self._needed_bytes = 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that are whole now. Raises ``GrpcError``."""
         rest = self._rest
-        if rest:
-            rest += data
-            if len(rest) < _HEAD_BYTES or len(rest) < _HEAD_BYTES + self._length(rest, 0):
-                return []
-            data = bytes(rest)
-            rest.clear()
-        found, at, size = [], 0, len(data)
-        while size - at >= _HEAD_BYTES:
-            end = at + _HEAD_BYTES + self._length(data, at)
-            if end > size:
-                break
-            found.append(data[at + _HEAD_BYTES : end])
-            at = end
-        if at < size:
-            rest += data[at:]
+        if not rest:
+            found, at = self._cut(data)
+            if at < len(data):
+                rest += data[at:]
+            return found
+        rest += data
+        if len(rest) < self._needed_bytes:
+            return []
+        with memoryview(rest) as view:
+            found, at = self._cut(view)
+        del rest[:at]
         return found
 
-    def _length(self, data: bytes | bytearray, at: int) -> int:
-        if data[at]:
-            raise GrpcError(UNIMPLEMENTED, "compressed messages are not read")
-        length = int.from_bytes(data[at + 1 : at + _HEAD_BYTES])
-        if length > self._message_bytes_max:
-            raise GrpcError(RESOURCE_EXHAUSTED, f"a message of {length} bytes")
-        return length
+    def _cut(self, data: bytes | memoryview) -> tuple[list[bytes], int]:
+        """The messages that are whole, and where the next one begins."""
+        found, at, size = [], 0, len(data)
+        end = _HEAD_BYTES  # of the next message, as far as it is known
+        while size >= end:
+            compressed, length = _HEAD.unpack_from(data, at)
+            if compressed:
+                raise GrpcError(UNIMPLEMENTED, "compressed messages are not read")
+            if length > self._message_bytes_max:
+                raise GrpcError(RESOURCE_EXHAUSTED, f"a message of {length} bytes")
+            begin = at + _HEAD_BYTES
+            end = begin + length
+            if end > size:
+                break
+            found.append(bytes(data[begin:end]))
+            at = end
+            end += _HEAD_BYTES
+        self._needed_bytes = end - at
+        return found, at

@@ -7,6 +7,7 @@ skipped; what is made is complete for Envoy 1.34 and later.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final, Literal
 
 import msgspec
@@ -19,6 +20,8 @@ from router.epp.wire.protobuf import (
     bytes_field,
     fields,
     number_field,
+    read_varint,
+    varint,
 )
 
 Header = tuple[bytes, bytes]
@@ -41,6 +44,10 @@ _KINDS: Final[dict[int, Kind]] = {
 }
 _BODIES, _TRAILERS = 4, 6
 """The first kind of each."""
+_BODY_BEGINS: Final[dict[int, Kind]] = {0x22: "request_body", 0x2A: "response_body"}
+"""The first byte of a message with a body."""
+_ENDS: Final = number_field(2, 1)
+"""``end_of_stream`` of a body."""
 _ANSWERS: Final[dict[Kind, int]] = {
     "request_headers": 1,
     "response_headers": 2,
@@ -49,12 +56,14 @@ _ANSWERS: Final[dict[Kind, int]] = {
     "request_trailers": 5,
     "response_trailers": 6,
 }
+_ANSWER_BEGINS: Final[dict[Kind, bytes]] = {kind: bytes((at << 3 | 2,)) for kind, at in _ANSWERS.items()}
 _IMMEDIATE, _DYNAMIC_METADATA = 7, 8
 _APPEND, _OVERWRITE = 0, 2
 _FIRST, _THIRD = 0x0A, 0x1A
 """How fields 1 and 3 begin, where they hold bytes."""
 _ONE_BYTE = 0x80
 """Below it a length is written in one byte."""
+_REMEMBERED_BYTES_MAX: Final = 4096
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
 """Body modes."""
 MODES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
@@ -98,7 +107,7 @@ def mode_problem(said: ProcessingRequest, modes: Modes) -> str:
 def read_request(message: bytes) -> ProcessingRequest:
     """Raises ``ProtobufError``."""
     found = ProcessingRequest()
-    for number, value in fields(message):
+    for number, value in fields(message, _read_plain_body(message, found)):
         kind = _KINDS.get(number)
         if kind is not None:
             found.kind = kind
@@ -114,6 +123,26 @@ def read_request(message: bytes) -> ProcessingRequest:
         elif number == 11:
             found.modes = _read_modes(as_bytes(value))
     return found
+
+
+def _read_plain_body(message: bytes, found: ProcessingRequest) -> int:
+    """Where what follows a body begins, which is read here without a copy of the message around it; 0: the
+    message begins with none, or not as usual."""
+    kind = _BODY_BEGINS.get(message[0]) if message else None
+    if kind is None:
+        return 0
+    length, at = read_varint(message, 1)
+    end = at + length
+    body = b""
+    if length and message[at : at + 1] == b"\n":
+        size, begin = read_varint(message, at + 1)
+        at = begin + size
+        body = message[begin:at]
+    ends = message[at:end]
+    if max(at, end) > len(message) or at > end or ends not in (b"", _ENDS):
+        return 0
+    found.kind, found.body, found.end_of_stream = kind, body, ends != b""
+    return end
 
 
 def _read_headers(message: bytes) -> tuple[list[Header], bool]:
@@ -136,18 +165,22 @@ def _read_map(message: bytes) -> list[Header]:
         at = begin + length
         if at > size:
             raise ProtobufError("a header field longer than its message")
-        headers.append(_read_header(message[begin:at]))
+        value = begin + 4 + message[begin + 1] if length > 3 else at + 1
+        if (
+            value <= at
+            and message[begin] == _FIRST
+            and message[value - 2] == _THIRD
+            and message[value - 1] == at - value
+        ):
+            headers.append((message[begin + 2 : value - 2].lower(), message[value:at]))
+        else:
+            headers.append(_read_header(message[begin:at]))
     if at < size:  # a long field, or one that is not known here
         headers += [_read_header(as_bytes(each)) for number, each in fields(message[at:]) if number == 1]
     return headers
 
 
 def _read_header(message: bytes) -> Header:
-    size = len(message)
-    if size > 3 and message[0] == _FIRST and (key_size := message[1]) < _ONE_BYTE:
-        end = key_size + 4  # of the key, and of what stands before the value
-        if end <= size and message[end - 2] == _THIRD and message[end - 1] == size - end < _ONE_BYTE:
-            return message[2 : end - 2].lower(), message[end:]
     key = text = raw = b""
     for number, value in fields(message):
         if number == 1:
@@ -174,16 +207,27 @@ def _read_modes(message: bytes) -> Modes:
     return Modes(found.get(1, NONE), found.get(2, NONE))
 
 
-def endpoints(metadata: bytes, namespace: str, key: str) -> list[str] | None:
+def endpoints(metadata: bytes, namespace: str, key: str) -> tuple[str, ...] | None:
     """The text, or list of texts, that ``filter_metadata`` has under this name; None: it has none. Raises
     ``ProtobufError``."""
+    if not metadata:
+        return None
+    # Who served, and the subset allowed: the same few over and over.
+    read = _endpoints_again if len(metadata) <= _REMEMBERED_BYTES_MAX else _endpoints
+    return read(metadata, namespace, key)
+
+
+def _endpoints(metadata: bytes, namespace: str, key: str) -> tuple[str, ...] | None:
     found = None
     for number, value in fields(metadata):
         if number == 1 and (struct := _entry(as_bytes(value), namespace)) is not None:
             for at, member in fields(struct):
                 if at == 1 and (content := _entry(as_bytes(member), key)) is not None:
-                    found = _texts(content)
+                    found = tuple(_texts(content))
     return found
+
+
+_endpoints_again = lru_cache(maxsize=512)(_endpoints)
 
 
 def _entry(message: bytes, key: str) -> bytes | None:
@@ -210,15 +254,16 @@ def _texts(message: bytes) -> list[str]:
     return found
 
 
+@lru_cache(maxsize=16)
+def go_on(kind: Kind) -> bytes:
+    """A ``ProcessingResponse`` to a message of this kind: nothing is changed."""
+    return answer(kind)
+
+
 def answer(kind: Kind, *, common: bytes = b"", metadata: bytes = b"") -> bytes:
     """A ``ProcessingResponse`` to a message of this kind: go on, with these changes."""
     inner = bytes_field(1, common) if common else b""
     return bytes_field(_ANSWERS[kind], inner) + metadata
-
-
-def trailers_answer(kind: Kind) -> bytes:
-    """The same to trailers, which are never changed."""
-    return bytes_field(_ANSWERS[kind], b"")
 
 
 def common_response(
@@ -237,10 +282,15 @@ def common_response(
     )
 
 
-def streamed_body(body: bytes, *, end_of_stream: bool) -> bytes:
-    """A ``CommonResponse`` with a piece of the body, for what goes on in full duplex."""
-    ends = number_field(2, 1) if end_of_stream else b""
-    return bytes_field(3, bytes_field(3, (bytes_field(1, body) if body else b"") + ends))
+def around_piece(kind: Kind, size: int, *, ends: bool) -> tuple[bytes, bytes]:
+    """What stands in a ``ProcessingResponse`` before and behind a piece of a body in full duplex
+    (``response.body_mutation.streamed_response.body``)."""
+    before = b"\n" + varint(size) if size else b""
+    behind = _ENDS if ends else b""
+    size += len(behind)
+    for begin in (b"\x1a", b"\x1a", b"\n", _ANSWER_BEGINS[kind]):
+        before = begin + varint(size + len(before)) + before
+    return before, behind
 
 
 def header_mutation(sets: Iterable[Header], removes: Iterable[bytes] = ()) -> bytes:

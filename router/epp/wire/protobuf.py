@@ -22,12 +22,12 @@ Value = int | bytes
 """Of a field: its number, or its bytes."""
 
 
-def fields(message: bytes) -> Iterator[tuple[int, Value]]:
-    """Number and value of every field; fixed-size numbers, which no message here has, are left out. Raises
-    ``ProtobufError``."""
-    at, size = 0, len(message)
+def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
+    """Number and value of every field from ``at`` on; fixed-size numbers, which no message here has, are left
+    out. Raises ``ProtobufError``."""
+    size = len(message)
     while at < size:
-        key, at = (message[at], at + 1) if message[at] < 0x80 else _varint(message, at)
+        key, at = (message[at], at + 1) if message[at] < 0x80 else read_varint(message, at)
         number, kind = key >> 3, key & 7
         if not 0 < number < 1 << 29:
             raise ProtobufError(f"field {number}")
@@ -36,14 +36,14 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
             if at < size and message[at] < 0x80:
                 length, at = message[at], at + 1
             else:
-                length, at = _varint(message, at)
+                length, at = read_varint(message, at)
             end = at + length
             if end > size:
                 raise ProtobufError(f"field {number} is longer than its message")
             yield number, message[at:end]
             at = end
         elif kind == _VARINT:
-            value, at = _varint(message, at)
+            value, at = read_varint(message, at)
             yield number, value
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
@@ -53,7 +53,8 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
             raise ProtobufError(f"field {number} is of kind {kind}")
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number, and where what follows it begins. Raises ``ProtobufError``."""
     try:
         byte = message[at]
         if byte < 0x80:

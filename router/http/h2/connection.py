@@ -101,6 +101,7 @@ class H2Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
+        self._outbox.hold()
         try:
             if len(self._preface) < len(h2.PREFACE):
                 data = self._take_preface(data)
@@ -142,17 +143,20 @@ class H2Connection(asyncio.Protocol):
 
     def _take(self, found: H2Frame) -> None:
         kind = found.kind
+        if kind == h2.DATA and self._settled and not self._blocks.begun:
+            self._on_data(found)
+            return
         if self._blocks.begun and kind != h2.CONTINUATION:
             raise H2Error(h2.PROTOCOL_ERROR, "a frame within a header block")
         if not self._settled and kind != h2.SETTINGS:
             raise H2Error(h2.PROTOCOL_ERROR, "the first frame is no SETTINGS")
-        if kind == h2.DATA:
-            self._on_data(found)
-        elif kind in (h2.HEADERS, h2.CONTINUATION):
+        if kind in (h2.HEADERS, h2.CONTINUATION):
             if (whole := self._blocks.add(found)) is not None:
                 self._on_block(*whole)
         else:
-            self._budget.spend(_RESET_COST if kind == h2.RST_STREAM else 1)
+            # A reset of a stream that is over is how Envoy ends each of its calls: only others are an attack.
+            cuts = kind == h2.RST_STREAM and found.stream_id in self._streams
+            self._budget.spend(_RESET_COST if cuts else 1)
             self._on_control(found)
 
     def _on_control(self, found: H2Frame) -> None:
@@ -232,19 +236,23 @@ class H2Connection(asyncio.Protocol):
             self._outbox.ready(stream)
 
     def _on_data(self, found: H2Frame) -> None:
-        self._known(found.stream_id)
-        size = len(found.payload)
+        data = found.payload
+        size = len(data)
         self._received += size
         if self._received * 2 >= _WINDOW_BYTES:
             self._outbox.write(h2.window_frame(0, self._received))
             self._received = 0
-        data = h2.unpadded(found)
-        ends = bool(found.flags & h2.END_STREAM)
+        if found.flags & h2.PADDED:
+            data = h2.unpadded(found)
+        ends = found.flags & h2.END_STREAM
         if not data and not ends:
             self._budget.spend(1)
         stream = self._streams.get(found.stream_id)
-        if stream is None or stream.peer_ended:
+        if stream is None:
+            self._known(found.stream_id)
             return  # of one that has ended here: was under way
+        if stream.peer_ended:
+            return
         stream.receive_window -= size
         if stream.receive_window < 0:
             raise H2Error(h2.FLOW_CONTROL_ERROR, "more data than the window allows")

@@ -6,8 +6,11 @@ announced before it has come; ``unpadded`` and ``fragment`` take away what stand
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -31,6 +34,7 @@ WINDOW_MAX: Final = (1 << 31) - 1
 FRAME_BYTES_MIN: Final = 16_384
 """What every peer takes in one frame; also the default."""
 FRAME_BYTES_MAX: Final = (1 << 24) - 1
+_HEAD: Final = struct.Struct(">BHBBI")  # length in two parts, kind, flags, stream
 _HEAD_BYTES: Final = 9
 
 
@@ -42,7 +46,7 @@ class H2Error(Exception):
         self.code = code
 
 
-class H2Frame(NamedTuple):
+class H2Frame(msgspec.Struct, frozen=True, gc=False):
     """One frame without its head."""
 
     kind: int
@@ -70,29 +74,32 @@ class FrameReader:
             rest.clear()
         at, size = 0, len(data)
         while size - at >= _HEAD_BYTES:
-            length = self._check(data, at)
-            end = at + _HEAD_BYTES + length
-            if end > size:
+            high, low, kind, flags, stream_id = _HEAD.unpack_from(data, at)
+            begin = at + _HEAD_BYTES
+            end = begin + (high << 16 | low)
+            if end > size or end - begin > self._frame_bytes_max:
                 break
-            stream_id = int.from_bytes(data[at + 5 : at + 9]) & WINDOW_MAX
-            frame = H2Frame(data[at + 3], data[at + 4], stream_id, data[at + _HEAD_BYTES : end])
             at = end
-            yield frame
+            yield H2Frame(kind, flags, stream_id & WINDOW_MAX, data[begin:end])
         if at < size:
             self._check(data, at)
             rest += data[at:]
 
-    def _check(self, data: bytes | bytearray, at: int) -> int:
-        """The length that the next frame has."""
+    def _check(self, data: bytes | bytearray, at: int) -> None:
+        """Of a frame that is not whole: is it short enough?"""
         length = int.from_bytes(data[at : at + 3])
         if len(data) - at >= 3 and length > self._frame_bytes_max:
             raise H2Error(FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-        return length
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """One frame as bytes."""
-    return b"%b%c%c%b%b" % (len(payload).to_bytes(3), kind, flags, stream_id.to_bytes(4), payload)
+    return frame_head(kind, flags, stream_id, len(payload)) + payload
+
+
+def frame_head(kind: int, flags: int, stream_id: int, size: int) -> bytes:
+    """What stands before a payload of so many bytes."""
+    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id)
 
 
 def settings_frame(values: dict[int, int]) -> bytes:

@@ -16,14 +16,11 @@ class HeaderBlocks:
 
     def __init__(self, block_bytes_max: int) -> None:
         self._block_bytes_max = block_bytes_max
+        self.begun = False
+        """A block is not whole."""
         self._first: H2Frame | None = None
         self._pieces: list[bytes] = []
         self._size = 0
-
-    @property
-    def begun(self) -> bool:
-        """A block is not whole."""
-        return self._first is not None
 
     def add(self, found: H2Frame) -> tuple[H2Frame, bytes] | None:
         """A HEADERS or CONTINUATION frame. Returns the frame that began the block, and all of it, once it is
@@ -38,7 +35,8 @@ class HeaderBlocks:
             if self._size > self._block_bytes_max or len(self._pieces) > _PIECES_MAX:
                 raise H2Error(h2.ENHANCE_YOUR_CALM, "a header block that is too long")
             self._pieces.append(found.payload)
-        if not found.flags & h2.END_HEADERS:
+        self.begun = not found.flags & h2.END_HEADERS
+        if self.begun:
             return None
         first, self._first = self._first, None
         return first, b"".join(self._pieces)

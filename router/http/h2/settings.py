@@ -22,7 +22,7 @@ class H2Settings(msgspec.Struct, frozen=True):
     """Largest head of a stream; a larger one ends its connection."""
     control_frames_per_s_max: int = 20_000
     """Most frames without content (pings, settings, window updates) that a connection may send per second; a
-    reset of a stream counts as ten. One that sends more is ended."""
+    reset of a running stream counts as ten. One that sends more is ended."""
 
 
 class H2Stats(msgspec.Struct):

@@ -64,7 +64,7 @@ class Stream:
         """The block that ends it, once everything before is sent."""
         self.queued_bytes = 0
         self._line = line
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | memoryview] = []
         self._granted = 0
         self._drained: asyncio.Future[None] | None = None
 
@@ -76,18 +76,21 @@ class Stream:
             if end:
                 self._line.drop(self, None)
 
-    def send(self, data: bytes) -> None:
-        """Bytes of the answer's body."""
-        if not self.closed and self.trailers is None and data:
-            self._pieces.append(data)
-            self.queued_bytes += len(data)
-            self._line.ready(self)
+    def send(self, *pieces: bytes) -> None:
+        """Bytes of the answer's body, in pieces that are joined only on the way out."""
+        if not self.closed and self.trailers is None:
+            waits = self.queued_bytes  # then it has its turn, or waits for its window
+            self._pieces += pieces
+            self.queued_bytes = waits + sum(map(len, pieces))
+            if not waits:
+                self._line.ready(self)
 
     def finish(self, trailers: bytes) -> None:
         """End with these trailers, after what waits."""
         if not self.closed and self.trailers is None:
             self.trailers = trailers
-            self._line.ready(self)
+            if not self.queued_bytes:
+                self._line.ready(self)
 
     def reset(self, code: int = CANCEL) -> None:
         """End it at once."""
@@ -109,23 +112,27 @@ class Stream:
 
     # The connection's side.
 
-    def next_piece(self, bytes_max: int) -> bytes:
-        """Up to so many of the bytes that wait, which are taken as sent."""
-        size = min(bytes_max, self.send_window, self.queued_bytes)
-        pieces, left, out = self._pieces, size, []
-        while left > 0:
-            piece = pieces[0]
-            if len(piece) <= left:
-                out.append(piece)
-                del pieces[0]
-            else:
-                out.append(piece[:left])
-                pieces[0] = piece[left:]
-            left -= len(out[-1])
+    def take(self, size: int, out: list[bytes | memoryview]) -> None:
+        """So many of the bytes that wait are sent: they go to ``out``."""
+        pieces = self._pieces
         self.queued_bytes -= size
         self.send_window -= size
-        self.wake()
-        return out[0] if len(out) == 1 else b"".join(out)
+        if not self.queued_bytes:
+            out += pieces
+            pieces.clear()
+        else:
+            whole = 0
+            while (length := len(pieces[whole])) <= size:
+                size -= length
+                whole += 1
+            out += pieces[:whole]
+            del pieces[:whole]
+            if size:  # cut without a copy
+                view = memoryview(pieces[0])
+                out.append(view[:size])
+                pieces[0] = view[size:]
+        if self._drained is not None:
+            self.wake()
 
     def wake(self) -> None:
         """Who waits for room may look again."""

@@ -85,7 +85,8 @@ class ProxyServer(uvicorn.Server):
         while not await self.on_tick(ticks):
             ticks += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):
+                    await self._ending.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Not remembered for raising again: a drained server has ended well."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from router.fleet.identity import endpoint_of
 from router.index.learn.layout import CacheLayout
 from router.openai.apis import PROMPT_APIS
 from router.openai.members import TooManyStepsError, at_leisure
@@ -59,9 +60,16 @@ class Apart:
             for engine in ready
             if engine.engine.prefills
             and engine.engine_id not in exclude
+            and (not self._request.carried or self._can_be_named(engine))
             and now >= engine.rests_until
             and engine.breaker.allows(now)
         ]
+
+    def _can_be_named(self, engine: Engine) -> bool:
+        """To a sidecar, which is told of addresses alone; and a gateway may allow some only."""
+        among = self._request.among
+        allowed = among is None or endpoint_of(engine.engine.base_url) in among
+        return allowed and engine.engine.dp_rank is None
 
     async def read_body(self, read: Prompt | TextAffinity | None) -> None:
         """Look for what keeps it whole, and for the places where its body is to be changed."""
@@ -179,7 +187,7 @@ def complete_layouts(engines: Sequence[Engine]) -> None:
 def _bound_to_one(request: InboundRequest) -> str:
     if request.method != "POST" or request.path not in PROMPT_APIS:
         return "api"
-    if request.whole or request.among is not None:
+    if request.carried == "gateway":
         return "gateway"
     if request.pinned is not None:
         return "pinned"

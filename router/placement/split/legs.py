@@ -1,10 +1,10 @@
 """Placements of a request on two engines: one computes the prompt, the other one fetches it and answers.
 
 Both are entered in the books when the decision is made, so the decode engine's place is held while the other
-one computes. What the decode engine gets is no prefill: it teaches nothing about rates, and of the prompt it
-will hold the groups that are transferred, full attention only. Its ``cached_tokens`` are the other engine's
-hit, so the prediction is compared where it was made. Always true: each ends once, whatever becomes of the
-other.
+one computes. What the decode engine gets is no prefill: it teaches nothing about rates. While the blocks are
+on their way, vLLM serves whoever comes next, so nobody may count on hitting them before events tell of them.
+Its ``cached_tokens`` are the other engine's hit, so the prediction is compared where it was made. Always
+true: each ends once, whatever becomes of the other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import msgspec
 
 from publisher.groups import Family
 from router.admission.queue.room import WaitingRoom
+from router.fleet.identity import endpoint_of
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage
+from router.pd.sidecar import PREFILLERS, Prefilled
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.load import Ticket
-from router.placement.placement import Decision, Placement, Split, only_full
+from router.placement.placement import Decision, Placement, Split
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields
+
+_OK = 200
 
 
 class PrefillPlacement(Placement):
@@ -31,7 +35,7 @@ class PrefillPlacement(Placement):
     ``rest_s``: how long the engine is left alone if it turns out to hand nothing over."""
 
     _is_answer = False
-    __slots__ = ("_rest_s",)
+    __slots__ = ("_rest_s", "_untimed")
 
     def __init__(
         self,
@@ -48,7 +52,18 @@ class PrefillPlacement(Placement):
             as_stream, decision, accounts, retention=retention, client_headers=(), waited_s=waited_s
         )
         self._rest_s = rest_s
+        self._untimed = False
         self.version = self.engine.version
+
+    def end_unseen(self) -> None:
+        """When it is over nobody will say: the engine's numbers of running requests tell."""
+        self._untimed = True
+        self.engine.load.unseen(self._ticket, self.now(), lambda: None)
+
+    def _begun(self, now: float) -> None:
+        super()._begun(now)
+        if self._untimed:
+            self._ttft_s = None
 
     def held_nothing(self) -> None:
         """See ``Attempt``."""
@@ -109,8 +124,7 @@ class DecodePlacement(Placement):
         return self.engine.load.hold(self.asked_s)
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
-        layout = self.engine.layout
-        return () if layout is None or not only_full(layout) else super()._keeps(read, retention)
+        return ()
 
     @property
     def _reported_hit(self) -> Hit:
@@ -135,6 +149,66 @@ class DecodePlacement(Placement):
     def _learn(self, receipt: Receipt) -> None:
         self.engine.receipts.add(receipt)
         self._accounts.receipts.add(receipt)
+
+
+class SidecarPlacement(DecodePlacement):
+    """Both requests are made by the decode engine's sidecar: of the first one is known what the answer says.
+    ``named_max``: most engines that the sidecar may ask for the prompt, one after the other."""
+
+    __slots__ = ("_helper", "_told")
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        split: Split,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        client_headers: Fields,
+        prefill: PrefillPlacement,
+        named_max: int,
+    ) -> None:
+        self._helper = prefill
+        self._told: Prefilled | None = None
+        super().__init__(
+            request,
+            decision,
+            split,
+            accounts,
+            retention=retention,
+            client_headers=client_headers,
+            prefill=None,
+        )
+        self.body = None
+        self.watched = True
+        self.expected_s += prefill.expected_s
+        if not request.stream:
+            prefill.end_unseen()
+        urls = prefill.base_url, *prefill.next_best(named_max - 1)
+        self.engine_headers += ((PREFILLERS, ",".join(map(endpoint_of, urls)).encode()),)
+        self.asked()
+
+    def next_best(self, count: int) -> tuple[str, ...]:
+        """See ``Attempt``: the others need not be of the version for which the prompt is computed."""
+        return ()
+
+    def prefilled(self, told: Prefilled) -> None:
+        """See ``Attempt``."""
+        self._told = told
+
+    def _begun(self, now: float) -> None:
+        super()._begun(now)
+        told = self._told
+        if told is None or told.place == 0:  # other sidecars do not say who did
+            cached = None if told is None else told.cached_tokens
+            self._helper.answered(_OK)
+            self._helper.first_byte(_OK)
+            self._helper.finished(None if cached is None else Usage(self.decision.prompt_tokens, 1, cached))
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        self._helper.finished(None)
+        super()._ended(usage, failed)
 
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:

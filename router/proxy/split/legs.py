@@ -9,6 +9,7 @@ written once, and only while the lease is young (``Handoff``).
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,9 @@ from router.pd.bodies import SplitBody
 from router.pd.course import Course
 from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
+from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import NixlPull
+from router.pd.transfer import Connector, PrefillHolder, Told
 from router.proxy.answers.relay import engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
@@ -53,7 +55,7 @@ class Legs:
     def __init__(
         self,
         carrier: OwnConnections,
-        transfer: NixlPull,
+        connector: Connector,
         *,
         pd: PdSettings,
         proxy: ProxySettings,
@@ -62,8 +64,8 @@ class Legs:
         clock: Callable[[], float],
     ) -> None:
         self._carrier = carrier
-        self._transfer = transfer
-        self._pd = pd
+        self.connector = connector
+        self.pd = pd
         self.proxy = proxy
         self._stats = stats
         self._proxy_stats = proxy_stats
@@ -71,7 +73,7 @@ class Legs:
 
     def course(self) -> Course:
         """Of a request that is placed on two engines for the first time."""
-        return Course(self._pd)
+        return Course(self.pd)
 
     async def prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
@@ -91,20 +93,25 @@ class Legs:
             raise
 
     async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
-        asks = body.prefill(self._transfer.asks)
+        transfer_id = f"kvatlas-{random.getrandbits(128):032x}"
+        asks = body.prefill(self.connector.asks(transfer_id))
         request = msgspec.structs.replace(out.request, body=asks, stream=False)
+        fields = [field for field in out.head.fields if field[0] != RANK]
+        head = msgspec.structs.replace(out.head, fields=fields)
         asked_s = self._clock()
         usage: Usage | None = None
         answer: Any = None
         quiet = Quiet(self._clock)
         try:
-            out = msgspec.structs.replace(out, request=request)
+            out = msgspec.structs.replace(out, request=request, head=head)
             answer = await self._carrier.ask(attempt, out, self.proxy.first_byte_timeout_s)
             quiet.over()
             content = await self._read(answer)
             self._check(attempt, answer, out, course)
             usage = _usage(content)
-            handoff = self._handoff(attempt, content, course, quiet.at_s)
+            source = PrefillHolder(attempt.base_url, _rank(attempt))
+            told = await self.connector.told(content, transfer_id, source)
+            handoff = self._handoff(attempt, told, course, quiet.at_s)
             self._stats.prefill_s += handoff.answered_s - asked_s
         except UpstreamError as error:
             engine_failed(attempt, error, self._proxy_stats)
@@ -133,11 +140,11 @@ class Legs:
             raise AgainError("refused")
         attempt.first_byte(status)
 
-    def _handoff(self, attempt: Attempt, content: bytes, course: Course, held_since_s: float) -> Handoff:
-        told = self._transfer.read(content)
+    def _handoff(self, attempt: Attempt, told: Told, course: Course, held_since_s: float) -> Handoff:
         if isinstance(told, str):
             course.nothing_held()
-            attempt.held_nothing()
+            if told != "stopped":
+                attempt.held_nothing()
             raise AgainError(told)
         handoff = Handoff.of(
             told,
@@ -145,7 +152,7 @@ class Legs:
             version=attempt.version,
             held_since_s=held_since_s,
             answered_s=self._clock(),
-            settings=self._pd,
+            settings=self.pd,
         )
         course.handed_over(handoff)
         return handoff
@@ -156,7 +163,7 @@ class Legs:
         while data := await answer.read():
             pieces.append(data)
             size += len(data)
-            if size > self._pd.answer_bytes_max:
+            if size > self.pd.answer_bytes_max:
                 raise UpstreamError("reset")
         return b"".join(pieces)
 
@@ -176,6 +183,8 @@ class Legs:
             self._stats.handoffs += 1
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
+            if out.record.trace is not None:
+                out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
         out = msgspec.structs.replace(out, request=request)
@@ -206,6 +215,10 @@ class Legs:
         course.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
             raise AgainError("fetch failed")
+
+
+def _rank(attempt: Attempt) -> str:
+    return next((value.decode() for name, value in attempt.engine_headers if name == RANK), "")
 
 
 def _usage(content: bytes) -> Usage | None:

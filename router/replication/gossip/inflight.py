@@ -156,6 +156,13 @@ class GossipedInflight(InflightPrefixes):
                     self._apply(entry, now)
             except (msgspec.DecodeError, ValueError):
                 self.gossip_stats.malformed += 1
+        self._expire_others(now)
+
+    def expire(self, now: float) -> None:
+        self._expire_others(now)
+        super().expire(now)
+
+    def _expire_others(self, now: float) -> None:
         while self._remote:
             remote = next(iter(self._remote.values()))
             if now - remote.since_s < _AGE_S_MAX and len(self._remote) <= _OTHERS_MAX:

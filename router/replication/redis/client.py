@@ -62,7 +62,8 @@ class Client:
         if self._task is None:
             self._task = asyncio.create_task(self._maintain())
         try:
-            await asyncio.wait_for(self._ready.wait(), max(wait_s, 1e-3))
+            async with asyncio.timeout(max(wait_s, 1e-3)):
+                await self._ready.wait()
         except TimeoutError:
             return False
         return True
@@ -184,7 +185,8 @@ class Client:
                 self.last_error, pause = "", _BACKOFF_S
                 self._ready.set()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._look_again_s)
+                    async with asyncio.timeout(self._look_again_s):
+                        await self._wake.wait()
 
     async def _not_reachable(self, error: Exception, pause_s: float) -> None:
         problem = unavailable(error) if isinstance(error, RedisError | OSError) else error

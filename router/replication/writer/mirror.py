@@ -160,7 +160,8 @@ class MirroredIndex:
         pause = _BACKOFF_S
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._dirty.wait(), IDLE_S)
+                async with asyncio.timeout(IDLE_S):
+                    await self._dirty.wait()
             try:
                 self._queue.refresh()
                 await self.flush()

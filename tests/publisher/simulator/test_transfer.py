@@ -297,7 +297,7 @@ def test_a_heartbeat_prolongs_a_lease_to_two_thirds_of_one_from_now() -> None:
     pooled = pool.request(done.prompt)
     pool.start(pooled)
     pool.compute(pooled, 40)
-    connector.finished(done, pooled)
+    connector.finished(done, pooled, "length")
     pool.finish(pooled)
     assert done.handed is not None
     name = done.handed["remote_request_id"]

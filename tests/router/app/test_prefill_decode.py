@@ -18,6 +18,7 @@ from publisher.simulator.text import WRONG_MARK
 from router.admission.queue.settings import QueueSettings
 from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
+from router.reload import apply
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
@@ -229,6 +230,29 @@ def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
     run(main())
 
 
+def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
+    """vLLM computes the next prompt while they come: the decode engine alone would find nothing of it."""
+    full = {"groups": (GroupSpec(0, "full_attention", 16),)}
+
+    async def main() -> None:
+        async with apart({**P, **full}, {**D, **full, "transfer_s_per_block": 0.05}) as (rig, (p, d)):
+            with busy(rig):
+                learns = completion(9, prompt=prompt(9, 70))  # its events tell of the groups
+                await rig.ask("POST", "/v1/completions", learns)
+                await rig.caught_up(p, d)
+                first = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+                await until(lambda: rig.router.proxy.pd_stats.handoffs == 2, "its blocks are on their way")
+                more = {**completion(1), "prompt": prompt(1) + prompt(5, 40)}
+                _, told = await rig.ask("POST", "/kvatlas/explain", more)
+                assert (told["choice"]["hit_tokens"], told["engines"][0]["inflight_tokens"]) == (0, 688)
+                await rig.ask("POST", "/v1/completions", more)
+                await first
+            assert rig.router.proxy.pd_stats.whole == {}
+            assert {one["outcome"] for one in await receipts(rig)} == {"exact", "unpredicted"}
+
+    run(main())
+
+
 @pytest.mark.parametrize(("mix", "whole"), [(False, {"version": 1}), (True, {"retried": 1})])
 def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
     """Told to pair them all the same, the router finds out that they refuse each other, and goes on."""
@@ -314,6 +338,34 @@ def test_explain_names_both_engines_and_what_they_would_cost() -> None:
             _, told = await rig.ask("POST", "/kvatlas/explain", completion(1, n=2))
             assert (told["split"]["why"], told["split"]["prefill"]) == ("n", None)
             assert rig.router.proxy.pd_stats.split == 0
+
+    run(main())
+
+
+def test_other_settings_and_roles_hold_from_the_next_request_on() -> None:
+    """As after SIGHUP. A prompt that the old lease let wait is guarded by the new one."""
+
+    async def main() -> None:
+        async with apart(P, D) as (rig, (p, d)):
+            router = rig.router
+            pd = msgspec.structs.replace(SPLITS, min_remote_tokens=2000)
+            await apply(router, msgspec.structs.replace(router.config, pd=pd))
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(1))
+            assert (router.proxy.pd_stats.split, router.proxy.pd_stats.whole) == (0, {"short": 1})
+            pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
+            await apply(router, msgspec.structs.replace(router.config, pd=pd))
+            with busy(rig):
+                await rig.ask("POST", "/v1/completions", completion(2))
+            assert router.proxy.pd_stats.leases_late == pd.prefills_max
+            assert router.proxy.pd_stats.handoffs == 0
+            roles = tuple(EngineAddress(one.base_url) for one in (p, d))
+            await apply(router, msgspec.structs.replace(router.config, engines=roles, pd=SPLITS))
+            await until(lambda: all(engine.up for engine in router.fleet), "both are up")
+            assert {engine.engine.role for engine in router.fleet} == {None}
+            split = router.proxy.pd_stats.split
+            await rig.ask("POST", "/v1/completions", completion(3))
+            assert router.proxy.pd_stats.split == split
 
     run(main())
 

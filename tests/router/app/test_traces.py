@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,9 @@ from aiohttp import web
 
 from router.admission.queue.settings import QueueSettings
 from router.config.errors import ConfigError
+from router.fleet.identity import EngineAddress
 from router.observe.traces import Traces, TraceSettings
+from router.pd.settings import PdSettings
 from router.proxy.app import ProxyApp
 from router.serve import check
 from tests.support.proxy_rig import Engine, ask, request, says
@@ -81,6 +84,38 @@ def test_spans_of_a_request_with_prediction_and_receipt() -> None:
     assert asked["kvatlas.reason"] == "only"
     assert ended["http.response.status_code"] == 200
     assert ended["gen_ai.usage.output_tokens"] == 3
+
+
+def test_each_leg_is_a_span_with_its_engine_and_the_second_one_has_the_gap() -> None:
+    async def main() -> tuple[list[Any], list[str]]:
+        async with (
+            collecting() as (endpoint, spans),
+            running({"role": "prefill"}, {"role": "decode"}) as (p, d),
+        ):
+            settings = TraceSettings(endpoint=endpoint, sample_ratio=1.0)
+            addresses = EngineAddress(p.base_url, role="prefill"), EngineAddress(d.base_url, role="decode")
+            pd = PdSettings(min_remote_tokens=0, leg_overhead_s=0.0, transfer_s_per_token=0.0)
+            async with routing(configure(*addresses, traces=settings, pd=pd)) as rig:
+                load = next(engine.load for engine in rig.router.fleet if engine.engine.decodes)
+                held = load.hold(time.monotonic())  # a sequence that a prefill would hold up
+                await rig.chat(TEXT * 20)
+                load.finish(held, time.monotonic())
+                await until(lambda: rig.idle, "requests over")
+            return spans, [p.base_url, d.base_url]
+
+    spans, engines = run(main())
+    root = next(span for span in spans if not span.parent_span_id)
+    legs = sorted(
+        (span for span in spans if span.name == "upstream"), key=lambda span: int(span.start_time_unix_nano)
+    )
+    assert {span.parent_span_id for span in legs} == {root.span_id}
+    first, second = map(facts, legs)
+    assert [one["kvatlas.engine"] for one in (first, second)] == engines
+    assert [one["kvatlas.leg"] for one in (first, second)] == ["prefill", "decode"]
+    assert "kvatlas.gap_s" not in first
+    assert 0 <= second["kvatlas.gap_s"] * 1e9 <= legs[1].end_time_unix_nano - legs[0].start_time_unix_nano
+    assert second["kvatlas.transfer_tokens"] == first["kvatlas.prompt_tokens"] > 100
+    assert legs[0].end_time_unix_nano <= legs[1].start_time_unix_nano
 
 
 def test_the_wait_in_the_queue_is_a_span() -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.epp.request.own_answer import own_answer
 from router.epp.wire import messages as m
 from router.epp.wire.grpc import GrpcError, GrpcReader, message_frame
-from router.epp.wire.protobuf import ProtobufError
+from router.epp.wire.protobuf import ProtobufError, bytes_field
 from router.openai import errors
 from tests.support.examples import examples
 
@@ -113,7 +114,7 @@ def test_request_headers(
     assert found.headers == [(name.encode(), value) for name, value in fields]
     assert found.end_of_stream == ends
     assert found.modes == m.Modes(mode, 0)
-    assert m.endpoints(found.metadata, m.SUBSET, "endpoints") == subset
+    assert m.endpoints(found.metadata, m.SUBSET, "endpoints") == (None if subset is None else tuple(subset))
     assert m.endpoints(found.metadata, m.SUBSET, "other") is None
 
 
@@ -154,10 +155,11 @@ def test_a_choice_is_what_the_runtime_reads(
 
 
 def test_pieces_trailers_and_own_answers() -> None:
-    piece = read(m.answer("response_body", common=m.streamed_body(b"abc", end_of_stream=True)))
-    streamed = piece.response_body.response.body_mutation.streamed_response
-    assert (streamed.body, streamed.end_of_stream) == (b"abc", True)
-    assert read(m.trailers_answer("request_trailers")).HasField("request_trailers")
+    for body, ends in ((b"abc", True), (b"", True), (b"abc", False), (bytes(62_000), True)):
+        before, behind = m.around_piece("response_body", len(body), ends=ends)
+        streamed = read(before + body + behind).response_body.response.body_mutation.streamed_response
+        assert (streamed.body, streamed.end_of_stream) == (body, ends)
+    assert read(m.go_on("request_trailers")).HasField("request_trailers")
     own = read(m.immediate(503, [(b"retry-after", b"1")], b"{}", "why")).immediate_response
     assert (own.status.code, own.body, own.details) == (503, b"{}", "why")
     assert own.headers.set_headers[0].header.raw_value == b"1"
@@ -172,6 +174,60 @@ def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
     except ProtobufError:
         return
     assert found.kind is None or message
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(
+    st.sampled_from(["request_headers", "request_body", "response_body"]),
+    st.integers(0, 5).map(bytes) | st.integers(120, 130).map(bytes),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 255)), max_size=2),
+)
+def test_what_is_written_oddly_is_what_the_runtime_reads(
+    kind: str, data: bytes, ends: bool, wrong: list[tuple[int, int]]
+) -> None:
+    """Messages written as usual are read by a shorter way: whatever a byte may be, it says the same."""
+    sent = PB["ProcessingRequest"]()
+    sent.metadata_context.filter_metadata.add(key="x")
+    part = getattr(sent, kind)
+    part.end_of_stream = ends
+    if kind == "request_headers":
+        for name in ("a", "content-type", "b" * len(data)):
+            part.headers.headers.add(key=name, raw_value=data)
+    else:
+        part.body = data
+    message = bytearray(sent.SerializeToString())
+    for at, byte in wrong:
+        message[at % len(message)] = byte
+    try:
+        expected = PB["ProcessingRequest"].FromString(bytes(message))
+        found = m.read_request(bytes(message))
+    except (DecodeError, ProtobufError):
+        return
+    if found.kind is None:
+        return
+    part = getattr(expected, found.kind)
+    if found.kind.endswith("body"):
+        assert (found.body, found.end_of_stream) == (part.body, part.end_of_stream)
+    elif found.kind.endswith("headers"):
+        told = [
+            (each.key.encode().lower(), each.raw_value or each.value.encode())
+            for each in part.headers.headers
+        ]
+        assert (found.headers, found.end_of_stream) == (told, part.end_of_stream)
+
+
+def test_odd_bodies_and_fields() -> None:
+    with pytest.raises(ProtobufError):
+        m.read_request(b"\x22\x02\n\x02B\0")  # a body that is longer than what it is in
+    for entry, value in (
+        (b"\n\x01k\x1a\x01b\x1a\x01c", b"c"),  # twice: the last one counts
+        (b"\n\x01k\x12\x01t", b"t"),  # as text
+        (b"\x1a\x01v\n\x01k", b"v"),  # the other way round
+        (b"\n\x01k", b""),
+    ):
+        headers = bytes_field(1, bytes_field(1, entry))
+        assert m.read_request(bytes_field(2, headers)).headers == [(b"k", value)]
 
 
 @settings(max_examples=examples(100), deadline=None)

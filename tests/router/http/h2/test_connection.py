@@ -139,6 +139,48 @@ def test_a_stream_that_is_not_read_holds_no_other_up() -> None:
     run(main())
 
 
+def test_what_waits_for_the_connections_window_goes_on_with_it() -> None:
+    async def main() -> None:
+        async with echoing() as echo, h2_peer(echo.port, window=1 << 20) as peer:
+            peer.reads = False
+            numbers = [peer.open("/") for _ in range(3)]
+            for number in numbers:
+                await peer.send(number, bytes(40_000), end=True)
+            ended = peer.open("/")
+            await peer.send(ended, b"", end=True)
+            await peer.until_over(ended)  # what has no body needs no window
+            await until(
+                lambda: sum(map(len, peer.data.values())) == h2.WINDOW_DEFAULT, "the connection's is full"
+            )
+            peer.state.increment_flow_control_window(1 << 20)
+            peer.flush()
+            for number in numbers:
+                await peer.until_over(number)
+            assert [len(peer.data[number]) for number in numbers] == [40_000] * 3
+
+    run(main())
+
+
+def test_a_long_answer_goes_out_however_it_is_divided() -> None:
+    class Long(Echo):
+        def on_end(self) -> None:
+            for piece in (bytes(1_000_000), b"", b"a" * 70_000, b"b"):
+                self.stream.send(piece)
+            self.stream.finish(ENDS)
+
+    async def main() -> None:
+        async with echoing() as echo:
+            echo.opens = lambda stream, head: Long(echo, stream)  # type: ignore[method-assign]
+            async with h2_peer(echo.port, window=1 << 24) as peer:
+                peer.reads = False
+                peer.state.increment_flow_control_window(1 << 24)
+                number = peer.open("/", end=True)
+                await peer.until_over(number)
+            assert peer.data[number] == bytes(1_000_000) + b"a" * 70_000 + b"b"
+
+    run(main())
+
+
 def test_a_reset_is_told_and_nothing_more_is_sent() -> None:
     async def main() -> None:
         async with echoing() as echo, h2_peer(echo.port) as peer:
@@ -224,6 +266,22 @@ def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(sent: bytes, co
             last = [each for each in frames if each.kind == h2.GOAWAY][-1]
             assert int.from_bytes(last.payload[4:8]) == code
             assert echo.stats.connections_broken == 1
+
+    run(main())
+
+
+def test_resets_of_streams_that_are_over_are_no_attack() -> None:
+    """Envoy ends each of its calls so: it may have as many as control frames are allowed."""
+
+    async def main() -> None:
+        async with echoing(control_frames_per_s_max=100) as echo, h2_peer(echo.port) as peer:
+            for _ in range(60):
+                number = peer.open("/")
+                await peer.send(number, b"x", end=True)
+                await peer.until_over(number)
+                peer.writer.write(h2.reset_frame(number, h2.NO_ERROR))
+            assert not peer.closed
+            assert echo.stats.connections_broken == echo.stats.streams_reset == 0
 
     run(main())
 

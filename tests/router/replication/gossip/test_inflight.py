@@ -97,7 +97,7 @@ def test_what_nobody_ends_expires() -> None:
     two.receive(stream.entries, 0.0)
     two.receive([], 59.0)
     assert two.common(HASHES, 59.0).blocks == {E: 4}
-    two.receive([], 60.0)
+    two.expire(60.0)  # also while nothing is heard
     assert two.common(HASHES, 60.0).blocks == {}
     assert two.gossip_stats.expired == 1
     two.receive([msgspec.msgpack.encode(GossipEntry("one", 1, 1, InflightEvent.ENDED))], 61.0)

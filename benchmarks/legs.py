@@ -1,0 +1,228 @@
+"""What the second request of prefill and decode apart costs: CPU of the router's process per request.
+
+    python -m benchmarks.legs [--seconds 3] [--rounds 5]
+
+Two ``kvatlas serve`` stand before the same two cheap engines, which hold every session's prompt but for its
+end (``fake_engine_events``). One knows both, as prefill and decode, and asks both for each request; the other
+one knows the decode engine alone. They are loaded in turn, round after round, by connections that always have
+a request open: chats of 1 KB and 32 KB, with a short answer or a stream of eight chunks. One line per load:
+medians over the rounds, and the share of requests that had two legs. Goal: 100 us for the second one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+
+import uvloop
+
+from benchmarks.fake_engine_events import SESSIONS, session_body
+from benchmarks.picker import cpu_s
+from benchmarks.streams import HEAD, LAST, TOKEN
+from publisher.engine import DEMO_TOKENIZER_DIR
+
+CONNECTIONS = 32
+EVENT_PORTS = (19101, 19111)
+ROUTER_PORTS = ((19121, 19122), (19123, 19124))
+"""Of requests, and of operators."""
+CHUNKS = 8
+TAILS = "0123456789abcdef"
+KEPT = b'"do_remote_decode":true'
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [list(range(20, 540)), list(range(600, 609))],
+    "remote_engine_id": "0a0b0c0d-0000-4000-8000-000000000000",
+    "remote_request_id": "chatcmpl-0a0b0c0d-0000-4000-8000-000000000000-0-9522eda8",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+USAGE = {"prompt_tokens": 300, "completion_tokens": 1, "total_tokens": 301}
+CARDS = json.dumps({"object": "list", "data": [{"id": "fake-model", "object": "model"}]}).encode()
+
+
+def _answer(**fields: object) -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", "content": " word"}, "finish_reason": "length"}
+    body = json.dumps({"id": "chatcmpl-1", "choices": [choice], "usage": USAGE, **fields}).encode()
+    return _whole(body)
+
+
+def _whole(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+PREFILLED, ANSWERED = _answer(kv_transfer_params=PARAMS), _answer(kv_transfer_params=None)
+STREAMED = HEAD + TOKEN * CHUNKS + LAST
+PAGES = {b"/v1/models": _whole(CARDS), b"/version": _whole(b'{"version":"0.32.0"}')}
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            lines = head.lower().split(b"\r\n")
+            length = next((int(one[15:]) for one in lines if one.startswith(b"content-length:")), 0)
+            body = await reader.readexactly(length)
+            if head.startswith(b"GET"):
+                writer.write(PAGES.get(head.split(b" ", 2)[1], NOT_FOUND))
+            elif KEPT in body[:200]:
+                writer.write(PREFILLED)
+            else:
+                writer.write(STREAMED if b'"stream":true' in body else ANSWERED)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+def engine_process(pipe: Connection) -> None:
+    """Two engines; says their ports, and ends when the pipe does."""
+
+    async def main() -> None:
+        servers = [await asyncio.start_server(_serve, "127.0.0.1", 0) for _ in range(2)]
+        pipe.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.to_thread(pipe.poll, None)
+
+    uvloop.run(main())
+
+
+class Router:
+    """One ``kvatlas serve``, and its figures."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, ops_port: int) -> None:
+        self.process = process
+        self.port = port
+        self._ops = f"http://127.0.0.1:{ops_port}"
+
+    def ready(self) -> bool:
+        """Its engines' events are known. Raises ``RuntimeError`` where it has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError("the router did not start")
+        try:
+            with urllib.request.urlopen(f"{self._ops}/kvatlas/engines", timeout=10) as answer:
+                return all(one["up"] and one["feed_state"] == "ready" for one in json.load(answer))
+        except OSError:
+            return False
+
+    def handoffs(self) -> float:
+        """Requests that had two legs; 0 where no engine computes prompts for others."""
+        with urllib.request.urlopen(f"{self._ops}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith("kvatlas_pd_handoffs_total ")]
+        return float(found[0].split()[1]) if found else 0.0
+
+
+@contextmanager
+def routers() -> Iterator[tuple[Router, Router]]:
+    """Before both engines, and before the decode engine alone."""
+    with ExitStack() as stack:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=engine_process, args=(theirs,), daemon=True
+        )
+        process.start()
+        stack.callback(process.terminate)
+        engines = []
+        for role, port, events in zip(("prefill", "decode"), ours.recv(), EVENT_PORTS, strict=True):
+            words = [sys.executable, "-m", "benchmarks.fake_engine_events", str(DEMO_TOKENIZER_DIR)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            publisher = subprocess.Popen([*words, str(events)], **pipes)  # type: ignore[call-overload]
+            stack.callback(publisher.communicate)  # its standard input closes
+            if not publisher.stdout.readline():
+                raise RuntimeError("the event publisher did not start")
+            where = f"events=tcp://127.0.0.1:{events},replay=tcp://127.0.0.1:{events + 1}"
+            engines.append(f"http://127.0.0.1:{port},{where},role={role}")
+        alone = engines[1].removesuffix(",role=decode")
+        known = zip((engines, [alone]), ROUTER_PORTS, strict=True)
+        made = [stack.enter_context(_router(told, *ports)) for told, ports in known]
+        while not all(one.ready() for one in made):
+            time.sleep(0.2)
+        yield made[0], made[1]
+
+
+@contextmanager
+def _router(engines: list[str], port: int, ops_port: int) -> Iterator[Router]:
+    words = [sys.executable, "-m", "router", "serve", "--tokenizer", str(DEMO_TOKENIZER_DIR)]
+    words += ["--port", str(port), "--ops-port", str(ops_port), "--log-level", "warning"]
+    for told in engines:
+        words += ["--engine", told]
+    free = {"pd.min_remote_tokens": 0, "pd.leg_overhead_s": 0, "pd.transfer_s_per_token": 0}
+    for name, value in {**free, "pd.decode_delay_weight": 1000}.items():
+        words += ["--set", f"{name}={value}"]
+    process = subprocess.Popen(words)
+    try:
+        yield Router(process, port, ops_port)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _client(port: int, requests: Iterator[bytes], until_s: float) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    done = 0
+    while time.monotonic() < until_s:
+        writer.write(next(requests))
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(head.decode())
+        length = [one for one in head.lower().split(b"\r\n") if one.startswith(b"content-length:")]
+        if length:
+            await reader.readexactly(int(length[0][15:]))
+        else:
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        done += 1
+    writer.close()
+    return done
+
+
+async def load(router: Router, requests: Iterator[bytes], seconds: float) -> tuple[float, float]:
+    """Microseconds of CPU per request, and how many had two legs."""
+    before, handoffs = cpu_s(router.process.pid), router.handoffs()
+    until_s = time.monotonic() + seconds
+    done = sum(await asyncio.gather(*(_client(router.port, requests, until_s) for _ in range(CONNECTIONS))))
+    used = cpu_s(router.process.pid) - before
+    return 1e6 * used / done, (router.handoffs() - handoffs) / done
+
+
+def requests(size: int, *, stream: bool) -> Iterator[bytes]:
+    """The load generator's chats, in turn."""
+    made = []
+    for session, tail in itertools.product(range(SESSIONS), TAILS):
+        body = session_body(session, size, stream=stream, max_tokens=200, tail=tail)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n"
+        made.append(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    return itertools.cycle(made)
+
+
+async def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    with routers() as (two, one):
+        for size, stream in itertools.product((1024, 32768), (False, True)):
+            sent = requests(size, stream=stream)
+            for router in (two, one):
+                await load(router, sent, args.seconds)  # prompts are read for the first time
+            rounds = [[await load(r, sent, args.seconds) for r in (two, one)] for _ in range(args.rounds)]
+            us = [statistics.median(each[arm][0] for each in rounds) for arm in (0, 1)]
+            more = statistics.median(each[0][0] - each[1][0] for each in rounds)
+            share = statistics.median(each[0][1] for each in rounds)
+            line = f"{size // 1024} KB {'stream' if stream else 'answer'}: two legs {us[0]:.0f} us, "
+            print(line + f"one {us[1]:.0f} us, more {more:.0f} us; {share:.0%} had two", flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

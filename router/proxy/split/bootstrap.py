@@ -1,0 +1,39 @@
+"""Asks a Mooncake bootstrap server which engine is there, over the proxy's own connections."""
+
+from __future__ import annotations
+
+from router.http.client.connection import UpstreamError
+from router.http.client.pool import UpstreamClient
+from router.proxy.headers import request_head
+
+_TIMEOUT_S = 5.0
+_ANSWER_BYTES_MAX = 1 << 20
+
+
+class Bootstrap:
+    """Implements ``router.pd.transfer.Query``."""
+
+    def __init__(self, client: UpstreamClient) -> None:
+        self._client = client
+
+    async def __call__(self, base_url: str) -> bytes:
+        """See ``Query``."""
+        origin = self._client.origin(base_url)
+        head = request_head("GET", b"/query", origin.host_header, [], own=(), length=None)
+        try:
+            answer = await self._client.exchange(origin, "GET", head, b"", _TIMEOUT_S)
+        except UpstreamError as error:
+            raise OSError(f"{base_url}: {error.reason}") from None
+        try:
+            content = b""
+            while data := await answer.read():
+                content += data
+                if len(content) > _ANSWER_BYTES_MAX:
+                    raise OSError(f"{base_url}: more than {_ANSWER_BYTES_MAX} bytes")
+        except UpstreamError as error:
+            raise OSError(f"{base_url}: {error.reason}") from None
+        finally:
+            self._client.done(answer)
+        if answer.status != 200:
+            raise OSError(f"{base_url}: status {answer.status}")
+        return content

@@ -1,0 +1,163 @@
+"""The sidecar as one ASGI application: what the proxy does, with one engine to answer and others to help.
+
+Health, metrics and readiness are on the ops port, since on the public one ``/health`` and ``/metrics`` are
+the engine's: routers ask it through the sidecar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, ProcessCollector
+from prometheus_client.metrics_core import Metric
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from router import __version__
+from router.api.metrics.families import of_each, of_stats
+from router.api.metrics.page import build_info, of_requests, render
+from router.api.ops import OpsPort, ops_authenticator
+from router.config.errors import ConfigError
+from router.config.schema import Config
+from router.fleet.calls import EngineCalls, hold_engine_tls
+from router.fleet.desired import Roster
+from router.fleet.discovery import FleetSources
+from router.fleet.identity import endpoint_of
+from router.http.server.lifespan import lifespan
+from router.http.server.stats import ListenStats
+from router.http.tls import Certificates
+from router.observe.requests import RequestTracker
+from router.observe.traces import Traces
+from router.pd.stats import PdStats
+from router.proxy.app import ProxyApp
+from router.proxy.paths import OBSERVED
+from router.sidecar.allowed import Allowed
+from router.sidecar.placer import SidecarPlacer
+
+
+class Sidecar:
+    """Raises ``ConfigError`` where it may ask no prefill engine at all."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        own = config.sidecar
+        if not own.prefills and not config.fleet.discovers:
+            raise ConfigError(
+                "sidecar.prefills: no prefill engine may be asked; give HOST:PORT or NETWORK:PORT, or a "
+                "source of engines (fleet.kubernetes.selector, fleet.dns.names or fleet.file.path)"
+            )
+        self.config = config
+        self.allowed = _allowed(own.prefills)
+        self.pd_stats = PdStats()
+        self.listen_stats = ListenStats()
+        self.draining: Callable[[], bool] = lambda: False
+        self._engine = own.engine.rstrip("/")
+        self._roster = Roster(engines_max=config.fleet.engines_max)
+        self._sources = FleetSources((), config.fleet, self._roster, changed=self._list)
+        self.certificates = Certificates()
+        tls = hold_engine_tls(self.certificates, config.fleet.tls)
+        self._calls = EngineCalls(
+            {},
+            tls,
+            answer_bytes_max=config.fleet.answer_bytes_max,
+            health_timeout_s=config.fleet.poll_timeout_s,
+        )
+        self._traces = Traces(config.traces) if config.traces.endpoint else None
+        requests = RequestTracker(
+            clock, here=lambda _: True, log=config.server.log_requests, traces=self._traces
+        )
+        placer = SidecarPlacer(
+            self._engine,
+            self.allowed,
+            scheme="https" if own.prefill_tls else "http",
+            stats=self.pd_stats,
+            clock=clock,
+        )
+        passed = config.proxy.passed_paths | OBSERVED
+        self.proxy = ProxyApp(
+            placer,
+            msgspec.structs.replace(config.proxy, passed_paths=passed),
+            clock=clock,
+            requests=requests,
+            tls=tls,
+            pd=config.pd,
+            pd_stats=self.pd_stats,
+        )
+        server = config.server
+        self.ops = OpsPort(
+            Starlette(
+                routes=[
+                    Route("/health", self._health),
+                    Route("/ready", self._ready),
+                    Route("/metrics", self._metrics),
+                ]
+            ),
+            host=server.ops_host,
+            port=server.ops_listens_on,
+            authenticator=ops_authenticator(
+                config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock
+            ),
+        )
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """ASGI 3."""
+        if scope["type"] == "lifespan":
+            await lifespan(self.running(), receive, send)
+        else:
+            await self.proxy(scope, receive, send)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything that works in the background, for as long as the context lasts."""
+        async with self._calls.open(), self.ops.listening(), asyncio.TaskGroup() as tasks:
+            works = [tasks.create_task(work) for work in (self._sources.run(), self.certificates.watch())]
+            try:
+                yield
+            finally:
+                for work in works:
+                    work.cancel()
+                if self._traces is not None:
+                    await asyncio.to_thread(self._traces.close)
+                self.proxy.close()
+
+    def _list(self) -> None:
+        engines = self._roster.wanted().engines
+        self.allowed.listed = frozenset(endpoint_of(e.base_url) for e in engines if e.prefills)
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether its engine answers; without prefill engines it serves all the same."""
+        if self.draining():
+            return JSONResponse({"ready": False, "reason": "draining"}, 503)
+        if not await self._calls.healthy(self._engine):
+            return JSONResponse({"ready": False, "reason": f"{self._engine}/health does not say 200"}, 503)
+        return JSONResponse({"ready": True, "reason": ""})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(render(self._families()), media_type=CONTENT_TYPE_LATEST)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from ProcessCollector(registry=None).collect()
+        yield from build_info()
+        yield from of_requests(self.proxy.requests)
+        yield from of_stats("proxy", self.proxy.stats)
+        yield from of_stats("listen", self.listen_stats)
+        yield from of_stats("pd", self.pd_stats)
+        yield from of_each("source", "source", self._sources.stats)
+        if self._traces is not None:
+            yield from of_stats("traces", self._traces.stats)
+
+
+def _allowed(patterns: tuple[str, ...]) -> Allowed:
+    try:
+        return Allowed(patterns)
+    except ValueError as error:
+        raise ConfigError(f"sidecar.prefills: {error}") from None

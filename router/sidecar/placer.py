@@ -1,0 +1,133 @@
+"""Where a request goes that reached the sidecar: always to the engine beside it, and before that to one that
+computes its prompt, if the request names one that may.
+
+What is always true of both requests (``router.proxy.split``) is so here: it is the same code. What came of a
+first request is told to the picker in the answer's head (``router.pd.sidecar``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from router.openai.apis import PROMPT_APIS
+from router.openai.errors import no_ready_engine
+from router.openai.members import TooManyStepsError, at_leisure
+from router.openai.request import InboundRequest, Usage
+from router.pd.bodies import SplitBody, split_body
+from router.pd.course import Course
+from router.pd.sidecar import PREFILLERS, Prefilled, read_prefillers, tell
+from router.pd.stats import PdStats
+from router.proxy.attempt import Attempt
+from router.proxy.breaker import Breaker
+from router.sidecar.allowed import Allowed
+
+_BREAKERS_MAX = 1024
+
+
+class SidecarPlacer:
+    """Implements ``Placer``. ``engine``: base URL of the engine beside it; ``scheme``: of prefill engines."""
+
+    def __init__(
+        self, engine: str, allowed: Allowed, *, scheme: str, stats: PdStats, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._allowed = allowed
+        self._scheme = scheme
+        self._stats = stats
+        self._clock = clock
+        self._breaker = Breaker()
+        self._breakers: OrderedDict[str, Breaker] = OrderedDict()
+        """Of prefill engines, the one asked last at the end."""
+
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+    ) -> Attempt:
+        """See ``Placer``."""
+        if self._engine in exclude:
+            raise no_ready_engine("The engine beside this sidecar did not answer; retry shortly.")
+        named = read_prefillers(request.headers)
+        found, why = self._find(request, named, exclude, course)
+        body = None
+        if found is not None:
+            body, why = await self._read(request)
+        if body is None or found is None:
+            if why:
+                self._stats.count(self._stats.whole, why)
+            return self._alone(request)
+        helper = _Helper(
+            found, f"{self._scheme}://{found}", self._breaker_of(found), request, now=self._clock
+        )
+        return _Answerer(self._engine, self._breaker, request, self._clock, body, helper, named.index(found))
+
+    def _alone(self, request: InboundRequest) -> Attempt:
+        attempt = Attempt(self._engine, self._engine, self._breaker, request, now=self._clock)
+        if any(name == PREFILLERS for name, _ in request.headers):
+            attempt.client_headers = (tell(Prefilled(None, None)),)
+        return attempt
+
+    def _find(
+        self, request: InboundRequest, named: list[str], exclude: frozenset[str], course: Course | None
+    ) -> tuple[str | None, str]:
+        """The engine that computes the prompt, or why there is none; "": it has no prompt."""
+        if request.method != "POST" or request.path not in PROMPT_APIS:
+            return None, ""
+        if course is not None and not course.splits:
+            return None, "retried"
+        if not named:
+            return None, "local"
+        may = [endpoint for endpoint in named if endpoint in self._allowed]
+        if not may:
+            self._stats.prefillers_refused += 1
+            return None, "not_allowed"
+        now = self._clock()
+        able = (e for e in may if e not in exclude and self._breaker_of(e).allows(now))
+        return next(able, None), "no_prefill_engine"
+
+    async def _read(self, request: InboundRequest) -> tuple[SplitBody | None, str]:
+        try:
+            body = await at_leisure(split_body(request.path, request.body))
+        except TooManyStepsError:
+            return None, "body"
+        return (None, body.whole) if body.whole else (body, "")
+
+    def _breaker_of(self, endpoint: str) -> Breaker:
+        breaker = self._breakers.pop(endpoint, None) or Breaker()
+        self._breakers[endpoint] = breaker
+        if len(self._breakers) > _BREAKERS_MAX:
+            self._breakers.popitem(last=False)
+        return breaker
+
+
+class _Helper(Attempt):
+    """The prompt's computation."""
+
+    __slots__ = ("cached_tokens",)
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        self.cached_tokens = None if usage is None else usage.cached_tokens
+
+
+class _Answerer(Attempt):
+    """The answer, by an engine that is told what the helper holds."""
+
+    __slots__ = ("_helper", "_place")
+
+    def __init__(
+        self,
+        engine: str,
+        breaker: Breaker,
+        request: InboundRequest,
+        clock: Callable[[], float],
+        body: SplitBody,
+        helper: _Helper,
+        place: int,
+    ) -> None:
+        super().__init__(engine, engine, breaker, request, now=clock, later=True)
+        self.body = body
+        self.prefill = self._helper = helper
+        self._place = place
+
+    def handed_over(self, gap_s: float) -> None:
+        """See ``Attempt``."""
+        self.client_headers = (tell(Prefilled(self._place, self._helper.cached_tokens)),)

@@ -1,0 +1,119 @@
+"""Through a real Envoy: the picker chooses a pair, a sidecar beside the decode engine asks both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from publisher.engine import SimulatedEngine
+from router.fleet.identity import EngineAddress
+from router.pd.settings import PdSettings
+from tests.router.app.test_prefill_decode import busy
+from tests.router.epp.test_envoy import FORMS, epp, port_of
+from tests.support.envoy import Envoy, envoy, program
+from tests.support.sidecars import SidecarRig, completion, endpoint, sidecar
+from tests.support.waiting import run, until
+from tests.support.whole_router import Rig, configure, routing, running
+
+pytestmark = pytest.mark.envoy
+P: dict[str, Any] = {"role": "prefill"}
+D: dict[str, Any] = {"role": "decode"}
+SPLITS = PdSettings(min_remote_tokens=64, leg_overhead_s=0.0, transfer_s_per_token=0.0)
+PATH = "/v1/completions"
+
+
+@pytest.fixture(autouse=True)
+def _needs_envoy() -> None:
+    program()
+
+
+@asynccontextmanager
+async def apart(
+    folder: Path, *prefills: dict[str, Any], pd: PdSettings = SPLITS, decode: dict[str, Any] = D
+) -> AsyncIterator[tuple[Rig, Envoy, SidecarRig, list[SimulatedEngine]]]:
+    """Prefill engines, a decode engine behind its sidecar, picker and gateway."""
+    async with running(*prefills, decode) as (*ps, d), sidecar(d, *ps, pd=pd) as beside:
+        behind = EngineAddress(beside.url, role="decode")
+        helpers = [EngineAddress(p.base_url, role="prefill") for p in ps]
+        config = configure(*helpers, behind, epp=epp(sidecar=True), pd=pd)
+        async with routing(config) as rig:
+            names = [*map(endpoint, ps), beside.endpoint]
+            async with envoy(folder, names, [port_of(rig)]) as through:
+                yield rig, through, beside, [*ps, d]
+                await until(lambda: rig.idle, "every request has ended")
+                rig.check_books()
+
+
+def legs(rig: Rig) -> list[tuple[str, str, str]]:
+    return [(one.leg, one.engine_id, one.outcome) for one in rig.router.accounts.receipts.latest]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_engines_serve_and_the_receipts_are_theirs(tmp_path: Path, form: str, stream: bool) -> None:
+    async def main() -> None:
+        async with apart(tmp_path, P) as (rig, through, beside, (p, _)):
+            asked = completion(1, stream=stream)
+            if stream:
+                asked["stream_options"] = {"include_usage": True}
+            longer = {**asked, "prompt": asked["prompt"] + completion(2, 500)["prompt"]}
+            for body in (asked, longer):
+                with busy(rig):
+                    status, headers, answer = await through.ask(form, PATH, body)
+                assert status == 200, answer
+                assert headers["x-kvatlas-prefill-engine"] == p.base_url
+                await until(lambda: rig.idle, "the receipts are written")
+                await rig.caught_up(p)
+            assert beside.sidecar.pd_stats.handoffs == 2
+            assert rig.router.proxy.pd_stats.split == 2
+            prefills = [one for one in rig.router.accounts.receipts.latest if one.leg == "prefill"]
+            assert [one.outcome for one in prefills] == ["exact", "exact"]
+            assert [(one.actual_tokens or 0) > 600 for one in prefills] == [False, True]
+            assert [one.ttft_s is not None for one in prefills] == [stream, stream]
+
+    run(main())
+
+
+def test_a_client_steers_nobody(tmp_path: Path) -> None:
+    """Its own field names an engine that it may ask; the picker wants one engine alone."""
+
+    async def main() -> None:
+        async with apart(tmp_path, P) as (_, through, beside, (p, _)):
+            for form in FORMS:
+                own = {"x-prefiller-host-port": endpoint(p)}
+                body = completion(1, 100, n=2, temperature=1.0)
+                status, _, _ = await through.ask(form, PATH, body, headers=own)
+                assert status == 200
+            assert beside.sidecar.pd_stats.whole == {"local": len(FORMS)}
+            assert beside.sidecar.pd_stats.split == 0
+
+    run(main())
+
+
+def test_a_prefill_engine_that_dies_costs_no_answer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with apart(tmp_path, {**P, "dies_at": "before_answer"}) as (rig, through, beside, _):
+            with busy(rig):
+                status, _, answer = await through.ask("original_dst", PATH, completion(1))
+            assert status == 200, answer
+            await until(lambda: rig.idle, "the receipts are written")
+            assert [leg for leg, _, _ in legs(rig)] == ["decode"]
+            assert beside.sidecar.pd_stats.handoffs == 0
+
+    run(main())
+
+
+def test_the_second_choice_computes_where_the_first_one_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with apart(tmp_path, {**P, "dies_at": "before_answer"}, P) as (rig, through, beside, _):
+            for number in range(4):  # one of them meets it
+                with busy(rig):
+                    status, _, answer = await through.ask("override_host", PATH, completion(number))
+                assert status == 200, answer
+            assert beside.sidecar.pd_stats.handoffs == 4
+
+    run(main())

@@ -1,0 +1,33 @@
+"""What runs for the shared index ends when it is cancelled, also where something happens at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.replication.redis.client import Client
+from router.replication.redis.settings import SharedSettings
+from router.replication.writer.mirror import MirroredIndex
+from tests.support.waiting import run
+
+
+async def rounds(count: int) -> None:
+    """So many turns of the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_writer_that_is_cancelled_ends_whatever_changed_just_before(turns: int) -> None:
+    async def main() -> None:
+        mirror = MirroredIndex(Client(SharedSettings(url="redis://127.0.0.1:1")), "tiny")
+        writing = asyncio.ensure_future(mirror.run())
+        await rounds(10)
+        mirror._changed()
+        await rounds(turns)
+        writing.cancel()
+        await rounds(20)
+        assert writing.cancelled()
+
+    run(main())

@@ -1,0 +1,264 @@
+"""The sidecar before a simulated decode engine: right answers whatever fails, and nobody asked who may not
+be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from publisher.simulator.text import WRONG_MARK
+from router.config.errors import ConfigError
+from router.config.schema import Config, ServerConfig
+from router.fleet.settings import FileSettings, FleetSettings
+from router.pd.settings import PdSettings, SidecarSettings
+from router.sidecar.run import check
+from tests.support.ports import free_port
+from tests.support.sidecars import completion, endpoint, sidecar
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, running
+
+P: dict[str, Any] = {"role": "prefill"}
+D: dict[str, Any] = {"role": "decode"}
+TEXT = "Once upon a time there was a sidecar that asked two engines for one answer. " * 20
+
+
+def words(answer: dict[str, Any]) -> Any:
+    choices = answer.get("choices") or answer["content"]
+    return msgspec.json.decode(msgspec.json.encode(choices))
+
+
+async def alone(body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    async with running({}) as (engine,), sidecar(engine, "p:1") as beside:
+        status, answer, told = await beside.ask(body, path=path)
+        assert (status, told) == (200, None), answer
+        return words(answer)
+
+
+def test_the_answer_is_that_of_one_engine_and_says_who_computed_the_prompt() -> None:
+    async def main() -> None:
+        expected = await alone(completion(1))
+        async with running(P, D) as (p, d), sidecar(d, p) as beside:
+            status, answer, told = await beside.ask(completion(1), endpoint(p))
+            assert (status, words(answer), told) == (200, expected, "0 0")
+            longer = {**completion(1), "prompt": completion(1)["prompt"] + completion(2, 300)["prompt"]}
+            _, answer, told = await beside.ask(longer, endpoint(p))
+            assert told == f"0 {answer['usage']['prompt_tokens_details']['cached_tokens']}"
+            assert told != "0 0"
+            stats = beside.sidecar.pd_stats
+            assert (stats.split, stats.handoffs, stats.whole) == (2, 2, {})
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_and_streams(stream: bool) -> None:
+    async def main() -> None:
+        body = {"model": MODEL, "max_tokens": 6, "messages": [{"role": "user", "content": TEXT}]}
+        async with running(P, D) as (p, d), sidecar(d, p) as beside:
+            asked = {**body, "stream": stream}
+            status, answer, told = await beside.ask(asked, endpoint(p), path="/v1/chat/completions")
+            assert (status, told) == (200, "0 0")
+            if stream:
+                assert answer.endswith("data: [DONE]\n\n")
+            assert WRONG_MARK not in str(answer)
+
+    run(main())
+
+
+def test_without_the_field_the_engine_is_asked_alone() -> None:
+    async def main() -> None:
+        async with running(P, D) as (p, d), sidecar(d, p) as beside:
+            status, _, told = await beside.ask(completion(1))
+            assert (status, told) == (200, None)
+            assert beside.sidecar.pd_stats.whole == {"local": 1}
+            pages = {"/health": "", "/metrics": "vllm:", "/version": "0.", "/v1/models": MODEL}
+            for path, part in pages.items():
+                status, text = await beside.get(path)
+                assert (status, part in text) == (200, True), path
+            status, _ = await beside.get("/server_info")
+            assert status == 403
+
+    run(main())
+
+
+class Silent:
+    """A server that reads what comes and answers nothing."""
+
+    def __init__(self) -> None:
+        self.read = b""
+        self.left = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            self.read += data
+        self.left = True
+        writer.close()
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[Silent, str]]:
+    said = Silent()
+    async with await asyncio.start_server(said.serve, "127.0.0.1", 0) as server:
+        yield said, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def test_an_engine_that_may_not_be_asked_never_is() -> None:
+    """A client that writes the field itself gets nobody to connect to its address."""
+
+    async def main() -> None:
+        expected = await alone(completion(1))
+        async with silent() as (trap, address), running(P, D) as (p, d), sidecar(d, p) as beside:
+            status, answer, told = await beside.ask(completion(1), address)
+            assert (status, words(answer), told) == (200, expected, "- -")
+            status, _, told = await beside.ask(completion(2), address, endpoint(p))
+            assert (status, told) == (200, "1 0")
+            stats = beside.sidecar.pd_stats
+            assert (stats.prefillers_refused, stats.whole) == (1, {"not_allowed": 1})
+            assert trap.read == b""
+
+    run(main())
+
+
+@pytest.mark.parametrize("point", ["before_answer", "after_answer"])
+def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
+    async def main() -> None:
+        expected = await alone(completion(1))
+        async with running({**P, "dies_at": point}, D) as (p, d), sidecar(d, p) as beside:
+            status, answer, told = await beside.ask(completion(1), endpoint(p))
+            assert (status, words(answer), told) == (200, expected, "- -")
+
+    run(main())
+
+
+def test_the_next_one_of_the_list_is_asked() -> None:
+    async def main() -> None:
+        dead = f"127.0.0.1:{free_port()}"
+        async with running(P, D) as (p, d), sidecar(d, p, dead) as beside:
+            status, _, told = await beside.ask(completion(1), dead, endpoint(p))
+            assert (status, told) == (200, "1 0")
+            assert beside.sidecar.pd_stats.prefill_failures == {"refused": 1}
+
+    run(main())
+
+
+def test_blocks_whose_lease_is_nearly_over_are_not_fetched() -> None:
+    async def main() -> None:
+        pd = PdSettings(lease_s=1e-6, lease_margin_s=0.0)
+        async with running(P, D) as (p, d), sidecar(d, p, pd=pd) as beside:
+            status, answer, told = await beside.ask(completion(1), endpoint(p))
+            assert (status, told, WRONG_MARK in str(answer)) == (200, "- -", False)
+            stats = beside.sidecar.pd_stats
+            assert (stats.split, stats.leases_late, stats.handoffs) == (2, 2, 0)
+
+    run(main())
+
+
+def test_engines_that_refuse_each_other_cost_no_answer() -> None:
+    """The picker has taken care of versions; told of others all the same, the sidecar goes on."""
+
+    async def main() -> None:
+        async with running({**P, "version": "0.31.0"}, D) as (p, d), sidecar(d, p) as beside:
+            status, _, told = await beside.ask(completion(1), endpoint(p))
+            assert (status, told) == (200, "- -")
+            assert beside.sidecar.pd_stats.handoffs_spent == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"), [({"n": 2, "temperature": 1.0}, "n"), ({"use_beam_search": True, "n": 2}, "n")]
+)
+def test_what_cannot_be_split_is_not(fields: dict[str, Any], why: str) -> None:
+    async def main() -> None:
+        async with running(P, D) as (p, d), sidecar(d, p) as beside:
+            _, _, told = await beside.ask(completion(1, **fields), endpoint(p))
+            assert (told, beside.sidecar.pd_stats.whole) == ("- -", {why: 1})
+
+    run(main())
+
+
+def test_a_clients_parameters_reach_no_engine() -> None:
+    async def main() -> None:
+        async with running(P, D) as (p, d), sidecar(d, p) as beside:
+            killing = completion(1, kv_transfer_params={"do_remote_prefill": True})
+            for named in ((), (endpoint(p),)):
+                status, _, _ = await beside.ask(killing, *named)
+                assert status == 200
+
+    run(main())
+
+
+def test_a_client_that_leaves_closes_the_open_request() -> None:
+    """The prefill engine was not told the rank that was chosen: that is of the engine that answers."""
+
+    async def main() -> None:
+        async with silent() as (p, address), running(D) as (d,), sidecar(d, address) as beside:
+            headers = {"x-data-parallel-rank": "3"}
+            asked = asyncio.ensure_future(beside.ask(completion(1), address, **headers))
+            await until(lambda: b'"max_tokens": 1' in p.read or b'"max_tokens":1' in p.read, "it is asked")
+            assert b"x-request-id" in p.read
+            assert b"x-data-parallel-rank" not in p.read
+            assert b"x-prefiller-host-port" not in p.read
+            asked.cancel()
+            await until(lambda: p.left, "the connection is closed")
+            await until(
+                lambda: beside.sidecar.proxy.stats.clients_gone == 1, "and the client is known to be gone"
+            )
+
+    run(main())
+
+
+def test_health_readiness_and_metrics_are_on_a_port_of_their_own() -> None:
+    async def main() -> None:
+        async with running(P, D) as (p, d), sidecar(d, p) as beside:
+            await beside.ask(completion(1), endpoint(p))
+            assert (await beside.get("/health", ops=True))[0] == 200
+            assert (await beside.get("/ready", ops=True))[0] == 200
+            _, page = await beside.get("/metrics", ops=True)
+            assert "kvatlas_pd_handoffs_total 1.0" in page
+            assert "kvatlas_proxy_requests_total 1.0" in page
+            await d.stop()
+            status, text = await beside.get("/ready", ops=True)
+            assert (status, d.base_url in text) == (503, True)
+            status, _, _ = await beside.ask(completion(1))
+            assert status in {502, 503}
+
+    run(main())
+
+
+def test_a_source_of_engines_says_who_may_be_asked(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with running(P, D) as (p, d):
+            listed = tmp_path / "engines.toml"
+            listed.write_text(f'[[engines]]\nbase_url = "{p.base_url}"\nrole = "prefill"\n')
+            fleet = FleetSettings(file=FileSettings(path=str(listed)))
+            async with sidecar(d, fleet=fleet) as beside:
+                await until(lambda: bool(beside.sidecar.allowed.listed), "the file has been read")
+                _, _, told = await beside.ask(completion(1), endpoint(p))
+                assert told == "0 0"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sidecar": SidecarSettings()}, "sidecar.prefills"),
+        ({"sidecar": SidecarSettings(prefills=("10.0.0.1",))}, "sidecar.prefills"),
+        (
+            {
+                "sidecar": SidecarSettings(prefills=("p:1",)),
+                "server": ServerConfig(tls_cert_file="/none", tls_key_file="/none"),
+            },
+            "server.tls_cert_file",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_at_the_start(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        check(Config(**changes))
