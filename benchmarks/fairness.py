@@ -3,9 +3,9 @@
     python benchmarks/fairness.py [--seeds 8] [--engines 4] [--out F]
 
 Simulated engines of 8,000 prompt tokens per second behind the router's own placement and queue
-(``router.simulate``). The guest sends chats of its own at 10, 25 and 40 % of what the fleet can compute; the
-flood sends prompts nobody has, at ten times an equal share (five times what the fleet can compute), for the
-whole time. Three routers: none of it held (today's default), held first come first served, and held with
+(``router.simulate``). The guest sends chats of its own at 10, 25, 40 and 45 % of what the fleet can compute;
+the flood sends prompts nobody has, at ten times an equal share (five times what the fleet can compute), for
+the whole time. Three routers: none of it held (today's default), held first come first served, and held with
 shares by tenant. The report, Markdown, gives the guest's mean and p99 first-token time, and what the flood
 got.
 """
@@ -31,17 +31,18 @@ from router.simulate.workload.requests import Request
 SECONDS = 60.0
 TIMING = Timing(chunk_tokens=2048)
 TOKENS = 2048
-SHARES = (0.1, 0.25, 0.4)
+SHARES = (0.1, 0.25, 0.4, 0.45)
 ANSWER = 128
 GUEST, FLOOD = "guest", "flood"
 ALONE = "the guest alone"
 ARMS = {
     "no queue": ("kvatlas", True),
     "`saturation_s` 0.05, first come first served": ("kvatlas:hold=0.05", False),
-    "`saturation_s` 1, shares by tenant": ("kvatlas:hold=1", True),
-    "`saturation_s` 0.25, shares by tenant": ("kvatlas:hold=0.25", True),
-    "`saturation_s` 0.05, shares by tenant": ("kvatlas:hold=0.05", True),
-    "`saturation_s` 0.02, shares by tenant": ("kvatlas:hold=0.02", True),
+    "`saturation_s` 1, shares by tenant": ("kvatlas:hold=1+credit=2", True),
+    "`saturation_s` 0.25, shares by tenant": ("kvatlas:hold=0.25+credit=2", True),
+    "`saturation_s` 0.05, shares by tenant": ("kvatlas:hold=0.05+credit=2", True),
+    "`saturation_s` 0.02, shares by tenant": ("kvatlas:hold=0.02+credit=2", True),
+    "the same, `credit_s` 0": ("kvatlas:hold=0.02", True),
 }
 
 

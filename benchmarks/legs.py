@@ -1,12 +1,13 @@
 """What the second request of prefill and decode apart costs: CPU of the router's process per request.
 
-    python -m benchmarks.legs [--seconds 3] [--rounds 5]
+    python -m benchmarks.legs [--seconds 3] [--rounds 5] [--bytes 1024 32768]
 
 Two ``kvatlas serve`` stand before the same two cheap engines, which hold every session's prompt but for its
 end (``fake_engine_events``). One knows both, as prefill and decode, and asks both for each request; the other
-one knows the decode engine alone. They are loaded in turn, round after round, by connections that always have
-a request open: chats of 1 KB and 32 KB, with a short answer or a stream of eight chunks. One line per load:
-medians over the rounds, and the share of requests that had two legs. Goal: 100 us for the second one.
+one knows the decode engine alone, where one sequence runs all the time. They are loaded in turn, round after
+round, by connections that always have a request open: chats of 1 KB and 32 KB, with a short answer or a
+stream of eight chunks. One line per load: medians over the rounds, and the share of requests that had two
+legs. Goal: 100 us for the second one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ ROUTER_PORTS = ((19121, 19122), (19123, 19124))
 CHUNKS = 8
 TAILS = "0123456789abcdef"
 KEPT = b'"do_remote_decode":true'
+HELD = b'"max_tokens":7777'
+"""Of the one request that is never answered whole: a sequence that prefills at its engine would hold up."""
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -78,6 +81,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             body = await reader.readexactly(length)
             if head.startswith(b"GET"):
                 writer.write(PAGES.get(head.split(b" ", 2)[1], NOT_FOUND))
+            elif HELD in body:
+                writer.write(HEAD + TOKEN)
             elif KEPT in body[:200]:
                 writer.write(PREFILLED)
             else:
@@ -158,7 +163,7 @@ def _router(engines: list[str], port: int, ops_port: int) -> Iterator[Router]:
     for told in engines:
         words += ["--engine", told]
     free = {"pd.min_remote_tokens": 0, "pd.leg_overhead_s": 0, "pd.transfer_s_per_token": 0}
-    for name, value in {**free, "pd.decode_delay_weight": 1000}.items():
+    for name, value in {**free, "pd.decode_delay_weight": 1000, "proxy.idle_timeout_s": 3600}.items():
         words += ["--set", f"{name}={value}"]
     process = subprocess.Popen(words)
     try:
@@ -195,14 +200,25 @@ async def load(router: Router, requests: Iterator[bytes], seconds: float) -> tup
     return 1e6 * used / done, (router.handoffs() - handoffs) / done
 
 
+async def hold(port: int) -> asyncio.StreamWriter:
+    """The sequence that runs on; it is up to the caller to end it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_post(session_body(0, 256, stream=True, max_tokens=7777, tail="0")))
+    await reader.readuntil(b"data: ")
+    return writer
+
+
 def requests(size: int, *, stream: bool) -> Iterator[bytes]:
     """The load generator's chats, in turn."""
     made = []
     for session, tail in itertools.product(range(SESSIONS), TAILS):
-        body = session_body(session, size, stream=stream, max_tokens=200, tail=tail)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n"
-        made.append(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        made.append(_post(session_body(session, size, stream=stream, max_tokens=200, tail=tail)))
     return itertools.cycle(made)
+
+
+def _post(body: bytes) -> bytes:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 async def main() -> None:
@@ -210,9 +226,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bytes", type=int, nargs="+", default=[1024, 32768], choices=[1024, 32768])
     args = parser.parse_args()
     with routers() as (two, one):
-        for size, stream in itertools.product((1024, 32768), (False, True)):
+        held = [await hold(router.port) for router in (two, one)]
+        for size, stream in itertools.product(args.bytes, (False, True)):
             sent = requests(size, stream=stream)
             for router in (two, one):
                 await load(router, sent, args.seconds)  # prompts are read for the first time
@@ -222,6 +240,8 @@ async def main() -> None:
             share = statistics.median(each[0][1] for each in rounds)
             line = f"{size // 1024} KB {'stream' if stream else 'answer'}: two legs {us[0]:.0f} us, "
             print(line + f"one {us[1]:.0f} us, more {more:.0f} us; {share:.0%} had two", flush=True)
+        for writer in held:
+            writer.close()
 
 
 if __name__ == "__main__":

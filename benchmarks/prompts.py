@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from publisher.block_hash import HashScheme
-from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.body import peek
 from router.openai.request import InboundRequest
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
@@ -186,7 +186,7 @@ async def measure(tokenizer: Path, fast: str, seconds: float) -> PromptReader:
     reader = PromptReader({"m": config}, settings, no_engine)
     local = reader.local_model("m")
     assert local is not None
-    template = local.templates[False]
+    template = local.renderer.templates[False]
     print(f"{tokenizer.name}: {local.tokenizer.name}, {template.engine if template else None},", end="")
     print(f" loaded in {time.process_time() - start:.1f} s; microseconds of CPU:")
     text = Text()
@@ -233,6 +233,24 @@ def said(text: Text, content: Any, **more: Any) -> InboundRequest:
 
 def tool(name: str, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def next_turn(num_messages: int, chars: int, **more: Any) -> Callable[[Text], InboundRequest]:
+    """One conversation with another last question each time: all but the first are next turns. ``more`` goes
+    into an answer of the assistant's."""
+    base: list[dict[str, Any]] = []
+
+    def make(text: Text) -> InboundRequest:
+        if not base:
+            base.extend(turns(text, num_messages, chars))
+            base.append({"role": "assistant", "content": "Yes.", **more})
+        return chat_request([*base, {"role": "user", "content": text.take(100)}])
+
+    return make
 
 
 def nested(depth: int, value: Any) -> Any:
@@ -319,6 +337,23 @@ SHAPES: dict[str, Callable[[Text], InboundRequest]] = {
                 for n in range(5_000)
             ]
         },
+    ),
+    "900 KB of escapes": lambda text: said(text, text.take(9) + '\u00e9\n"\\' * 80_000),
+    "a text of 200,000 brackets": lambda text: said(text, text.take(9) + "[]{}" * 50_000),
+    "a message 900 deep": lambda text: request(
+        CHAT, {"messages": [{"role": "user", "content": text.take(60), "z": nested(900, 1)}] * 90}
+    ),
+    "a batch of 5,000 chats": lambda text: request(
+        BATCH, {"messages": [[{"role": "user", "content": text.take(60)}] for _ in range(5_000)]}
+    ),
+    "cohere: 8,000 messages": lambda text: request(
+        COHERE, {"messages": [{"role": "user", "content": text.take(40)} for _ in range(8_000)]}
+    ),
+    "next turn of 250 KB": next_turn(10, 250_000),
+    "next turn of 500 messages": next_turn(501, 100_000),
+    "next turn of 8,000 messages": next_turn(8_001, 160_000),
+    "next turn after calls of 40,000 lists": next_turn(
+        3, 900, tool_calls=[call(json.dumps({"a": [[] for _ in range(20_000)]}))] * 2
     ),
     "a body of 10 MB": chat_of(10, 9_500_000),
 }

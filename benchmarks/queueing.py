@@ -1,12 +1,14 @@
 """What holding requests in the router buys: arms that hold against today's, on fleets of simulated engines.
 
-    python benchmarks/queueing.py [--requests 1000] [--seeds 2] [--processes 1] [--runs F] [--out F]
+    python benchmarks/queueing.py [--trace TRACE.jsonl.gz] [--requests 1000] [--seeds 2]
+                                  [--pools 0.25,0.5,1] [--processes 1] [--runs F] [--out F]
 
-The cells are those of ``benchmarks/routing.py`` (tenants, agents that fan out, and chats; four cache layouts;
-pools of half of what the workload fills), at its higher load and at two far beyond it, where the fleet
-is saturated. An arm's name says what it holds back: ``hold`` is the queue in seconds beyond which an engine
-is saturated, ``ageing`` the order (0: arrival; k: arrival plus k times a request's own work), ``siblings``
-the part of a prompt that must be shared with one in flight to go at once. Runs go, one JSON line each, into
+The cells are those of ``benchmarks/routing.py`` (tenants, agents that fan out, chats, and the conversation
+trace where it is at hand; four cache layouts; pools of 25, 50 and 100 % of what the workload fills), at its
+higher load and at two far beyond it, where the fleet is saturated. An arm's name says what it holds back:
+``hold`` is the queue in seconds beyond which an engine is saturated, ``ageing`` the order (0: arrival; k:
+arrival plus k times a request's own work), ``siblings`` the part of a prompt that must be shared with one in
+flight to go at once. Runs go, one JSON line each, into
 ``--runs``; those there already for the same settings and number of requests are not run again. The report,
 Markdown, gives each arm's mean and p99 first-token time over those of the same draw without a queue
 (geometric mean over cells and seeds; below 1 is better), and its worst cell.
@@ -16,11 +18,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.routing import Cell, draw_of, put, run_missing, runs_in
+from benchmarks.routing import (
+    POOLS,
+    TRACE,
+    TRACE_VARIABLE,
+    Cell,
+    draw_of,
+    put,
+    run_missing,
+    runs_in,
+    with_trace,
+)
 from benchmarks.routing_report import Run
 from router.simulate.models import MODELS
 
@@ -37,22 +50,25 @@ ARMS = (
 )
 WORKLOADS = ("agents", "tenants", "chat")
 LOADS = (5.0, 2.5, 0.85)
-POOL = 0.5
 
 
 def report(runs: list[Run]) -> str:
-    """Tables by load: an arm per row, a workload per column."""
+    """Tables by pool and load: an arm per row, a workload per column."""
     lines = [
         (
             f"{len(runs)} runs of {runs[0].requests} requests, {len({run.seed for run in runs})} seeds, "
-            f"{len({run.model for run in runs})} cache layouts, pools of {POOL:.0%}, eight engines; "
+            f"{len({run.model for run in runs})} cache layouts, eight engines; "
             f"{runs[0].settings}."
         ),
         "Each number: first-token time over that of `kvatlas` without a queue, of the same draw.",
     ]
-    for load in sorted({run.load for run in runs}, reverse=True):
-        lines += ["", f"## Arrivals that would keep round robin busy for {load:.0%}", ""]
-        lines += list(_table([run for run in runs if run.load == load]))
+    for pool, load in sorted({(run.pool, run.load) for run in runs}, key=lambda at: (at[0], -at[1])):
+        lines += [
+            "",
+            f"### Pools of {pool:.0%}, arrivals that would keep round robin busy for {load:.0%}",
+            "",
+        ]
+        lines += list(_table([run for run in runs if (run.pool, run.load) == (pool, load)]))
     return "\n".join(lines) + "\n"
 
 
@@ -63,7 +79,7 @@ def _table(runs: list[Run]) -> Iterator[str]:
         if draw_of(run) in base:
             other = base[draw_of(run)]
             found[run.arm, run.workload].append((run.mean_s / other.mean_s, run.p99_s / other.p99_s))
-    workloads = [one for one in WORKLOADS if any(run.workload == one for run in runs)]
+    workloads = [one for one in (TRACE, *WORKLOADS) if any(run.workload == one for run in runs)]
     yield "| arm | " + " | ".join(f"{one}: mean, worst mean, p99" for one in workloads) + " |"
     yield "| --- " * (len(workloads) + 1) + "|"
     for arm in ARMS[1:]:
@@ -81,28 +97,41 @@ def _table(runs: list[Run]) -> Iterator[str]:
         yield "| `kvatlas`, mean | " + " | ".join(seconds) + " |"
 
 
+def _pools(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
 def _middle(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trace", default=os.environ.get(TRACE_VARIABLE))
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--pools", type=_pools, default=POOLS, help="parts of what a workload fills")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("queueing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
     options = parser.parse_args()
     runs = [run for run in runs_in(options.runs, options.requests) if run.arm in ARMS]
+    workloads = with_trace(options.trace, WORKLOADS)
     wanted = {
-        Cell(workload, model, POOL, load, seed): ARMS
+        Cell(workload, model, pool, load, seed): ARMS
         for seed in range(21, 21 + options.seeds)
-        for model in MODELS
         for load in LOADS
-        for workload in WORKLOADS
+        for pool in options.pools
+        for workload in workloads
+        for model in MODELS
     }
     runs += run_missing(
-        wanted, runs, count=options.requests, trace=None, processes=options.processes, into=options.runs
+        wanted,
+        runs,
+        count=options.requests,
+        trace=options.trace,
+        processes=options.processes,
+        into=options.runs,
     )
     put(report(runs), options.out)
 

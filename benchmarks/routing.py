@@ -146,12 +146,14 @@ def runs_in(path: Path, count: int) -> list[Run]:
     return [run for run in found if (run.requests, run.settings) == (count, settings_name())]
 
 
-def workloads_in(trace: str | None) -> list[str]:
+def with_trace(trace: str | None, others: Iterable[str]) -> list[str]:
+    """The workloads: the conversation trace before the others, where there is one; else a line says why
+    not."""
     if trace is not None and Path(trace).is_file():
-        return [TRACE, "agents", "tenants"]
+        return [TRACE, *others]
     told = f"{trace} is not a file" if trace else f"neither --trace nor {TRACE_VARIABLE} names it"
     sys.stderr.write(f"conversation trace left out: {told}\n")
-    return ["agents", "tenants"]
+    return list(others)
 
 
 def run_missing(
@@ -202,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     count, draws = (1000, 1) if options.quick else (options.requests, options.seeds)
     seeds = range(options.first_seed, options.first_seed + draws)
-    workloads = workloads_in(options.trace)
+    workloads = with_trace(options.trace, ("agents", "tenants"))
     runs = runs_in(options.runs, count)
     wanted = {cell: arms_in(cell) for cell in cells_of(workloads, seeds, quick=options.quick)}
     runs += run_missing(

@@ -58,9 +58,9 @@ _Around = tuple[bytes, bytes, bytes]
 
 def plain_hashes(
     token_ids: Sequence[int], size: int, algo: str, parent: bytes
-) -> tuple[list[bytes], list[int]] | None:
-    """The hashes of blocks without extra keys, and of each its last eight bytes as a number; ``parent``: the
-    hash before. None for ids or a block size whose serialization is another."""
+) -> tuple[bytes, list[int]] | None:
+    """The hashes of blocks without extra keys, joined, and of each its last eight bytes as a number;
+    ``parent``: the hash before. None for ids or a block size whose serialization is another."""
     try:
         numbers = np.asarray(token_ids, dtype=np.int64)
     except OverflowError:
@@ -86,7 +86,8 @@ def plain_hashes(
             full.append(parent)
             at = end
     words = len(parent) // 8
-    return full, np.frombuffer(b"".join(full), ">u8")[words - 1 :: words].tolist()
+    whole = b"".join(full)
+    return whole, np.frombuffer(whole, ">u8")[words - 1 :: words].tolist()
 
 
 def _written(numbers: npt.NDArray[np.int64], size: int, form: _Format) -> tuple[bytes, list[int]]:

@@ -143,14 +143,19 @@ class PromptHashes(list[BlockHash]):
         super().__init__(hashes)
         self.found = found
 
+    def first(self, num_hashes: int) -> PromptHashes:
+        """The hashes of a prompt that begins alike, in a list of its own."""
+        return PromptHashes(self[:num_hashes], None if self.found is None else self.found.first(num_hashes))
+
 
 class HashChain:
     """The hashes of one growing prompt; extending it hashes new blocks only.
 
-    ``full`` holds the whole hashes (needed to go on), ``hashes`` their 64-bit form, one per hash block.
+    ``hashes`` has their 64-bit form, one per hash block. The whole ones, which are needed to go on, stand one
+    after the other in one piece of memory: as objects, a fork of a thousand would touch each.
     """
 
-    __slots__ = ("_hash", "_parent", "extras", "full", "hashes", "scheme")
+    __slots__ = ("_hash", "_parent", "_whole", "extras", "hashes", "scheme")
 
     def __init__(
         self, scheme: HashScheme, extras: PromptExtras = NO_EXTRAS, *, parent: bytes | None = None
@@ -159,33 +164,51 @@ class HashChain:
         self.scheme = scheme
         self.extras = extras
         self._parent = parent
-        self.full: list[bytes] = []
+        self._whole = bytearray()
         self.hashes = PromptHashes()
         self._hash = hash_function(scheme.algo)
 
     def fork(self, num_blocks: int) -> HashChain:
         """A new chain that starts with this one's first ``num_blocks`` blocks."""
         other = HashChain(self.scheme, self.extras, parent=self._parent)
-        other.full = self.full[:num_blocks]
-        found = self.hashes.found
-        other.hashes = PromptHashes(
-            self.hashes[:num_blocks], None if found is None else found.first(num_blocks)
-        )
+        other._whole = self._whole[: self._digest_bytes * num_blocks]
+        other.hashes = self.hashes.first(num_blocks)
         return other
+
+    def cut(self, num_blocks: int) -> HashChain:
+        """``fork`` for a chain that nobody needs any more: it becomes the new one, and whole hashes are not
+        copied. Whoever was given its ``hashes`` keeps them as they were."""
+        del self._whole[self._digest_bytes * num_blocks :]
+        self.hashes = self.hashes.first(num_blocks)
+        return self
+
+    @property
+    def _digest_bytes(self) -> int:
+        return len(self._whole) // len(self.hashes) if self.hashes else 0
+
+    def whole(self, start: int = 0) -> list[bytes]:
+        """The whole hashes of all blocks from number ``start`` on."""
+        size = self._digest_bytes
+        return [bytes(self._whole[at : at + size]) for at in range(start * size, len(self._whole), size or 1)]
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Hash every block of ``token_ids`` (the whole prompt) not hashed yet; returns all hashes."""
-        size, full = self.scheme.hash_block_size, self.full
-        done, total = len(self.full), num_hash_blocks(len(token_ids), self.scheme)
+        size = self.scheme.hash_block_size
+        done, total = len(self.hashes), num_hash_blocks(len(token_ids), self.scheme)
         if done >= total:
             return self.hashes
-        parent = full[-1] if full else self._parent or self._hash(self.scheme.seed)
         plain = self._first_plain_block(done, total)
-        self._extend_each(token_ids, range(done * size, plain * size, size), parent)
+        if done < plain:
+            self._extend_each(token_ids, range(done * size, plain * size, size))
         if plain < total:
-            parent = full[-1] if full else parent
-            self._extend_plain(token_ids, range(plain * size, total * size, size), parent)
+            self._extend_plain(token_ids, range(plain * size, total * size, size))
         return self.hashes
+
+    def _last(self) -> bytes:
+        """What the next block's hash covers of those before."""
+        if not self.hashes:
+            return self._parent or self._hash(self.scheme.seed)
+        return bytes(self._whole[-self._digest_bytes :])
 
     def _first_plain_block(self, done: int, total: int) -> int:
         """From where on blocks are hashed together: none of them has extra keys, and it pays."""
@@ -198,7 +221,8 @@ class HashChain:
             plain = min(total, max(done, 1, *ends))
         return plain if total - plain >= _MANY_BLOCKS else total
 
-    def _extend_each(self, token_ids: Sequence[int], starts: range, parent: bytes) -> None:
+    def _extend_each(self, token_ids: Sequence[int], starts: range) -> None:
+        parent = self._last()
         digest, size = self._hash, self.scheme.hash_block_size
         plain = self.extras == NO_EXTRAS and not self.scheme.lookahead
         new = tuple(token_ids[starts.start : starts.stop])
@@ -207,21 +231,22 @@ class HashChain:
             extra = None if plain else _extra(token_ids, start, self.scheme, self.extras)
             parent = digest((parent, new[at * size : (at + 1) * size], extra))
             made.append(parent)
-        self.full += made
+        whole = b"".join(made)
+        self._whole += whole
         words = len(parent) // 8
-        last = struct.unpack(f">{words * len(made)}Q", b"".join(made))[words - 1 :: words]
+        last = struct.unpack(f">{words * len(made)}Q", whole)[words - 1 :: words]
         self.hashes += cast("tuple[BlockHash, ...]", last)
 
-    def _extend_plain(self, token_ids: Sequence[int], starts: range, parent: bytes) -> None:
+    def _extend_plain(self, token_ids: Sequence[int], starts: range) -> None:
         from publisher import block_bytes  # noqa: PLC0415  # numpy comes with it
 
         found = block_bytes.plain_hashes(
-            token_ids[starts.start : starts.stop], starts.step, self.scheme.algo, parent
+            token_ids[starts.start : starts.stop], starts.step, self.scheme.algo, self._last()
         )
         if found is None:
-            self._extend_each(token_ids, starts, parent)
+            self._extend_each(token_ids, starts)
             return
-        self.full += found[0]
+        self._whole += found[0]
         self.hashes += cast("list[BlockHash]", found[1])
 
 

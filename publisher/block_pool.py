@@ -128,6 +128,7 @@ class HybridBlockPool:
         budget_tokens: int | None = None,
         *,
         reach: Reach | None = None,
+        loads_states: bool = False,
         reserved_blocks: int = 0,
     ) -> int | None:
         """Take the hit of a waiting request and hold its blocks; returns its length in tokens.
@@ -137,10 +138,18 @@ class HybridBlockPool:
 
         ``reach`` tells how far a connector would load the prompt, given the hit. Where that is further, the
         request holds the blocks of the load too, ``loading_to`` is set, and ``loaded`` must follow before
-        anything is computed; a load leaves ``reserved_blocks`` free for the prompts that are under way.
+        anything is computed; a load leaves ``reserved_blocks`` free for the prompts that are under way. With
+        ``loads_states`` it brings the states of Mamba groups, whatever of them is here.
         """
         if request.started:
             raise ValueError("the request has been started already")
+        if loads_states and reach is not None:
+            part = self._finder.find_of_full(request.known_hashes(), request.num_tokens - 1)
+            end = reach(request, part.length)
+            if end > part.length:
+                request.shared_prefix_boundary = part.boundary
+                return self._start_load(request, part, end, reserved_blocks)
+            reach = None
         hit = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         request.shared_prefix_boundary = hit.boundary
         end = hit.length if reach is None else reach(request, hit.length)

@@ -20,6 +20,7 @@ class PoolRequest:
     __slots__ = (
         "_chain",
         "_hash_block_size",
+        "_whole",
         "allocated",
         "dropped",
         "extras",
@@ -58,9 +59,8 @@ class PoolRequest:
         if hashes is None:
             hashes = HashChain(scheme, extras)
         self._chain: HashChain | None = hashes if isinstance(hashes, HashChain) else None
-        self.hashes: Sequence[WireHash] = (
-            hashes if not isinstance(hashes, HashChain) else hashes.hashes if int_hashes else hashes.full
-        )
+        self.hashes: Sequence[WireHash] = hashes.hashes if isinstance(hashes, HashChain) else hashes
+        self._whole: list[WireHash] | None = None if int_hashes or self._chain is None else []
         self.forget_blocks(num_groups)
         self._cover()
 
@@ -103,6 +103,9 @@ class PoolRequest:
     def _cover(self) -> None:
         if self._chain is not None:
             self._chain.extend(self.token_ids)
+            if self._whole is not None:
+                self._whole += self._chain.whole(len(self._whole))
+                self.hashes = self._whole
         elif len(self.hashes) < len(self.token_ids) // self._hash_block_size:
             raise ValueError(
                 f"hashes cover {len(self.hashes) * self._hash_block_size} tokens of {len(self.token_ids)}"

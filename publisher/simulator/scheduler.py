@@ -244,7 +244,9 @@ class Scheduler:
         """Take the hit of a waiting request, and begin to load what another engine has of it."""
         connector = self.connector
         reach = 0 if connector is None else connector.reach(request)
-        hit = self._pool.start(pooled, budget, reach=(lambda _, hit: max(hit, reach)) if reach else None)
+        hit = self._pool.start(
+            pooled, budget, reach=(lambda _, hit: max(hit, reach)) if reach else None, loads_states=True
+        )
         if connector is None or not reach or hit is None:
             return hit
         connector.begin(request, pooled)

@@ -69,9 +69,12 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """``choices``, ``stop_reason`` (messages) and ``status`` (responses) tell what ended it."""
-
     kv_transfer_params: msgspec.Raw = _NULL
+
+
+class _Ending(msgspec.Struct, gc=False):
+    """What ended an answer: in ``choices``, in ``stop_reason`` (messages) or in ``status`` (responses)."""
+
     choices: list[_Choice] = []
     stop_reason: Any = None
     status: Any = None
@@ -89,6 +92,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
+_ENDING = msgspec.json.Decoder(_Ending)
 _PARAMS = msgspec.json.Decoder(_Params)
 _ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
 _ASKED = (
@@ -149,7 +153,7 @@ class Mooncake:
         bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
         try:
             entries = _ENTRIES.decode(await self._query(bootstrap))
-            cut_short = _ANSWER.decode(answer).cut_short
+            cut_short = _ENDING.decode(answer).cut_short
         except OSError:
             return "no connector"
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from publisher.events import BlockHash
-from router.prompts.cache import Entry
+from router.prompts.local.entry import Entry
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 
@@ -69,8 +69,8 @@ class Prompt:
         elif len(chain.hashes) == self.num_blocks(scheme):
             self._stats.blocks_reused += len(chain.hashes)
             return chain.hashes
-        self._stats.blocks_reused += len(chain.full)
-        self._stats.blocks_hashed += max(0, self.num_blocks(scheme) - len(chain.full))
+        self._stats.blocks_reused += len(chain.hashes)
+        self._stats.blocks_hashed += max(0, self.num_blocks(scheme) - len(chain.hashes))
         hashes = chain.extend(self._entry.ids)
         self._entry.chains[scheme] = chain
         return hashes
@@ -82,16 +82,15 @@ class Prompt:
     def num_new_blocks(self, scheme: HashScheme) -> int:
         """How many of them are not computed yet: about 2.5 us each."""
         chain = self._entry.chains.get(scheme)
-        return self.num_blocks(scheme) - (len(chain.full) if chain else 0)
+        return self.num_blocks(scheme) - (len(chain.hashes) if chain else 0)
 
-    def hashed_copy(self, scheme: HashScheme) -> HashChain:
-        """The complete chain, computed on a copy; for a worker thread."""
+    def forked_chain(self, scheme: HashScheme) -> HashChain:
+        """What is hashed so far, to be extended in a worker thread: a chain of its own, since another prompt
+        may take over this one's meanwhile."""
         chain = self._entry.chains.get(scheme)
-        copy = chain.fork(len(chain.full)) if chain else HashChain(scheme, self.extras)
-        copy.extend(self._entry.ids)
-        return copy
+        return chain.fork(len(chain.hashes)) if chain else HashChain(scheme, self.extras)
 
     def adopt(self, chain: HashChain) -> None:
-        """Take over what ``hashed_copy`` computed."""
+        """Take over a ``forked_chain`` that was extended."""
         self._stats.blocks_hashed += self.num_new_blocks(chain.scheme)
         self._entry.chains[chain.scheme] = chain

@@ -28,13 +28,16 @@ from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
 from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
-from router.prompts.cache import Entry, PrefixCache, cached_ids
-from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions
 from router.prompts.config import ModelPrompts, PromptSettings
-from router.prompts.local import LocalModel
+from router.prompts.local.cache import PrefixCache, cached_ids
+from router.prompts.local.entry import Entry
+from router.prompts.local.model import LocalModel
+from router.prompts.local.workers import Workers
 from router.prompts.model_dir import ModelDirError, load_model_dir
+from router.prompts.names import ANY_MODEL, ModelNames, ModelTarget
 from router.prompts.prompt import Prompt
+from router.prompts.remote.asking import Asking, EngineUrl
 from router.prompts.remote.engine_side import EngineSide, EngineTokens, Post, placed_items
 from router.prompts.remote.media import MediaMemory
 from router.prompts.remote.renderers import Renderers
@@ -47,10 +50,9 @@ from router.prompts.request import (
     decode_prompt,
     first_prompt,
 )
-from router.prompts.sizes import INLINE_BYTES_MAX, INLINE_VALUES_MAX, VALUES_MAX, compact, num_values
+from router.prompts.sizes import INLINE_BYTES_MAX, INLINE_VALUES_MAX, VALUES_MAX, has_many_values
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.truncation import ids_of
-from router.prompts.workers import Workers
 
 __all__ = [
     "ANY_MODEL",
@@ -62,22 +64,11 @@ __all__ = [
     "TextAffinity",
 ]
 
-ANY_MODEL = "*"
-"""Key of ``models`` for every base model not named."""
 _HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "earlier_response"})
 """Reasons that asking an engine cannot help, or would only burden it."""
 _ENCODER = msgspec.json.Encoder()
 
 _Result = TypeVar("_Result")
-EngineUrl = Callable[[str | None], str | None]
-
-
-class _Target(msgspec.Struct, frozen=True):
-    """The model a request is for: its configuration's name, and the adapter."""
-
-    name: str
-    lora_name: str | None = None
-    lora_path: str | None = None
 
 
 class _UnknownImagesError(NotLocalError):
@@ -110,19 +101,18 @@ class PromptReader:
     ) -> None:
         self.stats = stats or PromptStats()
         self._settings = settings
-        self._engine_url = engine_url
-        self._is_adapter = is_adapter
-        self._engine_side = EngineSide(post, settings, self.stats, clock)
         self.renderers = Renderers(
             settings.renderers, EngineSide(post, settings, self.stats, clock, who="renderer")
         )
+        self._asking = Asking(self.renderers, EngineSide(post, settings, self.stats, clock), engine_url)
         self._workers = Workers(
             self.stats, threads=settings.worker_threads, queue_len_max=settings.worker_queue_len_max
         )
         self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
         self._conversions = Conversions()
         self._media = MediaMemory(self.stats, settings.media_cache_bytes_max)
-        self._models = dict(models)
+        self._is_adapter = is_adapter
+        self._names = ModelNames(models, is_adapter)
         self._local = {
             name: self._load(config) for name, config in models.items() if config.tokenizer_dir is not None
         }
@@ -148,14 +138,14 @@ class PromptReader:
         for name, config in models.items():
             if config.tokenizer_dir is None:
                 continue
-            if name in self._local and self._models.get(name) == config:
+            if name in self._local and self._names.models.get(name) == config:
                 local[name] = self._local[name]
             else:
                 local[name] = await asyncio.to_thread(self._load, config)
         for name, model in self._local.items():
             if local.get(name) is not model:
-                model.close()
-        self._models, self._local = dict(models), local
+                model.renderer.clear()
+        self._names, self._local = ModelNames(models, self._is_adapter), local
 
     def close(self) -> None:
         """Stop the worker threads."""
@@ -168,7 +158,7 @@ class PromptReader:
     def local_of(self, model: str) -> LocalModel | None:
         """What reads the prompts of a model or adapter that requests name; None: an engine does."""
         try:
-            return self._local.get(self._target(model).name)
+            return self._local.get(self._names.target(model).name)
         except NotLocalError:
             return None
 
@@ -188,15 +178,14 @@ class PromptReader:
     async def _read(self, request: InboundRequest, path: str) -> Prompt | TextAffinity:
         if len(request.body) > self._settings.prompt_bytes_max:
             return self._read_beginning(request, path, "too_large")
-        if (values := num_values(request.body)) > VALUES_MAX:
+        if has_many_values(request.body, VALUES_MAX):
             self._check_json(request.body)
             return self._read_beginning(request, path, "too_complex")
-        long = len(request.body) > INLINE_BYTES_MAX or values > INLINE_VALUES_MAX
         parsed: Parsed | None = None
         try:
             try:
                 parsed = decode_body(path, request.body)
-                prompt = await self._read_local(request, parsed, long=long)
+                prompt = await self._read_local(request, path, parsed)
             except NotLocalError as miss:
                 if miss.reason == "too_complex":
                     return self._read_beginning(request, path, miss.reason)
@@ -213,7 +202,9 @@ class PromptReader:
         """``prompt.hashes(scheme)``, in a worker thread where many blocks are new."""
         if prompt.num_new_blocks(scheme) > self._settings.inline_blocks_max:
             try:
-                prompt.adopt(await self._workers.run(lambda: prompt.hashed_copy(scheme)))
+                chain = prompt.forked_chain(scheme)
+                await self._workers.run(lambda: chain.extend(prompt.token_ids))
+                prompt.adopt(chain)
             except NotLocalError:  # the queue is full: better late than wrong
                 await asyncio.sleep(0)
         return prompt.hashes(scheme)
@@ -231,19 +222,20 @@ class PromptReader:
         piece = raw_piece(request.body, prompt_field(path))
         return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
 
-    async def _read_local(self, request: InboundRequest, parsed: Parsed, *, long: bool) -> Prompt:
-        target = self._target(request.model)
-        extras = _extras(target, parsed)
+    async def _read_local(self, request: InboundRequest, path: str, parsed: Parsed) -> Prompt:
+        target = self._names.target(request.model)
+        extras = target.extras(parsed.cache_salt)
+        long = _takes_long(request.body, parsed)
         if isinstance(parsed, GenerateBody):
             given = await self._done(long, lambda: _given_tokens(parsed))
             return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         local = self._local.get(target.name)
         if local is None:
             raise NotLocalError("no_tokenizer")
-        scope = _scope(target, extras)
-        count = 1
-        if local.family is not None and request.path.rstrip("/") not in local.family.paths:
+        if not local.renderer.reads(path):
             raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
+        scope = target.scope(extras)
+        count = 1
         if isinstance(parsed, CompletionBody):
             first, count = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
             entry = await local.completion(parsed, first, extras, scope)
@@ -253,7 +245,8 @@ class PromptReader:
         elif isinstance(parsed, ChatBody):
             entry = await local.chat(parsed, extras, scope, long=long)
         else:
-            chat = await self._done(long, lambda: parsed.as_chat(self._conversions, lambda: local.traits))
+            renderer = local.renderer
+            chat = await self._done(long, lambda: parsed.as_chat(self._conversions, lambda: renderer.traits))
             entry = await local.chat(chat, extras, scope, long=long)
         by = local.by(chat=not isinstance(parsed, CompletionBody))
         if entry.media:
@@ -278,7 +271,7 @@ class PromptReader:
     async def _read_elsewhere(
         self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str, marked: Entry | None
     ) -> Prompt | TextAffinity:
-        prompt = None if reason in _HOPELESS else await self._ask_engine(request, path, parsed, marked)
+        prompt = None if reason in _HOPELESS else await self._told(request, path, parsed, marked)
         if prompt is not None:
             self.stats.renderer += prompt.source == "renderer"
             self.stats.engine += prompt.source == "engine"
@@ -287,28 +280,19 @@ class PromptReader:
         self.stats.affinity[reason] += 1
         return TextAffinity(keys, reason)
 
-    async def _ask_engine(
+    async def _told(
         self, request: InboundRequest, path: str, parsed: Parsed | None, marked: Entry | None
     ) -> Prompt | None:
+        """The prompt as a render server or an engine tells it."""
         try:
-            target = self._target(request.model)
-            extras = _extras(target, parsed)
+            target = self._names.target(request.model)
+            extras = target.extras(None if parsed is None else parsed.cache_salt)
         except NotLocalError:
             return None
-        if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
+        answer = await self._asking.tokens(request, path, parsed)
+        if answer is None:
             return None
-        authorization = _authorization(request)
-        known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
-        source: Literal["renderer", "engine"] = "renderer"
-        rendered = await self.renderers.tokens(path, request.body, known, authorization=authorization)
-        found, by = rendered or (None, "")
-        if found is None:
-            source, by = "engine", self._engine_url(request.model) or ""
-            if not by:
-                return None
-            found = await self._engine_side.tokens(by, path, request.body, known, authorization=authorization)
-        if found is None:
-            return None
+        found, source, by = answer
         if marked is not None and found.num_prompts == 1:
             self._media.learn(target.name, marked.media, marked.ids, found)
         try:
@@ -319,7 +303,7 @@ class PromptReader:
     def _prompt_of(
         self,
         found: EngineTokens,
-        target: _Target,
+        target: ModelTarget,
         extras: PromptExtras,
         parsed: Parsed | None,
         *,
@@ -330,7 +314,7 @@ class PromptReader:
         if found.multimodal and target.lora_name is not None:
             raise NotLocalError("multimodal")
         extras = msgspec.structs.replace(extras, multimodal=found.multimodal)
-        entry = cached_ids(self._cache, self.stats, found.ids, extras, _scope(target, extras))
+        entry = cached_ids(self._cache, self.stats, found.ids, extras, target.scope(extras))
         self.stats.multi_prompt += found.num_prompts > 1
         return Prompt(
             entry,
@@ -341,42 +325,19 @@ class PromptReader:
             skips_cache=parsed is not None and parsed.skips_cache(),
         )
 
-    def _target(self, model: str | None) -> _Target:
-        """Which configuration a model name means. Raises ``NotLocalError`` where none does."""
-        if model is None:
-            bases = [name for name in self._models if name != ANY_MODEL] or list(self._models)
-            if len(bases) != 1:
-                raise NotLocalError("model_unknown")
-            return _Target(bases[0])
-        if model in self._models and model != ANY_MODEL:
-            return _Target(model)
-        for name, config in self._models.items():
-            if model in config.lora_paths:
-                return _Target(name, model, config.lora_paths[model])
-        if ANY_MODEL in self._models and not self._is_adapter(model):
-            return _Target(ANY_MODEL)
-        raise NotLocalError("lora_path_unknown" if self._models else "model_unknown")
 
-
-def _extras(target: _Target, parsed: Parsed | None) -> PromptExtras:
-    salt = parsed.cache_salt if parsed is not None else None
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise NotLocalError("field")
-    return PromptExtras(target.lora_name, target.lora_path, salt)
-
-
-def _scope(target: _Target, extras: PromptExtras) -> bytes:
-    """What separates prompts of equal text: the model, and what hashes cover besides tokens."""
-    return compact(_ENCODER.encode([target.name, extras]))
+def _takes_long(body: bytes, parsed: Parsed) -> bool:
+    """Whether decoding all of it would hold the event loop. Of a plain chat only what is new is decoded: what
+    that may cost is counted where that is known (``local/model.py``)."""
+    if len(body) > INLINE_BYTES_MAX:
+        return True
+    plain = isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None
+    return not plain and has_many_values(body, INLINE_VALUES_MAX)
 
 
 def _affinity_scope(request: InboundRequest, parsed: Parsed | None) -> bytes:
     salt = parsed.cache_salt if parsed is not None and isinstance(parsed.cache_salt, str) else None
     return _ENCODER.encode([request.model, salt])
-
-
-def _authorization(request: InboundRequest) -> bytes | None:
-    return next((value for name, value in request.headers if name == b"authorization"), None)
 
 
 def _pieces(request: InboundRequest, parsed: Parsed | None) -> Iterator[bytes]:

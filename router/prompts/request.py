@@ -182,18 +182,17 @@ def decode_message(raw: msgspec.Raw, index: int) -> dict[str, Any]:
         message = _ANY.decode(raw)
     except _INVALID as error:
         raise invalid_json(error) from None
-    at = f"messages[{index}]"
     if not isinstance(message, dict):
-        raise _wrong_type(at, message, "an object with role and content")
+        raise _wrong_type(f"messages[{index}]", message, "an object with role and content")
     role = message.get("role")
     if not isinstance(role, str):
-        raise _wrong_type(f"{at}.role", role, "a string such as 'user' or 'assistant'")
+        raise _wrong_type(f"messages[{index}].role", role, "a string such as 'user' or 'assistant'")
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
-        raise _wrong_type(f"{at}.content", content, "a string or a list of content parts")
+        raise _wrong_type(f"messages[{index}].content", content, "a string or a list of content parts")
     tool_calls = message.get("tool_calls")
     if tool_calls is not None and not isinstance(tool_calls, list):
-        raise _wrong_type(f"{at}.tool_calls", tool_calls, "a list of tool calls")
+        raise _wrong_type(f"messages[{index}].tool_calls", tool_calls, "a list of tool calls")
     return message
 
 

@@ -28,17 +28,28 @@ INLINE_VALUES_MAX: Final = 512
 """One with more lists and objects too: a message takes about 15 us to convert, decode, check and render."""
 VALUES_MAX: Final = 50_000
 """Decoding more of them holds the interpreter for 10 ms and longer, in any thread."""
-_COUNTED_BYTES_MIN: Final = 8192
+_COUNTED_TOGETHER_MIN: Final = 4096
+_WINDOW_BYTES: Final = 1 << 16
+"""More at a time does not fit the processor's cache, and its copies go back to the system each time."""
 _OPENING: Final = ord("{")
 _BRACKETS_DIFFER: Final = np.uint8(ord("{") - ord("["))
 
 
 def num_values(data: bytes) -> int:
-    """How many lists and objects JSON has, at most: brackets within texts count too. 0 where it is short."""
-    if len(data) < _COUNTED_BYTES_MIN:
-        return 0
-    # Both in one pass, which is six times as fast as two of ``bytes.count``.
-    return int(np.count_nonzero((np.frombuffer(data, np.uint8) | _BRACKETS_DIFFER) == _OPENING))
+    """How many lists and objects JSON has, at most: brackets within texts count too."""
+    if len(data) < _COUNTED_TOGETHER_MIN:
+        return data.count(b"{") + data.count(b"[")
+    # Both in one pass, which is six times as fast for longer data.
+    count, numbers = 0, np.frombuffer(data, np.uint8)
+    for start in range(0, len(data), _WINDOW_BYTES):
+        window = numbers[start : start + _WINDOW_BYTES]
+        count += int(np.count_nonzero((window | _BRACKETS_DIFFER) == _OPENING))
+    return count
+
+
+def has_many_values(data: bytes, limit: int) -> bool:
+    """Whether JSON may have more lists and objects than this; each takes two bytes at least."""
+    return len(data) > 2 * limit and num_values(data) > limit
 
 
 def compact(data: bytes) -> bytes:

@@ -118,7 +118,7 @@ def test_a_chain_grown_in_steps_or_forked_is_the_chain_of_the_whole(
     assert chain.extend(prompt) == whole
     forked = chain.fork(len(whole) // 2)
     assert forked.extend(prompt) == whole
-    assert len(chain.full) == len(chain.hashes) == len(whole)
+    assert len(chain.whole()) == len(chain.hashes) == len(whole)
 
 
 @settings(max_examples=examples(100), deadline=None)

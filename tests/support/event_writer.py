@@ -51,7 +51,7 @@ class Writer:
     def _native(self, token_ids: Sequence[int], extras: PromptExtras) -> list[bytes]:
         chain = HashChain(self.scheme, extras)
         chain.extend(token_ids)
-        return chain.full
+        return chain.whole()
 
     def hashes(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> list[int | bytes]:
         """The group's block hashes of a prompt, as they stand on the wire."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,6 +192,50 @@ def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
     with apart.client(apart.decode.base_url) as client:
         usage = client.completions.create(**body).usage
     assert usage.prompt_tokens_details.cached_tokens == hit
+
+
+@contextmanager
+def _sidecar(apart: Apart) -> Iterator[str]:
+    """``kvatlas sidecar`` before the decode engine: its address."""
+    port, ops_port = free_ports(2)
+    words = ["sidecar", "--engine", apart.decode.base_url, "--prefill", f"127.0.0.0/8:{_port(apart)}"]
+    words += ["--port", str(port), "--ops-port", str(ops_port), "--set", f"pd.lease_s={LEASE_S}"]
+    words += ["--set", f"pd.lease_margin_s={LEASE_S / 2}"]
+    with subprocess.Popen([sys.executable, "-m", "router", *words]) as process:
+        try:
+            ready = f"http://127.0.0.1:{ops_port}/ready"
+            deadline_s = time.monotonic() + 60
+            while not _says_yes(ready):
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s, "the sidecar is not ready"
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def _port(apart: Apart) -> int:
+    return int(apart.prefill.base_url.rpartition(":")[2])
+
+
+def _says_yes(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def test_a_sidecar_makes_both_requests(apart: Apart) -> None:
+    prompt = apart.warmed(11, 300)
+    alone = _alone(apart, prompt)
+    named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
+    with _sidecar(apart) as url, apart.client(url) as client:
+        raw = client.completions.with_raw_response.create(
+            model="tiny", prompt=prompt, extra_headers=named, **ASKED
+        )
+    _same(raw.parse(), alone)
+    assert raw.headers["x-kvatlas-prefilled"] == f"0 {PREFIX_TOKENS}"
 
 
 def test_parameters_that_would_end_the_decode_engine_reach_nobody(apart: Apart) -> None:

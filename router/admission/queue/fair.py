@@ -3,9 +3,10 @@
 Classes are strict: a lower one is served while no higher one waits that could be. Within a class tenants
 have virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024, with the virtual
 time of start-time fair queueing): what was computed for a tenant, by its weight. The tenant with the lowest
-counter is next; one that begins to wait starts from the counter of the tenant served last, so that nobody
-saves up. Tenants compete for the engines of one ``pool`` only; a ``lane`` is a set of engines within a pool
-that a request fits.
+counter is next. One that begins to wait starts no further behind the counter of the tenant served last than
+its ``credit_tokens``: whoever asks for less than its share is thus ahead of a flood all the time, and not
+only with the first of several requests that come together, but nobody saves up more. Tenants compete for the
+engines of one ``pool`` only; a ``lane`` is a set of engines within a pool that a request fits.
 
 Within a tenant the order is that of arrival, or with ``ageing`` of arrival plus so many times the request's
 own work, so that short work overtakes and nothing waits for ever.
@@ -18,6 +19,7 @@ pool in their class. Pure: the caller has the clock.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from enum import IntEnum
@@ -39,9 +41,21 @@ class Priority(IntEnum):
 
 
 class Waiting(Generic[T]):
-    """One request in the queue; ``work_s`` is what an engine would compute for it."""
+    """One request in the queue; ``work_s`` is what an engine would compute for it, ``credit_tokens`` what its
+    tenant may have saved up, for each unit of its weight."""
 
-    __slots__ = ("arrived_s", "item", "key", "lane", "pool", "priority", "tenant", "weight", "work_s")
+    __slots__ = (
+        "arrived_s",
+        "credit_tokens",
+        "item",
+        "key",
+        "lane",
+        "pool",
+        "priority",
+        "tenant",
+        "weight",
+        "work_s",
+    )
 
     def __init__(
         self,
@@ -54,6 +68,7 @@ class Waiting(Generic[T]):
         priority: Priority = Priority.NORMAL,
         pool: str = "",
         lane: Lane = None,
+        credit_tokens: float = 0.0,
     ) -> None:
         self.item = item
         self.arrived_s = arrived_s
@@ -63,6 +78,7 @@ class Waiting(Generic[T]):
         self.priority = priority
         self.pool = pool
         self.lane = lane
+        self.credit_tokens = credit_tokens
         self.key = (0.0, 0)
         """Its place among the requests of its tenant."""
 
@@ -100,7 +116,7 @@ class _Line(Generic[T]):
 class _Band(Generic[T]):
     """The tenants that wait in one class for one pool, and their counters."""
 
-    __slots__ = ("lines", "served", "time", "work_s")
+    __slots__ = ("credit_tokens", "lines", "served", "time", "work_s")
 
     def __init__(self) -> None:
         self.lines: dict[str, _Line[T]] = {}
@@ -108,13 +124,15 @@ class _Band(Generic[T]):
         """Tokens computed for a tenant, divided by its weight."""
         self.time = 0.0
         """The counter of the tenant served last, before it was charged."""
+        self.credit_tokens = 0.0
         self.work_s = 0.0
 
     def add(self, one: Waiting[T]) -> None:
         line = self.lines.get(one.tenant)
         if line is None:
             line = self.lines[one.tenant] = _Line()
-            self.served[one.tenant] = max(self.time, self.served.get(one.tenant, 0.0))
+            self.credit_tokens = one.credit_tokens
+            self.served[one.tenant] = max(self._least, self.served.get(one.tenant, -math.inf))
         line.add(one)
         self.work_s += one.work_s
 
@@ -126,6 +144,14 @@ class _Band(Generic[T]):
             del self.lines[one.tenant]
         self.work_s -= one.work_s
         return True
+
+    @property
+    def _least(self) -> float:
+        """The lowest counter that anybody may begin with."""
+        return self.time - self.credit_tokens
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        self.served[tenant] = self.served.get(tenant, self._least) + tokens
 
     def next(self, fits: Callable[[Lane], bool]) -> Waiting[T] | None:
         def least(tenant: str) -> tuple[float, tuple[float, int]]:
@@ -212,7 +238,7 @@ class FairQueue(Generic[T]):
         """So much is, or was, computed for the tenant; negative: less than was charged before."""
         band = self._bands.get((priority, pool))
         if band is not None:
-            band.served[tenant] = band.served.get(tenant, band.time) + tokens / weight
+            band.charge(tenant, tokens / weight)
 
     def ahead_s(self, priority: Priority, pool: str) -> float:
         """Seconds of one engine's work that wait for a pool in this class and above."""

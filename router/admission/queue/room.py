@@ -70,9 +70,12 @@ class WaitingRoom:
         """Whether no other tenant waits for this pool."""
         return self._queue.alone(tenant, pool)
 
-    async def wait(self, claim: Claim, *, work_s: float, pool: str, lane: Lane, engines: int) -> Ticket:
+    async def wait(
+        self, claim: Claim, *, work_s: float, pool: str, lane: Lane, engines: int, tokens_per_s: float
+    ) -> Ticket:
         """Until it is this request's turn; ``leave`` when it has been placed, or will not be. So many
-        ``engines`` share the work of the pool. Raises ``ApiError`` (429, 503)."""
+        ``engines`` share the work of the pool, and compute so many prompt tokens together. Raises
+        ``ApiError`` (429, 503)."""
         now = self._clock()
         ticket: Ticket = Waiting(
             asyncio.get_running_loop().create_future(),
@@ -83,6 +86,7 @@ class WaitingRoom:
             priority=Priority(claim.priority),
             pool=pool,
             lane=lane,
+            credit_tokens=self.settings.credit_s * tokens_per_s,
         )
         self._enter(ticket, engines)
         limit_s, why = self.settings.wait_s_max, "wait_s_max"

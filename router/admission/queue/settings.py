@@ -24,6 +24,10 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     ageing: float = 0.0
     """Order within a tenant and class: by arrival plus this many times the request's own seconds of work.
     0: first come, first served; 10 lets short prompts overtake, for a lower mean and some longer waits."""
+    credit_s: float = 2.0
+    """A tenant that had less than its share may be ahead of the others by what all engines compute in so many
+    seconds (times its weight), so that several of its requests at once do not wait behind a flood; 0: nobody
+    saves anything up."""
     sibling_share: float = 0.5
     """A prompt goes at once if it shares this part of itself with one in flight on an engine that has no more
     than four times `saturation_s` queued, and no other tenant waits; above 0 and at most 1."""

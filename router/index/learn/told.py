@@ -122,6 +122,6 @@ def proven_algorithm(
         if scheme.lookahead == root.lookahead and root.block_size % scheme.hash_block_size == 0:
             chain = HashChain(scheme, root.first_block.extras, parent=parent)
             chain.extend(span)
-            if chain.full[-1] == first:
+            if chain.whole(len(chain.hashes) - 1) == [first]:
                 return scheme
     return None

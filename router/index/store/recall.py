@@ -40,7 +40,9 @@ class Recalled(NamedTuple):
     at: int
 
     def first(self, num_hashes: int) -> Recalled:
-        """The same of fewer hashes."""
+        """The same of at most so many hashes."""
+        if num_hashes >= len(self.numbers):
+            return self
         return self._replace(numbers=self.numbers[:num_hashes], places=self.places[:num_hashes])
 
 

@@ -77,7 +77,13 @@ class Hold:
             pool=pool_of(decision),
             lane=(request.model, only),
             engines=len(engines),
+            tokens_per_s=self._tokens_per_s(request.model),
         )
+
+    def _tokens_per_s(self, model: str | None) -> float:
+        """Prompt tokens that the engines of a model compute together."""
+        now = self._now()
+        return sum(1 / one.rates.prefill_s_per_token(now) for one in self._fleet.ready(model))
 
     def _gap_s(self, lane: Lane) -> float:
         assert isinstance(lane, tuple)  # noqa: S101  # made in ``wait``

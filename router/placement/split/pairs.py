@@ -15,6 +15,10 @@ threshold but for the floor ``min_remote_tokens``. Which prefill engine is best 
 engine except for its version, and for engines that do both: so |P| + |D| costs are worked out, not |P| *
 |D|.
 
+Sequences that wait count by the queue alone, although those ahead of this prompt would run by its turn.
+Tried by simulation (450 conversations, 2 + 6 and 3 + 5 engines, loads 0.6, 0.85 and 1.1): counted as held up
+too, whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
+
 Always true: an engine is never paired with itself; ties go to the longest trunk, then by rendezvous.
 """
 

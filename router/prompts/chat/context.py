@@ -116,7 +116,7 @@ def context_key(body: ChatBody) -> Key | None:
 def _plain(value: Any) -> object:
     """A key that tells True from 1 and from "True"."""
     if value is True or value is False or value is None:
-        return str(value)
+        return value
     return type(value).__name__, compact(str(value).encode(errors="replace"))
 
 

@@ -31,6 +31,8 @@ _PART_FIELDS: Final = frozenset({
     "audio_url", "audio_embeds", "input_audio", "video_url", "video_embeds",
 })  # fmt: skip
 """Part fields that vLLM knows; any other is handed to the template unchanged in the openai format."""
+_PLAIN_ROLES: Final = frozenset({"user", "assistant"})
+"""A message of role and text alone, which most are, is the same to the template."""
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
 """A line some clients put first in system texts and that changes with every request: vLLM drops it."""
 
@@ -49,6 +51,8 @@ def parse_message(
     """
     role = message["role"]
     wrap = content_format == "openai"
+    if len(message) == 2 and role in _PLAIN_ROLES and isinstance(text := message.get("content"), str):
+        return {"role": role, "content": [{"type": "text", "text": text}] if wrap else text}
     shown = images if wrap and role == "user" else None
     parts = list(_parts(role, message.get("content"), shown))
     result: Message = {"role": role}

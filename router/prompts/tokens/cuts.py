@@ -47,7 +47,11 @@ class Cuts(NamedTuple):
 
     def split(self, text: str) -> list[int]:
         """Where ``text`` may be cut: 0, and the character offset of every barrier."""
-        return [0] if self.barrier is None else [0, *self._barrier_starts(self.barrier, text)]
+        if self.barrier is None:
+            return [0]
+        if len(text) <= _WINDOW_CHARS:
+            return [0, *[match.start() for match in self.barrier.finditer(text, 1)]]
+        return [0, *self._barrier_starts(self.barrier, text)]
 
     def may_cut(self, text: str, at: int) -> bool:
         """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""

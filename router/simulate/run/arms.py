@@ -26,6 +26,8 @@ class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Order: arrival, plus so many times the request's own work."""
     siblings: float | None = None
     """Who shares this part of its prompt with one in flight is not held."""
+    credit: float = 0.0
+    """A tenant may have saved up what the fleet computes in so many seconds."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +51,7 @@ _KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX, "sequence": 10.0}
 _COUNTS = {"prefill": 1023.0}
 _SETTINGS = {"beta": "beta", "premium": "eviction_premium", "sequence": "sequence_s"}
 """What a knob is called among the policy's settings."""
-_HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0}
+_HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 ARMS: dict[str, Arm] = {
     "kvatlas": Arm(policy="kvatlas", view="truth", what="place by trunk, account by the exact hit"),
@@ -90,8 +92,8 @@ ARMS: dict[str, Arm] = {
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
     """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs,
-    ``kvatlas:hold=1+ageing=2+siblings=0.5`` those of ``HoldSetup``, ``kvatlas:prefill=2`` how many engines
-    prefill for the others. Raises ``ValueError``."""
+    ``kvatlas:hold=1+ageing=2+siblings=0.5+credit=2`` those of ``HoldSetup``, ``kvatlas:prefill=2`` how many
+    engines prefill for the others. Raises ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")

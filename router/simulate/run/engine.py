@@ -213,7 +213,13 @@ class SimEngine:
 
         holding = [load[2] for load in self._loading] + list(self._loaded)
         reserved = sum([self.pool.blocks_to_finish(one.pool_request) for one in holding])
-        hit = self.pool.start(request, self.timing.chunk_tokens, reach=reach, reserved_blocks=reserved)
+        hit = self.pool.start(
+            request,
+            self.timing.chunk_tokens,
+            reach=reach,
+            loads_states=visit.fetch is not None,
+            reserved_blocks=reserved,
+        )
         if hit is None and self._others_hold_blocks:
             return False  # tried again when one of them ends
         self._waiting.popleft()

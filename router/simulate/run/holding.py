@@ -53,8 +53,16 @@ class Holding:
         work_s = min(
             (request.input_tokens - one.hit.whole_tokens) * one.prefill_s_per_token for one in candidates
         )
+        tokens_per_s = sum(1 / one.prefill_s_per_token for one in candidates)
         self._queue.add(
-            Waiting((index, request), arrived_s=now, work_s=work_s, tenant=request.tenant, pool=_POOL)
+            Waiting(
+                (index, request),
+                arrived_s=now,
+                work_s=work_s,
+                tenant=request.tenant,
+                pool=_POOL,
+                credit_tokens=self._hold.credit * tokens_per_s,
+            )
         )
 
     def release(self, now: float, place: Callable[[int, Request], None]) -> None:

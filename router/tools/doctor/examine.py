@@ -274,7 +274,7 @@ class _Examination:
             engine.parity = by_url[engine.engine.base_url]
             local = self._reader.local_of(engine.base_model or ANY_MODEL)
             if local is not None:
-                engine.tokenized_by, engine.unreadable = local.tokenizer.name, local.unreadable
+                engine.tokenized_by, engine.unreadable = local.tokenizer.name, local.renderer.unreadable
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model

@@ -231,6 +231,26 @@ def test_a_mamba_model_is_computed_one_token_short_and_the_decode_engine_goes_on
     run(check())
 
 
+def test_full_attention_that_is_here_is_not_read_again_where_states_come_anyway() -> None:
+    """The decode engine alone has no hit then: a state of the prompt's end is none of a shorter prefix."""
+
+    async def check() -> None:
+        async with split(groups="mamba-hybrid") as pair:
+            stats = pair.decode.scheduler.stats
+            _, right = await pair.answer((await pair.leg())["kv_transfer_params"], max_tokens=2)
+            assert (stats.external_prefix_cache_hits, stats.prefix_cache_hits) == (323, 0)
+            _, again = await pair.answer((await pair.leg())["kv_transfer_params"], max_tokens=2)
+            assert text(again) == text(right)
+            assert stats.prefix_cache_hits > 200
+            assert stats.external_prefix_cache_hits == 323 + 323 - stats.prefix_cache_hits
+            _, alone = await completion(pair.decode, max_tokens=1)
+            assert cached(alone) == 0
+            await free(pair.prefill)
+            await free(pair.decode)
+
+    run(check())
+
+
 def test_blocks_nobody_reads_are_freed_when_the_lease_ends() -> None:
     async def check() -> None:
         async with split(prefill={"kv_lease_s": SHORT_S}) as pair:

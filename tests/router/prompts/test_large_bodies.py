@@ -20,9 +20,9 @@ from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.body import Peek, peek, peek_any_size
 from router.openai.errors import ApiError
 from router.openai.outline import OutlineError, top_level
-from router.prompts import local as local_module
 from router.prompts import reader as reader_module
 from router.prompts.config import PromptSettings
+from router.prompts.local import model as local_module
 from router.prompts.reader import ModelPrompts, TextAffinity
 from tests.support.examples import examples
 from tests.support.prompts.readers import (
@@ -197,10 +197,38 @@ def test_long_work_is_done_in_a_thread_with_the_same_result(
     assert threaded.stats.worker_jobs >= 1
     monkeypatch.setattr(reader_module, "INLINE_VALUES_MAX", 1 << 30)
     monkeypatch.setattr(reader_module, "INLINE_BYTES_MAX", 1 << 30)
+    monkeypatch.setattr(local_module, "INLINE_VALUES_MAX", 1 << 30)
     monkeypatch.setattr(local_module, "_INLINE_MESSAGES", 1 << 30)
     assert read_exact(inline, body, path).token_ids == found.token_ids
     threaded.close()
     inline.close()
+
+
+MANY_CALLS = [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": [{"[]," * 600}[]]}}'}}
+]
+
+
+@pytest.mark.parametrize(
+    ("past", "jobs"),
+    [
+        ([say("user", "[]{}" * 500)], 0),  # brackets of a text are no lists to a template
+        ([say("user", "x"), say("assistant", "", tool_calls=MANY_CALLS)], 1),
+        ([say("user", "x")] * 600, 1),
+    ],
+    ids=["brackets", "calls", "messages"],
+)
+def test_a_next_turn_is_rendered_in_a_thread_where_there_is_much_in_its_past(
+    folder: Path, past: list[Any], jobs: int
+) -> None:
+    threaded, other = local_reader(folder), local_reader(folder)
+    read_exact(threaded, chat(*past))
+    before = threaded.stats.worker_jobs
+    body = chat(*past, say("assistant", "Yes."), say("user", "Why?"))
+    assert read_exact(threaded, body).token_ids == read_exact(other, body).token_ids
+    assert threaded.stats.worker_jobs - before == jobs
+    threaded.close()
+    other.close()
 
 
 def test_a_next_turn_above_the_limit_goes_where_its_past_went() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
-from router.prompts.cache import Entry, PrefixCache, common_tokens, message_keys, token_keys
+from router.prompts.local.cache import PrefixCache, common_tokens, message_keys, token_keys
+from router.prompts.local.entry import Entry, KnownMessage
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.truncation import ids_of
@@ -98,8 +101,8 @@ def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
 
 
 def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.local.message_keys", lambda scope, raws: [7] * len(raws))
-    monkeypatch.setattr("router.prompts.cache.token_keys", lambda scope, ids: [8])
+    monkeypatch.setattr("router.prompts.local.model.message_keys", lambda scope, raws: [7] * len(raws))
+    monkeypatch.setattr("router.prompts.local.cache.token_keys", lambda scope, ids: [8])
     warm, other = fresh(folder), fresh(folder)
     rng = random.Random(4)
     for _ in range(60):
@@ -126,10 +129,22 @@ def test_hashes_are_not_inherited_across_extras() -> None:
     parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
     parent.chains[SCHEME].extend(ids)
     child, sibling = Entry([2], b"", ids, PromptExtras()), Entry([3], b"", ids, parent.extras)
-    child.inherit(parent, 64)
-    sibling.inherit(parent, 40)
+    child.inherit(parent, 64, last=False)
+    sibling.inherit(parent, 40, last=False)
     assert child.chains == {}
     assert sibling.chains[SCHEME].hashes == parent.chains[SCHEME].hashes[:2]
+
+
+def test_hashes_that_are_handed_over_change_nothing_for_who_has_them() -> None:
+    ids = ids_of(range(64))
+    parent, child = (Entry([key], b"", ids, PromptExtras()) for key in (1, 2))
+    chain = parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
+    held, before = chain.extend(ids), block_hashes(ids, SCHEME)
+    child.inherit(parent, 40, last=True)
+    other = ids_of([*range(40), *range(100, 140)])
+    assert child.chains[SCHEME].extend(other) == block_hashes(other, SCHEME)
+    assert held == before
+    assert parent.chains == {}, "two prompts must not extend one chain"
 
 
 def test_a_next_turn_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None:
@@ -144,6 +159,19 @@ def test_a_next_turn_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None
     assert reader.stats.tokens_new - tokens < 100
     assert reader.stats.blocks_hashed - blocks < 10
     assert len(reader._cache) == 1  # the shorter prompt is part of the longer one
+    reader.close()
+
+
+def test_a_branch_leaves_the_other_branch_its_hashes(folder: Path) -> None:
+    reader = fresh(folder)
+    messages = conversation(random.Random(3), 20)
+    branches = [chat(*messages, say("user", f"And {number}?")) for number in range(2)]
+    longer = chat(*messages, say("user", "And 0?"), say("assistant", "Yes."), say("user", "Why?"))
+    for body in branches:
+        read_exact(reader, body).hashes(SCHEME)
+    blocks = reader.stats.blocks_hashed
+    read_exact(reader, longer).hashes(SCHEME)
+    assert reader.stats.blocks_hashed - blocks < 10
     reader.close()
 
 
@@ -246,20 +274,22 @@ def test_the_index_always_proposes_the_longest_live_prefix(
 ) -> None:
     cache = PrefixCache(PromptStats(), bytes_max)
     for sequence in sequences:
-        raws = [str(number).encode() for number in sequence]
+        raws = [msgspec.Raw(str(number).encode()) for number in sequence]
         keys = message_keys(b"s", raws)
         found = cache.find(keys)
         if found is not None:
             entry, length = found
-            assert entry.raws[:length] == raws[:length]
-        live = [e.raws for e in cache._entries.values()]
+            assert entry.begins_as(b"s", raws[:length])
+            assert not entry.begins_as(b"t", raws[:length])
+        live = [[one.raw for one in e.messages] for e in cache._entries.values()]
         longest = max((sum(1 for _ in _common(raws, other)) for other in live), default=0)
         assert (found[1] if found else 0) == longest
-        cache.put(Entry(keys, b"s", ids_of(sequence), PromptExtras(), raws))
+        known = [KnownMessage(raw, {}, 0, 1, sys.getsizeof(raw)) for raw in raws]
+        cache.put(Entry(keys, b"s", ids_of(sequence), PromptExtras(), known))
         cache.check_integrity()
 
 
-def _common(left: list[bytes], right: list[bytes]) -> list[bytes]:
+def _common(left: list[msgspec.Raw], right: list[msgspec.Raw]) -> list[msgspec.Raw]:
     count = 0
     while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1

@@ -56,6 +56,23 @@ def test_a_tenant_that_floods_does_not_hold_up_another() -> None:
     assert fleet_run(requests).rows[where].ttft_s > 5.0
 
 
+def test_with_credit_several_requests_of_a_guest_go_before_a_flood() -> None:
+    flood = [
+        Request(at_s=one.at_s, input_tokens=1000, output_tokens=20, ids=one.ids, tenant="acme")
+        for one in burst(60)
+    ]
+    guests = [
+        Request(at_s=10.0, input_tokens=500, output_tokens=5, ids=(first, first + 1), tenant="beta")
+        for first in range(90_000, 90_040, 5)
+    ]
+    requests = [*flood, *guests]
+    alike, ahead = (
+        max(row.ttft_s for row in fleet_run(requests, f"kvatlas:hold=0.5{credit}").rows[-len(guests) :])
+        for credit in ("", "+credit=10")
+    )
+    assert ahead < alike
+
+
 def test_a_sibling_of_a_prompt_in_flight_is_not_held() -> None:
     requests = [*burst(12), request(0.02, 1000, 20, 0)]
     waits = fleet_run(requests, "kvatlas:hold=0.5").rows[-1]
@@ -64,9 +81,9 @@ def test_a_sibling_of_a_prompt_in_flight_is_not_held() -> None:
 
 
 def test_knobs_are_read_and_bad_ones_named() -> None:
-    name = "kvatlas:hold=1+ageing=2+siblings=0.5+beta=1"
+    name = "kvatlas:hold=1+ageing=2+siblings=0.5+credit=3+beta=1"
     arm = arms_of([name])[name]
-    assert arm.hold == HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5)
+    assert arm.hold == HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5, credit=3.0)
     assert arm.settings == (("beta", 1.0),)
     assert ARMS["kvatlas"].hold is None
     for bad in ("kvatlas:hold=-1", "kvatlas:hold=61", "kvatlas:ageing=1", "kvatlas:siblings=2+hold=1"):

@@ -98,14 +98,16 @@ def test_a_tenants_requests_of_one_class_and_lane_come_in_the_order_they_came(
         max_size=60,
     ),
     st.fixed_dictionaries({tenant: st.sampled_from((0.5, 1.0, 3.0)) for tenant in TENANTS}),
+    st.sampled_from((0.0, 500.0, 1e6)),
 )
 def test_no_tenant_that_waits_is_below_its_share_by_more_than_one_requests_work(
-    asked: list[tuple[str, int]], weights: dict[str, float]
+    asked: list[tuple[str, int]], weights: dict[str, float], credit: float
 ) -> None:
     """Whatever was served, two tenants that waited all the time differ by one request of the heavier one."""
     queue: FairQueue[int] = FairQueue(100)
     for number, (tenant, tokens) in enumerate(asked):
-        queue.add(waiting(tokens, float(number), tenant=tenant, weight=weights[tenant]))
+        more = {"tenant": tenant, "weight": weights[tenant], "credit_tokens": credit}
+        queue.add(waiting(tokens, float(number), **more))
     largest = {t: max([n for who, n in asked if who == t], default=0) / weights[t] for t in TENANTS}
     served = dict.fromkeys({tenant for tenant, _ in asked}, 0.0)
     while True:
@@ -137,7 +139,7 @@ def test_a_flood_does_not_keep_a_newcomer_waiting() -> None:
     assert sorted(order[:2]) == ["acme", "beta"]
 
 
-def test_one_that_was_away_saved_nothing_up() -> None:
+def test_without_credit_one_that_was_away_saved_nothing_up() -> None:
     queue: FairQueue[int] = FairQueue(100)
     for number in range(20):
         queue.add(waiting(number, tenant="acme"))
@@ -155,6 +157,44 @@ def test_one_that_was_away_saved_nothing_up() -> None:
         order.append(one.tenant)
         queue.charge(one.tenant, one.priority, one.pool, 100)
     assert {tenant: order.count(tenant) for tenant in TENANTS} == {"acme": 3, "beta": 3, "gamma": 3}
+
+
+def flooded(credit: float, had: int = 0) -> list[str]:
+    """Who is served from when a guest comes with six requests of 100 tokens, and then acme's flood alone has
+    had a hundred; ``had`` of the guest's are served among them."""
+    queue: FairQueue[int] = FairQueue(1000)
+
+    def turn() -> str:
+        one = queue.take(anywhere)
+        assert one is not None
+        queue.charge(one.tenant, one.priority, one.pool, 100)
+        return one.tenant
+
+    for number in range(200):
+        queue.add(waiting(number, tenant="acme", credit_tokens=credit))
+    for number in range(100):
+        if number < had:
+            queue.add(waiting(number, tenant="beta", credit_tokens=credit))
+            turn()
+        turn()
+    for number in range(6):
+        queue.add(waiting(number, tenant="beta", credit_tokens=credit))
+    return [turn() for _ in range(8)]
+
+
+def test_several_requests_of_who_had_less_than_its_share_go_before_a_flood() -> None:
+    assert flooded(credit=1000).index("acme") == 6
+    assert flooded(credit=0).index("acme") < 2
+
+
+def test_no_more_is_saved_up_than_the_credit() -> None:
+    order = flooded(credit=300)
+    assert order[:3] == ["beta"] * 3
+    assert "acme" in order[3:5]
+
+
+def test_who_had_its_share_has_no_credit() -> None:
+    assert flooded(credit=1000, had=100).index("acme") < 2
 
 
 def test_what_turns_out_cheaper_or_dearer_counts_at_the_next_turn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from router.openai.request import Claim, Usage
 from tests.support.waiting import run, until
 
 FOREVER = 3600.0
+TINY: dict[str, Any] = {"pool": "tiny", "lane": "tiny", "engines": 2, "tokens_per_s": 1000.0}
 
 
 class Engines:
@@ -38,7 +40,7 @@ def room_of(engines: Engines, **settings: float) -> WaitingRoom:
 
 def comes(room: WaitingRoom, tenant: str = "", **claim: object) -> asyncio.Task[Ticket]:
     asked = Claim(tenant=tenant, **claim)  # type: ignore[arg-type]
-    return asyncio.ensure_future(room.wait(asked, work_s=2.0, pool="tiny", lane="tiny", engines=2))
+    return asyncio.ensure_future(room.wait(asked, work_s=2.0, **TINY))
 
 
 def test_the_next_one_goes_when_the_one_before_has_been_placed() -> None:
@@ -167,5 +169,17 @@ def test_what_the_engine_reports_corrects_what_was_charged() -> None:
         assert order == ["acme", "beta"]
         for one in more:
             room.leave(await one)
+
+    run(main())
+
+
+def test_what_a_tenant_may_save_up_is_what_the_engines_compute_in_credit_s() -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.gap_s = 0.0
+        room = room_of(engines, credit_s=3.0)
+        ticket = await comes(room)
+        assert ticket.credit_tokens == 3000.0
+        room.leave(ticket)
 
     run(main())

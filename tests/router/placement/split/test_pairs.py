@@ -50,6 +50,12 @@ def test_sequences_that_would_be_held_up_send_the_prompt_elsewhere() -> None:
     assert found.remote_s < found.local_s
 
 
+def test_sequences_that_wait_are_held_up_by_nothing_but_their_queue() -> None:
+    plain = planned([side("d", running=1)], [side("p", running=1)])
+    waiting = planned([side("d", running=1, waiting=9)], [side("p", running=1, waiting=9)])
+    assert (plain.local_s, plain.remote_s) == (waiting.local_s, waiting.remote_s)
+
+
 def test_without_a_weight_for_them_nobody_is_spared() -> None:
     pd = msgspec.structs.replace(PD, decode_delay_weight=0.0)
     assert partner(planned([side("d", running=4)], [side("p")], pd)) is None

@@ -1,6 +1,6 @@
 """Prompts seen before, found again by their beginning, so that only what is new is computed.
 
-An entry is one prompt: its text, ids, cut points and hash chains. It is indexed under a chain of keys, one
+An entry (``entry.py``) is indexed under a chain of keys, one
 per prefix (per message of a chat, per chunk of tokens otherwise); a key points to the newest prompt with
 that prefix. Keys only propose: the caller compares the content before it reuses anything. An entry whose
 last key is taken over by a longer prompt is dropped at once, since the longer one contains it.
@@ -19,8 +19,8 @@ from typing import Final
 import msgspec
 import xxhash
 
-from publisher.block_hash import HashChain, HashScheme, PromptExtras
-from router.prompts.chat.messages import Message
+from publisher.block_hash import PromptExtras
+from router.prompts.local.entry import Entry
 from router.prompts.request import NotLocalError
 from router.prompts.sizes import SHARE, extras_bytes
 from router.prompts.stats import PromptStats
@@ -33,43 +33,6 @@ _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 CHUNK_TOKENS: Final = 256
 """Prompts without messages are indexed by such chunks."""
-
-
-class Entry(msgspec.Struct, eq=False, gc=True):
-    """One prompt. ``starts[i]`` (characters) is where segment i begins, ``counts[i]`` the tokens before it.
-
-    ``scope`` is everything besides messages that the text and hashes depend on, compact; ``weights[i]`` the
-    memory of message i, raw and in the conversation. ``images[i]`` are the digests of its images: where
-    there are any, ``ids`` has the template's marks for them and is no prompt.
-    """
-
-    keys: list[int]
-    scope: bytes
-    ids: Ids
-    extras: PromptExtras
-    raws: list[bytes] = []
-    conversation: list[Message] = []
-    weights: list[int] = []
-    images: list[tuple[bytes, ...]] = []
-    shapes: frozenset[int] = frozenset()
-    text: str = ""
-    starts: list[int] = []
-    counts: list[int] = []
-    chains: dict[HashScheme, HashChain] = msgspec.field(default_factory=dict)
-    size_bytes: int = 0
-
-    @property
-    def media(self) -> tuple[bytes, ...]:
-        """The digests of all images in order."""
-        return tuple(digest for images in self.images for digest in images)
-
-    def inherit(self, other: Entry, num_tokens: int) -> None:
-        """Take over the hashes of the first ``num_tokens`` tokens, which both prompts share."""
-        if other.extras != self.extras:
-            return
-        for scheme, chain in other.chains.items():
-            blocks = max(0, num_tokens - scheme.lookahead) // scheme.hash_block_size
-            self.chains.setdefault(scheme, chain.fork(min(blocks, len(chain.full))))
 
 
 class PrefixCache:
@@ -91,10 +54,14 @@ class PrefixCache:
             entry = self._index.get(keys[length - 1])
             if entry is not None:
                 self._entries.move_to_end(id(entry))
-                for key in entry.keys:
-                    self._index[key] = entry
+                self._index.update(dict.fromkeys(entry.keys, entry))
                 return entry, length
         return None
+
+    def put_next(self, entry: Entry, parent: Entry, num_tokens: int) -> None:
+        """``put`` for a prompt that shares its first tokens with one found here: takes over their hashes."""
+        self.put(entry)
+        entry.inherit(parent, num_tokens, last=id(parent) not in self._entries)
 
     def put(self, entry: Entry) -> None:
         """Add a prompt; makes room by dropping what it contains, then the least recently used."""
@@ -130,12 +97,12 @@ class PrefixCache:
         assert self._stats.prefix_bytes == sum(e.size_bytes for e in self._entries.values())  # noqa: S101
 
 
-def message_keys(scope: bytes, raws: Sequence[bytes]) -> list[int]:
+def message_keys(scope: bytes, raws: Sequence[msgspec.Raw]) -> list[int]:
     """One key per message, covering the scope and all messages up to it."""
     key = xxhash.xxh3_64_intdigest(scope)
-    keys = []
+    keys, digest = [], xxhash.xxh3_64_intdigest
     for raw in raws:
-        key = xxhash.xxh3_64_intdigest(raw, key)
+        key = digest(raw, key)
         keys.append(key)
     return keys
 
@@ -177,21 +144,24 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
     entry = Entry(keys, scope, ids, extras)
     if found is None or found[0].scope != scope:
         stats.prefix_misses += 1
-    else:
-        parent = found[0]
-        stats.prefix_hits += 1
-        shared = common_tokens(parent.ids, ids)
-        stats.tokens_reused += shared
-        if shared == len(ids) == len(parent.ids) and parent.extras == extras:
-            return parent
-        entry.inherit(parent, shared)
-    cache.put(entry)
+        cache.put(entry)
+        return entry
+    parent = found[0]
+    stats.prefix_hits += 1
+    shared = common_tokens(parent.ids, ids)
+    stats.tokens_reused += shared
+    if shared == len(ids) == len(parent.ids) and parent.extras == extras:
+        return parent
+    cache.put_next(entry, parent, shared)
     return entry
 
 
 def _size(entry: Entry) -> int:
-    texts = sys.getsizeof(entry.text) + sum(entry.weights)
+    texts = sum([one.weight_bytes for one in entry.messages])
+    num_keys = len(entry.keys)
+    if entry.cut is not None:
+        texts += sys.getsizeof(entry.cut.text)
+        num_keys += len(entry.cut.starts)
     per_token = 4 + _CHAIN_BYTES_PER_TOKEN
-    num_keys = len(entry.keys) + len(entry.starts) + len(entry.shapes)
     fixed = _ENTRY_BYTES + len(entry.scope) + extras_bytes(entry.extras)
     return fixed + texts + per_token * len(entry.ids) + _KEY_BYTES * num_keys

@@ -1,0 +1,235 @@
+"""One model's prompts computed here: renderer, tokenizer, and a cache of what was computed before.
+
+A next turn finds its conversation by the raw bytes of its messages, decodes only the new ones, renders the
+whole text (cheap), compares it with the former text up to the last cut that agrees, and tokenizes only
+what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
+
+What it costs: benchmarks/results/prompts.md.
+
+Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
+``inline_chars_max`` new characters runs in a worker thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import msgspec
+
+from publisher.block_hash import PromptExtras
+from router.prompts.chat.context import context_key
+from router.prompts.config import ModelPrompts, PromptSettings
+from router.prompts.families.base import TextTokenizer
+from router.prompts.families.missing import MissingFamily
+from router.prompts.local.cache import PrefixCache, cached_ids, common_tokens, message_keys
+from router.prompts.local.entry import Entry, KnownMessage
+from router.prompts.local.renderer import ChatForm, ChatRenderer
+from router.prompts.local.workers import Workers
+from router.prompts.model_dir import ModelDir, ModelDirError
+from router.prompts.request import ChatBody, CompletionBody, NotLocalError
+from router.prompts.sizes import INLINE_VALUES_MAX, compact, has_many_values, num_values
+from router.prompts.stats import PromptStats
+from router.prompts.tokens.cut_text import CutText
+from router.prompts.tokens.ids import Ids
+from router.prompts.tokens.tokenizer import PromptTokenizer
+from router.prompts.tokens.truncation import ids_of, truncated
+
+_INLINE_MESSAGES: Final = 128
+"""New messages take about 15 us each to decode, check and render: 2 ms for so many."""
+_MESSAGES_MAX: Final = 8192
+"""Finding and keeping a conversation takes about 1 us per message, all of it on the event loop."""
+_TOOL_VALUES_MAX: Final = 10_000
+"""Writing more of them as JSON is one call that holds the interpreter for 10 ms."""
+_FASTER: Final = 4
+"""fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+class LocalModel:
+    """Renderer, tokenizer and cache of one model; event-loop thread only."""
+
+    def __init__(
+        self,
+        config: ModelPrompts,
+        directory: ModelDir,
+        *,
+        stats: PromptStats,
+        cache: PrefixCache,
+        workers: Workers,
+        settings: PromptSettings,
+    ) -> None:
+        self._config = config
+        self._stats = stats
+        self._cache = cache
+        self._workers = workers
+        self._settings = settings
+        self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max)
+        self.tokenizer = self._load_tokenizer(directory)
+
+    def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
+        family = self.renderer.family
+        if directory.tokenizer is not None:
+            fast = self._settings.fast_tokenizer == "auto"
+            return PromptTokenizer(directory.tokenizer, self._stats, fast=fast)
+        if isinstance(family, MissingFamily):
+            raise ModelDirError(family.name)
+        if self.renderer.name == "cohere":
+            raise ModelDirError(f"{directory.folder}: no tokenizer.json, which tokenizer_mode = cohere takes")
+        return cast("TextTokenizer", family)  # Mistral's, which does both
+
+    def by(self, *, chat: bool) -> str:
+        """What reads prompts here, for people: the tokenizer's library, and the family's of chats."""
+        family = self.renderer.family
+        if family is None or not chat or family.name == self.tokenizer.name:
+            return self.tokenizer.name
+        return f"{family.name}, {self.tokenizer.name}"
+
+    async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
+        """The prompt of a chat, images as the template has them; ``long``: made in a thread.
+
+        Raises ``NotLocalError``, ``ApiError`` 400.
+        """
+        self._check(body)
+        form = await self._form_of(body, long=long)
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        scope = self._chat_scope(scope, body, form, special=special)
+        keys = message_keys(scope, body.messages)
+        parent, shared = self._find(scope, keys, body.messages)
+        if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
+            self._stats.tokens_reused += len(parent.ids)
+            return parent
+        known = parent.messages[:shared] if parent is not None else []
+
+        def render() -> tuple[list[KnownMessage], str | list[int]]:
+            return self.renderer.render(body, known, form)
+
+        long = long or _takes_long(body.messages[shared:], known)
+        messages, text = await self._workers.run(render) if long else render()
+        media = tuple([digest for one in messages for digest in one.images])
+        entry = Entry(keys, scope, ids_of(()), extras, messages, media)
+        whole = not special and body.truncate_prompt_tokens is None
+        if media and (not whole or form.context.continue_final):
+            raise NotLocalError("multimodal")
+        if isinstance(text, list):  # the family's own ids, complete
+            entry.ids = ids_of(text)
+            return self._keep(entry, parent, 0)
+        entry.cut, entry.ids, known_tokens = await self._tokenize(text, parent if whole else None)
+        if not whole:
+            if special:
+                entry.ids = self.tokenizer.with_special_tokens(entry.ids)
+            entry.ids = self._truncated(entry.ids, body, special)
+            entry.cut = None  # of ids that are no longer there
+        return self._keep(entry, parent, known_tokens)
+
+    async def completion(
+        self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
+    ) -> Entry:
+        """A completion's first prompt. Raises as ``chat`` does."""
+        if body.prompt_embeds is not None:
+            raise NotLocalError("embeds")
+        if body.suffix is not None:
+            raise NotLocalError("field")
+        if not isinstance(prompt, str):
+            ids = truncated(ids_of(prompt), body, max_model_len=self._config.max_model_len, from_text=False)
+            return self.entry_of_ids(ids, extras, scope)
+        special = _flag(body.add_special_tokens)
+        _, ids, _ = await self._tokenize(prompt, None)
+        ids = self.tokenizer.with_special_tokens(ids) if special else ids
+        return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
+
+    def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
+        """A cached prompt of given ids."""
+        return cached_ids(self._cache, self._stats, ids, extras, scope)
+
+    def _check(self, body: ChatBody) -> None:
+        if self.renderer.unreadable is not None:
+            raise NotLocalError("renderer")
+        if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
+            raise NotLocalError("field")
+        if len(body.messages) > _MESSAGES_MAX or num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
+            raise NotLocalError("too_complex")
+        self.renderer.check(body)
+
+    async def _form_of(self, body: ChatBody, *, long: bool) -> ChatForm:
+        """Template and context; those of plain requests are remembered."""
+        key = context_key(body)
+        known = self.renderer.known_form(key)
+        if known is not None:
+            return known
+        if long or has_many_values(bytes(body.tools), INLINE_VALUES_MAX):
+            return await self._workers.run(lambda: self.renderer.form_of(body, key))
+        return self.renderer.form_of(body, key)
+
+    def _chat_scope(self, scope: bytes, body: ChatBody, form: ChatForm, *, special: bool) -> bytes:
+        """All but the messages that the prompt depends on."""
+        limits = _ENCODER.encode(
+            (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
+        )
+        family = self.renderer.family
+        stamp = b"" if family is None else family.stamp()
+        return compact(b"\0".join((scope, form.context.key, limits, self.tokenizer.name.encode(), stamp)))
+
+    def _find(self, scope: bytes, keys: list[int], raws: list[msgspec.Raw]) -> tuple[Entry | None, int]:
+        """The prompt that shares the most leading messages."""
+        found = self._cache.find(keys)
+        if found is None or not found[0].begins_as(scope, raws[: found[1]]):
+            self._stats.prefix_misses += 1
+            return None, 0
+        self._stats.prefix_hits += 1
+        return found
+
+    async def _tokenize(self, text: str, parent: Entry | None) -> tuple[CutText, Ids, int]:
+        """Cut and tokenize a text; what ``parent``'s has up to the last cut both share is taken over.
+
+        The last number is how many tokens that are.
+        """
+        before = None if parent is None else parent.cut
+        kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
+        begin = before.starts[kept] if before is not None and kept else 0
+        rest = text[begin:] if begin else text
+        if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
+            starts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
+        else:
+            starts, tail = self.tokenizer.encode_cut(rest)
+        self._stats.tokens_new += len(tail.ids)
+        if parent is None or before is None or not kept:
+            return CutText(text, starts, tail.offsets[:-1]), tail.ids, 0
+        reused = before.counts[kept]
+        starts = before.starts[:kept] + [begin + start for start in starts]
+        counts = before.counts[:kept] + [reused + count for count in tail.offsets[:-1]]
+        ids = parent.ids[:reused]
+        ids.extend(tail.ids)  # one copy less than a sum
+        return CutText(text, starts, counts), ids, reused
+
+    def _truncated(self, ids: Ids, body: ChatBody | CompletionBody, special: bool) -> Ids:
+        frame = 0
+        if special and self.tokenizer.prefix is not None and self.tokenizer.suffix is not None:
+            frame = len(self.tokenizer.prefix) + len(self.tokenizer.suffix)
+        return truncated(ids, body, max_model_len=self._config.max_model_len, from_text=True, frame=frame)
+
+    def _keep(self, entry: Entry, parent: Entry | None, known: int) -> Entry:
+        if not entry.ids:
+            raise NotLocalError("empty")
+        if parent is None:
+            self._cache.put(entry)
+            return entry
+        shared = common_tokens(parent.ids, entry.ids, known)
+        self._stats.tokens_reused += shared
+        self._cache.put_next(entry, parent, shared)
+        return entry
+
+
+def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
+    """Whether to read and render these would hold the event loop: too many messages, or too much in them."""
+    if len(new) > _INLINE_MESSAGES or len(known) > INLINE_VALUES_MAX:
+        return True
+    limit = INLINE_VALUES_MAX - sum([one.num_values for one in known])
+    if sum(map(len, new)) <= 2 * limit:  # each value takes two bytes
+        return False
+    return sum([num_values(bytes(raw)) for raw in new]) > limit
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise NotLocalError("field")
+    return value
