@@ -127,7 +127,8 @@ class WaitingRoom:
         if one is not None:
             self.stats.waiting = len(self._queue)
             self._let_go = one
-            one.item.set_result(None)
+            if not one.item.done():  # else its client has just gone, and it leaves in its turn
+                one.item.set_result(None)
             return
         gap_s = min(self._gap_s(lane) for lane in self._queue.lanes())
         later_s = min(max(gap_s, _LOOK_S_MIN), _LOOK_S_MAX)
@@ -149,11 +150,14 @@ class WaitingRoom:
         self.stats.waiting = len(self._queue)
         if gone is None:
             return
-        self._count("full" if gone is ticket else "shed")
         error = self._full(gone, engines)
         if gone is ticket:
+            self._count("full")
             raise error
-        gone.item.set_exception(error)
+        if not gone.item.done():  # else its client has just gone
+            self._count("shed")
+            gone.item.set_exception(error)
+            gone.item.exception()  # whoever waited may be cancelled before hearing of it
 
     def _full(self, ticket: Ticket, engines: int) -> ApiError:
         return queue_full(self.settings.requests_max, self._ahead_s(ticket, engines))

@@ -34,7 +34,7 @@ LIMITS = {
     "cheap": "uncached_tokens_per_minute = 20000",
     "low": 'priority = "low"',
 }
-CLIENTS = {"nobody": 1, "free": 12}
+CLIENTS = {"nobody": 1, "free": 40}
 REFUSALS = {"invalid_api_key": 401, "rate_limit_exceeded": 429, "queue_full": 429, "queue_timeout": 503}
 """What a request may be answered with besides 200, and each is at least once."""
 FAULTS = {

@@ -183,3 +183,24 @@ def test_what_a_tenant_may_save_up_is_what_the_engines_compute_in_credit_s() -> 
         room.leave(ticket)
 
     run(main())
+
+
+def test_a_client_that_goes_as_another_comes_or_room_shows_harms_nobody() -> None:
+    async def main() -> None:
+        engines = Engines()
+        room = room_of(engines, requests_max=2)
+        flood = [comes(room, "acme"), comes(room, "acme")]
+        await until(lambda: len(room) == 2, "both wait")
+        other = comes(room, "beta")
+        flood[1].cancel()  # it leaves in its next turn, after the one who comes instead of it
+        await until(flood[1].cancelled, "it is gone")
+        await until(lambda: len(room) == 2, "the other one waits")
+        assert room.stats.refused == {}
+
+        engines.gap_s = 0.0
+        flood[0].cancel()
+        room.changed()
+        room.leave(await other)
+        assert (len(room), room.stats.left) == (0, 2)
+
+    run(main())
