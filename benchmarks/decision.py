@@ -142,7 +142,7 @@ class Bench:
     async def _send(self, message: dict[str, Any]) -> None:
         assert message.get("status", 200) == 200, message
 
-    async def _exchange(self, *_: object) -> Answered:
+    async def _exchange(self, *_: object, **__: object) -> Answered:
         return Answered()
 
 

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +58,7 @@ from router.serve import configure_logging
 MODEL = "kvatlas-demo"
 ENGINES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
 _WINDOW = 1 << 30
-_ANSWER = msgspec.json.encode(
+ANSWER = msgspec.json.encode(
     {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}
 )
 _CALL = b"".join(
@@ -80,7 +80,7 @@ _CALL = b"".join(
 # The picker's process.
 
 
-async def _stub(scope: Any, receive: Any, send: Any) -> None:
+async def stub(scope: Any, receive: Any, send: Any) -> None:
     """In the router's place: reads the request, names one engine, passes the answer on."""
     body = b""
     while True:
@@ -92,7 +92,7 @@ async def _stub(scope: Any, receive: Any, send: Any) -> None:
             break
     head = read_request_headers(scope["headers"], None)
     request = InboundRequest("POST", scope["path"], b"", scope["headers"], body, MODEL, False, b"1")
-    attempt = Attempt("a", ENGINES[0], Breaker(), request, now=time.monotonic)
+    attempt = Attempt("a", scope["state"]["engine"], Breaker(), request, now=time.monotonic)
     record = RequestTracker(time.monotonic).begin("POST", scope["path"])
     answer = await scope["extensions"][CARRIER].ask(attempt, Outbound(request, head, b"/", record), 60.0)
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
@@ -100,9 +100,13 @@ async def _stub(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": not answer.finished})
 
 
-async def _serve_stub(settings: EppSettings) -> None:
+async def _serve_stub(settings: EppSettings, engines: list[str]) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["engine"] = engines[0]
+        await stub(scope, receive, send)
+
     server = PickerServer(
-        _stub,
+        app,
         settings,
         proxy=ProxySettings(),
         listen=ListenSettings(),
@@ -115,10 +119,10 @@ async def _serve_stub(settings: EppSettings) -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
-async def _serve_router(settings: EppSettings) -> None:
+async def _serve_router(settings: EppSettings, engines: list[str]) -> None:
     config = Config(
         server=ServerConfig(port=0, ops_port=0),
-        engines=tuple(EngineAddress(url) for url in ENGINES),
+        engines=tuple(EngineAddress(url) for url in engines),
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(poll_interval_s=3600, poll_down_interval_s=3600, gauge_interval_s=3600),
         epp=settings,
@@ -222,7 +226,7 @@ _SERVED = bytes_field(
 _ANSWER_HEAD = {b":status": b"200", b"content-type": b"application/json", b"server": b"uvicorn"}
 _SHOWN = [
     _message(3, _headers(_ANSWER_HEAD), _SERVED),
-    _message(5, bytes_field(1, _ANSWER), _SERVED),
+    _message(5, bytes_field(1, ANSWER), _SERVED),
     _message(5, _ENDS, _SERVED),
 ]
 
@@ -266,9 +270,9 @@ def bodies(size: int, *, chat: bool) -> list[bytes]:
 
 
 @contextmanager
-def picker(kind: str) -> Iterator[tuple[int, int]]:
+def picker(kind: str, engines: Sequence[str] = ENGINES) -> Iterator[tuple[int, int]]:
     """Process id and port of a picker."""
-    command = [sys.executable, "-m", "benchmarks.picker", "--serve", kind]
+    command = [sys.executable, "-m", "benchmarks.picker", "--serve", kind, "--engines", *engines]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -327,10 +331,12 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=6000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--serve", choices=("stub", "router"), help=argparse.SUPPRESS)
+    parser.add_argument("--engines", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     configure_logging("error", "console")
     if arguments.serve is None:
         uvloop.run(_main(arguments.requests, arguments.clients))
     else:
         own = EppSettings(listen="127.0.0.1:0", tls=False)
-        uvloop.run((_serve_stub if arguments.serve == "stub" else _serve_router)(own))
+        serve = _serve_stub if arguments.serve == "stub" else _serve_router
+        uvloop.run(serve(own, arguments.engines))

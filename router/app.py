@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -235,12 +235,11 @@ class Router:
         file = KeyFile(Path(keys.file), clock=self.clock)
         return KeyGate(file, clock=self.clock, forward=keys.forward, engine_fields=fields)
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:
         """ASGI 3."""
         if scope["type"] == "lifespan":
-            await lifespan(self.running(), receive, send)
-        else:
-            await self._front(scope, receive, send)
+            return lifespan(self.running(), receive, send)
+        return self._front(scope, receive, send)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -46,16 +46,15 @@ class Front:
         self._ops_here = ops_here
         self._to_lead = to_lead
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Answer one request (ASGI 3, "http" or "websocket")."""
         if self._cors is not None and self._for_browsers(scope) and self._cors.concerns(scope):
-            await self._cors(scope, receive, send)
-        else:
-            await self._answer(scope, receive, send)
+            return self._cors(scope, receive, send)
+        return self._answer(scope, receive, send)
 
-    async def answer_whole(self, scope: Any, receive: Any, send: Any) -> None:
+    def answer_whole(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """What siblings pass on, at the lead."""
-        await (self._admin_at(scope["path"]) or self._insight)(scope, receive, send)
+        return (self._admin_at(scope["path"]) or self._insight)(scope, receive, send)
 
     def _for_browsers(self, scope: Any) -> bool:
         path = scope["path"]
@@ -64,15 +63,14 @@ class Front:
     def _admin_at(self, path: str) -> AdminApi | None:
         return self._admin if self._admin is not None and self._admin.here(path) else None
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._proxy(scope, receive, send)
-        elif is_control(scope["path"]):
-            await self._answer_control(scope, receive, send)
-        elif (admin := self._admin_at(scope["path"])) is not None:
-            await (self._to_lead() or admin)(scope, receive, send)
-        else:
-            await self._proxy(scope, receive, send)
+    def _answer(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        """Chosen without being waited for: what is awaited is the application that answers."""
+        if scope["type"] == "http":
+            if is_control(scope["path"]):
+                return self._answer_control(scope, receive, send)
+            if (admin := self._admin_at(scope["path"])) is not None:
+                return (self._to_lead() or admin)(scope, receive, send)
+        return self._proxy(scope, receive, send)
 
     async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
         """Which models there are is told to those who may use them."""

@@ -9,7 +9,8 @@ import msgspec
 
 from router.api.answers import EngineView, LiveRequest, PrefixView, ReceiptView, view_receipt
 from router.api.insight import blocks_held, hot_prefixes, live_requests
-from router.api.metrics.page import Sources, render_metrics
+from router.api.metrics.page import Sources, families, page_steps
+from router.openai.members import at_leisure
 from router.placement.engine import Engine
 from router.placement.load import NO_OTHERS, OthersLoad
 
@@ -41,7 +42,7 @@ class OwnView:
 
     async def metrics(self) -> bytes:
         """See ``OpsView``."""
-        return render_metrics(self._sources)
+        return await at_leisure(page_steps(families(self._sources)))
 
     async def engines(self) -> list[EngineView]:
         """See ``OpsView``; the load is with what sibling workers have in flight."""

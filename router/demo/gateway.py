@@ -52,14 +52,13 @@ def free_port() -> int:
 def gateway_process(
     envoy: str, engines: Sequence[str], pickers: Sequence[int], port: int = 0
 ) -> Iterator[str]:
-    """Base URL of a gateway before these engines (URLs) that asks the pickers on these ports; it lives as
-    long as the context. Raises ``ConfigError``."""
+    """Base URL of a gateway before these engines (URLs) that asks the pickers on these ports, or goes round
+    where there are none; it lives as long as the context. Raises ``ConfigError``."""
     port, admin = port or free_port(), free_port()
-    clusters = [
-        config.pool([endpoint_of(url) for url in engines]),
-        config.pickers([f"127.0.0.1:{each}" for each in pickers]),
-    ]
-    listener = config.listener("demo", port, "pool", [config.ext_proc()])
+    clusters = [config.pool([endpoint_of(url) for url in engines])]
+    if pickers:
+        clusters.append(config.pickers([f"127.0.0.1:{each}" for each in pickers]))
+    listener = config.listener("demo", port, "pool", [config.ext_proc()] if pickers else [])
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "envoy.json"), Path(folder, "envoy.log")
         file.write_bytes(msgspec.json.encode(config.bootstrap([listener], clusters, admin=admin)))

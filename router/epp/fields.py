@@ -56,7 +56,7 @@ def scope_of(headers: list[Header], header_bytes_max: int) -> dict[str, Any]:
     if size > header_bytes_max:
         raise head_too_large(header_bytes_max)
     method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
-    problem = head_problem("2", path, [])
+    problem = head_problem("2", path, 0)
     if problem or not method.isalpha() or not (path.startswith(b"/") or path == b"*"):
         raise bad_request("invalid_http", problem or "The gateway sent no valid method or path.")
     host = pseudo.get(b":authority", b"")

@@ -34,7 +34,7 @@ class ClassHit(msgspec.Struct, frozen=True):
     by_medium: dict[str, int]
 
 
-class EngineHit(msgspec.Struct, frozen=True):
+class EngineHit(msgspec.Struct, frozen=True, gc=False):
     """What one engine would take from its cache for a prompt; tokens.
 
     ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
@@ -101,8 +101,11 @@ class _Row:
         """From what was found of the word. Engines that hold as much share theirs."""
         mode, alignment, by_bit = self.mode, self.layout.alignment, self.by_bit
         answers = dict.fromkeys(self.engine_ids, EngineHit(mode, alignment=alignment))
-        trunks = sum([bits for _, bits in found.trunk_ends])
-        without_trunk = sum([bits for _, bits in found.hit_ends]) & ~trunks
+        without_trunk = 0
+        for _, bits in found.hit_ends:
+            without_trunk |= bits
+        for _, bits in found.trunk_ends:
+            without_trunk &= ~bits
         for trunk, reached in (*found.trunk_ends, (0, without_trunk)):
             left = reached & self.bits
             for end, bits in (*found.hit_ends, (0, left)):

@@ -32,7 +32,7 @@ ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request on one engine; tokens.
 
     ``predicted_tokens`` is the whole hit; ``cpu_tokens`` and ``storage_tokens`` are the parts of it that
@@ -115,9 +115,9 @@ class EngineReceipts(msgspec.Struct):
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt of this engine."""
-        outcome = receipt.outcome
+        outcome, reported = receipt.outcome, receipt.reported_prompt_tokens
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        if receipt.reported_prompt_tokens not in {None, receipt.prompt_tokens}:
+        if reported is not None and reported != receipt.prompt_tokens:
             self.prompt_mismatches += 1
         predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
         if predicted is None or actual is None:

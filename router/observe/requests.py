@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import structlog
 
 from router.observe.histogram import Histogram
@@ -86,7 +87,8 @@ class RequestTracker:
 
     def begin(self, method: str, path: str) -> RequestRecord:
         """A request's head was read."""
-        record = RequestRecord(self, method, path)
+        now = self.clock()
+        record = RequestRecord(self, method, path, now, now)
         self.live.add(record)
         return record
 
@@ -142,65 +144,37 @@ class RequestTracker:
             )
 
 
-class RequestRecord:
+class RequestRecord(msgspec.Struct, eq=False):
     """One request on its way. ``completion``: its times count."""
 
-    __slots__ = (
-        "arrived_s",
-        "attempts",
-        "broken",
-        "bytes_in",
-        "bytes_out",
-        "engine",
-        "explained",
-        "first_s",
-        "gone",
-        "label",
-        "last_s",
-        "method",
-        "model",
-        "path",
-        "read_s",
-        "request_id",
-        "status",
-        "tenant",
-        "times",
-        "trace",
-        "tracker",
-        "unseen",
-        "usage",
-        "waited_s",
-        "why",
-    )
-
-    def __init__(self, tracker: RequestTracker, method: str, path: str) -> None:
-        self.tracker = tracker
-        self.method = method
-        self.path = path
-        self.arrived_s = self.read_s = tracker.clock()
-        self.model = ""
-        self.request_id = ""
-        self.label = ""
-        self.tenant = ""
-        """Whose key it came with, where clients have keys."""
-        self.engine = ""
-        self.attempts = 0
-        self.status = 0
-        self.gone = False
-        self.explained = False
-        """Why it will not be answered is in the log already."""
-        self.broken = False
-        self.unseen = False
-        self.bytes_in = 0
-        self.bytes_out = 0
-        self.waited_s = 0.0
-        self.first_s: float | None = None
-        self.last_s = 0.0
-        self.usage: Usage | None = None
-        self.times: ModelTimes | None = None
-        self.trace: RequestTrace | None = None
-        self.why: Callable[[], dict[str, Any]] = dict
-        """What spoke for the engine that has it, as attributes of a trace."""
+    tracker: RequestTracker
+    method: str
+    path: str
+    arrived_s: float
+    read_s: float
+    model: str = ""
+    request_id: str = ""
+    label: str = ""
+    tenant: str = ""
+    """Whose key it came with, where clients have keys."""
+    engine: str = ""
+    attempts: int = 0
+    status: int = 0
+    gone: bool = False
+    explained: bool = False
+    """Why it will not be answered is in the log already."""
+    broken: bool = False
+    unseen: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    waited_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    usage: Usage | None = None
+    times: ModelTimes | None = None
+    trace: RequestTrace | None = None
+    why: Callable[[], dict[str, Any]] = dict
+    """What spoke for the engine that has it, as attributes of a trace."""
 
     def read(self, size: int) -> None:
         """The request is whole."""

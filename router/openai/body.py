@@ -112,7 +112,7 @@ def peek(body: bytes) -> Peek:
     return _read(
         bytes(seen.model),
         bytes(seen.stream),
-        bytes(seen.previous_response_id),
+        b"" if seen.previous_response_id is _ABSENT else bytes(seen.previous_response_id),
         b"" if seen.priority is _ABSENT else bytes(seen.priority),
         guarded=guarded,
     )
@@ -129,7 +129,7 @@ def _read(model: bytes, stream: bytes, previous: bytes, priority: bytes, *, guar
         earlier = _TEXT.decode(previous) if previous.startswith(b'"') else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid_json(error) from None
-    number = int(priority) if _WHOLE.fullmatch(priority) else None
+    number = int(priority) if priority and _WHOLE.fullmatch(priority) else None
     return Peek(name, stream == b"true", guarded, earlier, number)
 
 

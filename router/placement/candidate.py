@@ -117,7 +117,7 @@ Weighed = tuple[str, float, float, float, float, float, float, float, int, int]
 """A ``Cost`` as every decision works it out for every engine; records are made for whoever explains one."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """The engine chosen; ``weighed`` and ``costs`` are in the order of the candidates.
 
     ``uncached_tokens`` is what the load account must be charged with: the policy's own belief of what
@@ -141,7 +141,7 @@ class Choice(msgspec.Struct, frozen=True):
         return Cost(*self.weighed[self.index])
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """The prompt to place. ``prompt_key`` stands for the whole prompt, ``prefix_key`` for its start."""
 
     prompt_tokens: int

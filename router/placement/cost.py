@@ -169,23 +169,25 @@ def _pick(
         least = min([total for total, queue in zip(totals, queues, strict=True) if queue == shortest])
     bound = _Bound(shortest, least, settings)
     reason: Reason = "cheapest"
-    if not bound.allows(queues[cheapest], best):
+    if queues[cheapest] != shortest and not bound.allows(queues[cheapest], best):
         allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]  # one of the shortest always is
         best = min([totals[i] for i in allowed])
         reason = "bounded"
-    dearest = best + settings.probe_cost_max_s
     due = _due_probes(candidates, weighed, settings, prompt_tokens)
-    equals = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
-    if equals:
-        reason = "probe"
-    else:
-        fastest = min([c.prefill_s_per_token for c in candidates])
-        whole_s = (1 + settings.eviction_premium) * prompt_tokens * fastest
-        limit = best + max(settings.tie_s, settings.tie_fraction * whole_s)
-        equals = [i for i in allowed if totals[i] <= limit]
-        if reason == "cheapest" and len(equals) > 1:
-            equals = [i for i in equals if bound.allows(queues[i], totals[i])]
-            reason = "tie"
+    if due:
+        dearest = best + settings.probe_cost_max_s
+        due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
+    if due:
+        return _settle(weighed, due, key), "probe"
+    fastest = min([c.prefill_s_per_token for c in candidates])
+    whole_s = (1 + settings.eviction_premium) * prompt_tokens * fastest
+    limit = best + max(settings.tie_s, settings.tie_fraction * whole_s)
+    equals = [i for i in allowed if totals[i] <= limit]
+    if len(equals) == 1:
+        return equals[0], reason
+    if reason == "cheapest":
+        equals = [i for i in equals if bound.allows(queues[i], totals[i])]
+        reason = "tie"
     return _settle(weighed, equals, key), reason
 
 

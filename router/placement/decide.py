@@ -224,7 +224,9 @@ class Planner:
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, asked_of, rehearsal)
         if self.hold is not None:
             self.hold.others(look.load)
-        engines, asked_of = _still_there(engines), _still_there(asked_of)
+        same = asked_of is engines
+        engines = _still_there(engines)
+        asked_of = engines if same else _still_there(asked_of)
         if not engines:  # they left while the prompt was being read
             raise no_ready_engine("The engines that serve this model have just been removed; retry shortly.")
         now = self._accounts.now()
@@ -332,20 +334,21 @@ class Planner:
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
-        held = look.hits
-        for model in dict.fromkeys([engine.base_model for engine in engines]):
-            if model is None:
-                continue
-            ids = [
-                e.engine_id
-                for e in engines
-                if e.base_model == model and e.engine.events is not None and e.engine_id not in look.hits
-            ]
-            if ids:
-                told = look.stores.get(model)
-                predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
-                held = {**held, **predicted} if held else predicted
-        guessed = any([engine.shadow is not None for engine in engines])  # noqa: C419  # a list is faster
+        held, by_model, guessed = look.hits, dict[str, list[str]](), False
+        for engine in engines:
+            model, name = engine.base_model, engine.engine_id
+            if engine.shadow is not None:
+                guessed = True
+            if model is not None and engine.engine.events is not None and name not in look.hits:
+                ids = by_model.get(model)
+                if ids is None:
+                    by_model[model] = [name]
+                else:
+                    ids.append(name)
+        for model, ids in by_model.items():
+            told = look.stores.get(model)
+            predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
+            held = {**held, **predicted} if held else predicted
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
         last = tokens - 1

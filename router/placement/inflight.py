@@ -50,7 +50,7 @@ class InflightStats(msgspec.Struct):
     """Prompts forgotten before their end because there were too many."""
 
 
-class InflightPrompt(msgspec.Struct, eq=False):
+class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     """One prompt on one engine; opaque to its holder."""
 
     engine_id: str
@@ -160,8 +160,9 @@ class InflightPrefixes:
         """
         if self._ended and self._ended[0][0] <= now:
             self.expire(now)
-        held = tuple(sorted({end for end in keeps if 0 < end <= len(hashes)}))
-        prompt = InflightPrompt(engine_id, hashes, len(hashes), held)
+        num_blocks = len(hashes)
+        held = tuple(sorted({end for end in keeps if 0 < end <= num_blocks})) if keeps else ()
+        prompt = InflightPrompt(engine_id, hashes, num_blocks, held)
         self._insert(prompt)
         self._prompts[prompt] = None
         self.stats.prompts += 1
@@ -179,7 +180,8 @@ class InflightPrefixes:
         path = self._path(prompt)
         self._unkeep(prompt, path)
         for node in reversed(path):
-            node.join()
+            if len(node.children) == 1:
+                node.join()
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
         """The answer ended; the prompt still counts as common for the grace period."""
@@ -286,37 +288,44 @@ class InflightPrefixes:
 
     @staticmethod
     def _unkeep(prompt: InflightPrompt, path: list[PrefixNode]) -> None:
-        ends = {node.end: node for node in path}
-        for end in prompt.keeps:
-            _less(ends[end].keepers, prompt.engine_id)
+        keeps, engine_id = prompt.keeps, prompt.engine_id
+        for node in path:
+            if node.end in keeps:
+                _less(node.keepers, engine_id)
         prompt.keeps = ()
 
     def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:
         """The nodes of a prompt that was inserted, from the root down."""
         path: list[PrefixNode] = []
-        node, depth = self._root, 0
-        while depth < prompt.num_blocks:
-            node = node.children[prompt.hashes[depth]]
+        node, depth, hashes, end = self._root, 0, prompt.hashes, prompt.num_blocks
+        while depth < end:
+            node = node.children[hashes[depth]]
             path.append(node)
             depth = node.end
         return path
 
     def _remove(self, prompt: InflightPrompt) -> None:
-        path = self._path(prompt)
-        self._unkeep(prompt, path)
-        parent, left = self._root, 0
-        for node in path:
-            _less(node.engines, prompt.engine_id)
-            if not node.engines:  # nobody else passes here, so nobody is below either
-                del parent.children[node.hashes[node.start]]
+        if prompt.keeps:
+            self._unkeep(prompt, self._path(prompt))
+        hashes, engine_id, end = prompt.hashes, prompt.engine_id, prompt.num_blocks
+        passed: list[PrefixNode] = []
+        node, depth = self._root, 0
+        while depth < end:
+            child = node.children[hashes[depth]]
+            _less(child.engines, engine_id)
+            if not child.engines:  # nobody else passes here, so nobody is below either
+                del node.children[hashes[depth]]
                 break
-            parent, left = node, left + 1
-        for node in reversed(path[:left]):
-            node.join()
+            passed.append(child)
+            node, depth = child, child.end
+        for node in reversed(passed):
+            if len(node.children) == 1:
+                node.join()
 
 
 def _less(counts: dict[str, int], engine_id: str) -> None:
-    if counts[engine_id] > 1:
-        counts[engine_id] -= 1
+    count = counts[engine_id]
+    if count > 1:
+        counts[engine_id] = count - 1
     else:
         del counts[engine_id]

@@ -94,7 +94,7 @@ class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Ticket(msgspec.Struct, eq=False):
+class Ticket(msgspec.Struct, eq=False, gc=False):
     """One request in the account; opaque to its holder, who ends it with ``finish`` or ``fail``."""
 
     uncached_tokens: int
@@ -262,7 +262,8 @@ class LoadAccount:
         queue_s, own_waiting = 0.0, 0
         if self._awaited:
             self._advance(now, rate)
-            queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
+            if self._awaited:
+                queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
         running, waiting, tokens = others.running, others.waiting, float(others.tokens)
         if now - self._gauges_s <= self._settings.gauge_fresh_s:
             seen, queued = self._foreign_running, self._foreign_waiting
@@ -279,17 +280,16 @@ class LoadAccount:
         rate = self._advance(now)
         if not self._awaited and not self._running:
             return None
-        tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 else 0
+        tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 and self._awaited else 0
         return OthersLoad(self._running, len(self._awaited), max(0, tokens))
 
     def _own_queue_s(self, rate: float, now: float) -> float:
-        """Seconds of prefill and loads in what this router awaits there, less what the head has had time
-        for."""
-        if not self._awaited:
-            return 0.0
+        """Seconds of prefill and loads in what this router awaits there (something), less what the head has
+        had time for."""
         head = next(iter(self._awaited))
         whole_s = self._awaited_tokens * rate + self._awaited_load_s
-        return whole_s - min(now - self._head_s, head.uncached_tokens * rate + head.load_s)
+        done_s, head_s = now - self._head_s, head.uncached_tokens * rate + head.load_s
+        return whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
 
     def check_integrity(self) -> list[str]:
         """Recounts; an empty list, or one sentence per contradiction."""

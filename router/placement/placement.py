@@ -50,7 +50,7 @@ class Split(msgspec.Struct, frozen=True):
     """Cost of the best pair."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice and all it rested on; ``candidates`` in the order of ``engines``."""
 
     read: Prompt | TextAffinity | None
@@ -85,6 +85,7 @@ class Placement(Attempt):
     __slots__ = (
         "_accounts",
         "_answered",
+        "_cost",
         "_flying",
         "_prefilled",
         "_ticket",
@@ -107,7 +108,7 @@ class Placement(Attempt):
     ) -> None:
         engine, choice = decision.engine, decision.choice
         rank = engine.engine.dp_rank
-        cost = choice.cost
+        cost = self._cost = choice.cost
         super().__init__(
             engine.engine_id,
             engine.engine.base_url,
@@ -155,7 +156,7 @@ class Placement(Attempt):
             uncached_tokens=choice.uncached_tokens,
             now=self.asked_s,
             streams=self.request.stream,
-            load_s=choice.cost.load_s,
+            load_s=self._cost.load_s,
         )
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:

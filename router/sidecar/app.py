@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from router import __version__
 from router.api.metrics.families import of_each, of_stats
-from router.api.metrics.page import build_info, of_requests, render
+from router.api.metrics.page import build_info, of_requests, page_steps
 from router.api.ops import OpsPort, ops_authenticator
 from router.config.errors import ConfigError
 from router.config.schema import Config
@@ -35,6 +35,7 @@ from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
+from router.openai.members import at_leisure
 from router.pd.stats import PdStats
 from router.proxy.app import ProxyApp
 from router.proxy.paths import OBSERVED
@@ -142,7 +143,7 @@ class Sidecar:
         return JSONResponse({"ready": True, "reason": ""})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(render(self._families()), media_type=CONTENT_TYPE_LATEST)
+        return Response(await at_leisure(page_steps(self._families())), media_type=CONTENT_TYPE_LATEST)
 
     def _families(self) -> Iterator[Metric]:
         yield from ProcessCollector(registry=None).collect()

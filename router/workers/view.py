@@ -11,10 +11,11 @@ from prometheus_client.metrics_core import Metric
 
 from router.api.answers import LiveRequest, PrefixView, ReceiptView
 from router.api.metrics.families import of_stats
-from router.api.metrics.page import Sources, families, render
+from router.api.metrics.page import Sources, families, page_steps
 from router.api.views import OwnView
 from router.http.server.stats import ListenStats
 from router.observe.histogram import Histogram
+from router.openai.members import at_leisure
 from router.workers.calls import SiblingCalls
 from router.workers.gossip import WorkerGossipStats
 from router.workers.merge import CountLedger, WorkerPage, merged, page_of
@@ -60,7 +61,8 @@ class WholeView:
         found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered
-        return render([*found, *crew_families(self._seat.count, answered, self._lives)])
+        found += crew_families(self._seat.count, answered, self._lives)
+        return await at_leisure(page_steps(found))
 
     async def engines(self) -> list[Any]:
         """See ``OpsView``."""

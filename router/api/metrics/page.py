@@ -2,13 +2,15 @@
 
 Parts keep plain numbers in small structs and know nothing of Prometheus; ``RouterCollector`` turns them into
 metric families. Labels are engine ids, models and fixed words only, so the number of series is bounded by the
-fleet.
+fleet. A page is made in steps (``page_steps``): that of a thousand engines takes longer than anybody else may
+be kept waiting.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -38,6 +40,9 @@ from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
+
+_TURN_S = 0.005
+"""Of the page, between two pauses."""
 
 
 class Sources(msgspec.Struct):
@@ -135,30 +140,37 @@ class RouterCollector:
             yield from of_each("tenant", "tenant", s.gate.tenants())
 
 
-def render_metrics(sources: Sources) -> bytes:
-    """The page in Prometheus text format."""
-    return render(families(sources))
-
-
 def families(sources: Sources) -> Iterator[Metric]:
     """Everything on the page: the process, and what the router counts."""
     yield from ProcessCollector(registry=None).collect()
     yield from RouterCollector(sources).collect()
 
 
-def render(found: Iterable[Metric]) -> bytes:
-    """Families as a page."""
+def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
+    """Steps to the page of these families, in Prometheus text format, each read when its turn comes. Others
+    may go on (``router.openai.members.at_leisure``) after the first that ends so long after a pause."""
+    texts: list[bytes] = []
+    began_s = time.perf_counter()
+    for family in found:
+        texts.append(_text(family))
+        if time.perf_counter() - began_s >= pause_every_s:
+            yield
+            began_s = time.perf_counter()
+    return b"".join(texts)
+
+
+def _text(family: Metric) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_Collected(list(found)))
+    registry.register(_Collected(family))
     return generate_latest(registry)
 
 
 class _Collected(Collector):
-    def __init__(self, found: list[Metric]) -> None:
-        self._found = found
+    def __init__(self, family: Metric) -> None:
+        self._family = family
 
     def collect(self) -> list[Metric]:
-        return self._found
+        return [self._family]
 
 
 def build_info() -> Iterator[Metric]:

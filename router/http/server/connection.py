@@ -204,6 +204,7 @@ class ClientConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._hosts = 0
         self._expects = False
         self._in_head, self._in_trailer = True, False
         self._head_bytes, self._given = 0, True
@@ -219,9 +220,15 @@ class ClientConnection(asyncio.Protocol):
             self._begin_trailer()
             self._count_head(len(name) + len(value) + _FIELD_SIGNS)
             return
-        self._count_head(len(name) + len(value) + _FIELD_SIGNS)
+        # As ``_count_head`` does, without a call for every field.
+        self._given = True
+        size = self._head_bytes = self._head_bytes + len(name) + len(value) + _FIELD_SIGNS
+        if size > self.settings.header_bytes_max:
+            raise _RefusedError(self._head_too_large())
         name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
+        if name == b"host":
+            self._hosts += 1
+        elif name == b"expect" and value.lower() == b"100-continue":
             self._expects = True
         self._headers.append((name, value))
 
@@ -249,7 +256,7 @@ class ClientConnection(asyncio.Protocol):
         if parser.should_upgrade():
             return
         version = parser.get_http_version()
-        problem = head_problem(version, self._url, self._headers)
+        problem = head_problem(version, self._url, self._hosts)
         if problem:
             self.stats.bad_requests += 1
             raise _RefusedError(bad_request("invalid_http", problem))

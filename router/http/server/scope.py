@@ -23,12 +23,11 @@ def connection_scope(transport: asyncio.BaseTransport, state: dict[str, Any]) ->
     }
 
 
-def head_problem(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> str:
-    """What is wrong with a head that could be parsed; empty: nothing."""
+def head_problem(version: str, url: bytes, hosts: int) -> str:
+    """What is wrong with a head that could be parsed, with so many Host fields; empty: nothing."""
     if b"#" in url:
         # Engines cut the fragment off, so that a path would be judged here and another one be answered there.
         return "The request target contains '#', which is no part of it: leave it out, or write %23."
-    hosts = sum(name == b"host" for name, _ in headers)
     if hosts != 1 and (hosts or version == "1.1"):
         return f"The request has {hosts} Host fields; HTTP/1.1 asks for exactly one."
     return ""

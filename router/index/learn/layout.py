@@ -55,7 +55,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.attention_chunk_sizes.get(group_idx, self.attention_chunk_size)
 
 
-class CacheLayout(msgspec.Struct, frozen=True):
+class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     """How one engine's look-up works: its spec classes, and where a hit may end.
 
     ``alignment`` and ``hash_block_size`` in tokens; a hit is a multiple of ``alignment``.

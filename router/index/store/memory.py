@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, compress, count, repeat
+from operator import ne
 from typing import Any
 
 import numpy as np
@@ -155,22 +156,24 @@ class MemoryIndex:
         return None if slot is None else Slot(*slot_position(slot))
 
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
-        numbers: npt.NDArray[np.integer[Any]]
-        if isinstance(hashes, PromptHashes) and len(hashes) >= HASHES_MIN:
-            numbers = self._recall.rows(hashes, self._numbers)
+        numbers: npt.NDArray[np.integer[Any]] | list[int]
+        if len(hashes) < HASHES_MIN:
+            # So few are gone through faster than an array is made of them.
+            numbers = list(map(self._row_of.get, hashes, repeat(0)))
+            starts = list(compress(count(), map(ne, numbers, chain((-1,), numbers))))
         else:
-            numbers = self._numbers(hashes)
+            found_rows: npt.NDArray[np.integer[Any]]
+            if isinstance(hashes, PromptHashes):
+                found_rows = self._recall.rows(hashes, self._numbers)
+            else:
+                found_rows = self._numbers(hashes)
+            starts = [0, *((found_rows[1:] != found_rows[:-1]).nonzero()[0] + 1).tolist()]
+            numbers = found_rows
         found = self._patterns.matrix.take(numbers, axis=0)
-        columns = {key: found[:, column] for key, column in self._columns.items()}
-        return Rows(len(hashes), columns, self._runs(numbers, found))
-
-    def _runs(self, numbers: npt.NDArray[np.integer[Any]], found: Words) -> Runs | None:
-        changes = (numbers[1:] != numbers[:-1]).nonzero()[0]
-        if not len(numbers) or len(changes) >= _RUNS_MAX:
-            return None
-        changes += 1
-        starts = [0, *changes.tolist()]
-        return Runs(starts, [found[0].tolist(), *found.take(changes, axis=0).tolist()], self._columns)
+        runs = None
+        if 0 < len(starts) <= _RUNS_MAX and len(hashes):
+            runs = Runs(starts, found.take(starts, axis=0).tolist(), self._columns)
+        return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()}, runs)
 
     def _numbers(self, hashes: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
         """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""

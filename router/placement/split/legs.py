@@ -106,7 +106,7 @@ class DecodePlacement(Placement):
         )
         self.body = split.body
         self.prefill = prefill
-        self.expected_s = decision.choice.cost.queue_s + split.transfer_s
+        self.expected_s = self._cost.queue_s + split.transfer_s
 
     def handed_over(self, gap_s: float) -> None:
         """See ``Attempt``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from router.admission.queue.room import QueueStats
 from router.admission.tenants import TenantStats
 from router.api.admin.stats import AdminStats
 from router.api.metrics.families import GAUGES, exported
-from router.api.metrics.page import Sources, render_metrics
+from router.api.metrics.page import Sources, page_steps
+from router.api.metrics.page import families as all_families
 from router.api.metrics.reloads import ReloadStats
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
@@ -30,6 +32,7 @@ from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.observe.receipts import ERROR_BUCKETS, Receipt
+from router.openai.members import at_leisure, at_once
 from router.pd.stats import PdStats
 from router.placement.affinity import AffinityStats
 from router.placement.engine import Accounts, Engine
@@ -108,7 +111,7 @@ def sources() -> Sources:
 
 
 def families(sources: Sources) -> dict[str, Any]:
-    page = render_metrics(sources).decode()
+    page = at_once(page_steps(all_families(sources))).decode()
     return {family.name: family for family in text_string_to_metric_families(page)}
 
 
@@ -247,3 +250,24 @@ def test_transfers_that_went_wrong_are_shown_as_the_engine_counts_them(sources: 
     engine_of(sources.fleet, 0).transfers = {"notifications_after_expiry": 2.0}
     key = (IDS[0], "notifications_after_expiry")
     assert values(sources, "kvatlas_engine_transfers_wrong") == {key: 2.0}
+
+
+def test_others_go_on_while_a_page_is_made(sources: Sources) -> None:
+    found = list(all_families(sources))
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def both() -> bytes:
+        beside = asyncio.create_task(other())
+        page = await at_leisure(page_steps(found, pause_every_s=0.0))
+        beside.cancel()
+        return page
+
+    page = asyncio.run(both())
+    assert turns >= len(found)
+    assert page == at_once(page_steps(found, pause_every_s=float("inf")))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.api.metrics.page import render
+from router.api.metrics.page import page_steps
+from router.openai.members import at_once
 from router.workers.merge import CountLedger, WorkerPage, merged, page_of
 
 
@@ -50,7 +51,7 @@ def test_histograms_add_up_bucket_by_bucket_and_the_page_is_valid() -> None:
     found = merged(
         [page(0, 0, 1, times(1, 3)), page(1, 0, 1, times(2, 2))], CountLedger(), shared_index=False
     )
-    text = render(found).decode()
+    text = at_once(page_steps(found)).decode()
     assert 'kvatlas_request_duration_seconds_bucket{le="0.1",model="m"} 3.0' in text
     assert 'kvatlas_request_duration_seconds_bucket{le="+Inf",model="m"} 5.0' in text
     assert 'kvatlas_request_duration_seconds_count{model="m"} 5.0' in text

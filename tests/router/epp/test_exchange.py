@@ -1,0 +1,197 @@
+"""One request of a gateway, without one: what it may do wrong, or not do at all. The gateway is the library
+``h2`` and the messages of ext_proc."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from publisher.engine import SimulatedEngine
+from router.epp.fields import DESTINATION
+from router.epp.settings import EppSettings, EppStats
+from router.epp.wire import messages as m
+from router.epp.wire.grpc import GrpcReader, message_frame
+from router.epp.wire.protobuf import bytes_field, number_field
+from router.http.server.settings import ListenSettings
+from router.proxy.settings import ProxySettings
+from tests.router.epp.test_messages import read
+from tests.support.h2_peer import H2Peer, h2_peer
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+
+PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+CHAT = b"/v1/chat/completions"
+ENDS = {"grpc-status": "0"}
+REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY = 2, 3, 4, 5
+
+
+def chat(**changes: Any) -> bytes:
+    messages = [{"role": "user", "content": TEXT}]
+    return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 3, **changes}).encode()
+
+
+def head(kind: int, fields: dict[bytes, bytes], *, mode: int = m.FULL_DUPLEX) -> bytes:
+    each = b"".join(bytes_field(1, bytes_field(1, k) + bytes_field(3, v)) for k, v in fields.items())
+    modes = bytes_field(11, number_field(1, mode) + number_field(2, m.FULL_DUPLEX))
+    said = bytes_field(kind, bytes_field(1, each)) + (modes if kind == REQUEST_HEADERS else b"")
+    return message_frame(said)
+
+
+def body(kind: int, data: bytes, *, ends: bool = False) -> bytes:
+    return message_frame(bytes_field(kind, bytes_field(1, data) + (number_field(2, 1) if ends else b"")))
+
+
+POST = head(
+    REQUEST_HEADERS,
+    {b":method": b"POST", b":path": CHAT, b":authority": b"a", b"content-type": b"application/json"},
+)
+REQUEST = POST + body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
+OK = head(RESPONSE_HEADERS, {b":status": b"200", b"content-type": b"application/json"})
+
+
+def said(peer: H2Peer, number: int) -> list[Any]:
+    """What the picker has said on this stream."""
+    return [read(each) for each in GrpcReader(1 << 24).feed(peer.data[number])]
+
+
+@asynccontextmanager
+async def gateway(**changes: Any) -> AsyncIterator[tuple[Rig, H2Peer, SimulatedEngine]]:
+    """A router with one engine, and a connection to its picker; in the end no request is left."""
+    settings = EppSettings(listen="127.0.0.1:0", tls=False, **changes.pop("epp", {}))
+    async with running({}) as (engine,), routing(configure(engine, epp=settings, **changes)) as rig:
+        assert rig.router.picker is not None
+        async with h2_peer(rig.router.picker.addresses["listen"][1]) as peer:
+            yield rig, peer, engine
+            await until(lambda: rig.idle, "every request has ended")
+            rig.check_books()
+
+
+def stats_of(rig: Rig) -> EppStats:
+    assert rig.router.picker is not None
+    return rig.router.picker.stats
+
+
+async def error_of(peer: H2Peer, number: int) -> tuple[int, str]:
+    """Status and code of an answer of the picker's own, and its call's end."""
+    await peer.until_over(number)
+    own = said(peer, number)[-1].immediate_response
+    assert peer.headers[number][-1] == ENDS
+    return own.status.code, json.loads(own.body)["error"]["code"]
+
+
+def test_a_request_from_its_head_to_its_receipt() -> None:
+    async def main() -> None:
+        async with gateway() as (rig, peer, engine):
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told, and the body given back")
+            choice, given = said(peer, number)
+            sets = choice.request_headers.response.header_mutation.set_headers
+            fields = {each.header.key: each.header.raw_value.decode() for each in sets}
+            endpoint = engine.base_url.removeprefix("http://")
+            assert fields[DESTINATION] == choice.dynamic_metadata[m.LB][DESTINATION] == endpoint
+            piece = given.request_body.response.body_mutation.streamed_response
+            assert (piece.body, piece.end_of_stream) == (chat(), True)
+            usage = {
+                "prompt_tokens": 9,
+                "completion_tokens": 3,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            }
+            answer = json.dumps({"choices": [], "usage": usage}).encode()
+            await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
+            await peer.until_over(number)
+            assert peer.headers[number][-1] == ENDS
+            assert said(peer, number)[-1].response_body.response.body_mutation.streamed_response.end_of_stream
+            await until(lambda: rig.idle, "the receipt is written")
+            assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
+
+    run(main())
+
+
+WRONG = {
+    "an answer before its request": (OK, "3", "malformed"),
+    "two heads": (POST + POST, "3", "malformed"),
+    "an answer of an engine that was not named": (POST + OK, "3", "malformed"),
+    "a body behind its end": (REQUEST + body(REQUEST_BODY, b"more"), "3", "malformed"),
+    "compressed": (b"\1\0\0\0\1x", "12", "malformed"),
+    "cut": (message_frame(b"\x22\x05ab"), "3", "malformed"),
+    "longer than any body may be": (b"\0\xff\xff\xff\xff", "8", "malformed"),
+    "a mode that cannot work": (head(REQUEST_HEADERS, {b":method": b"POST"}, mode=m.STREAMED), "9", "mode"),
+}
+
+
+@pytest.mark.parametrize(("sent", "status", "reason"), WRONG.values(), ids=WRONG)
+def test_a_gateway_that_breaks_the_protocol_is_told(sent: bytes, status: str, reason: str) -> None:
+    async def main() -> None:
+        async with gateway() as (rig, peer, _):
+            number = peer.open(PROCESS)
+            await peer.send(number, sent)
+            await peer.until_over(number)
+            assert peer.headers[number][-1]["grpc-status"] == status
+            assert stats_of(rig).calls_refused == {reason: 1}
+            assert not peer.closed  # nor is any other call of its connection ended
+
+    run(main())
+
+
+def test_who_says_nothing_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with gateway(epp={"request_timeout_s": 0.1}) as (rig, peer, _):
+            silent = peer.open(PROCESS)
+            await peer.until_over(silent)
+            assert peer.headers[silent][-1]["grpc-status"] == "3"
+            assert stats_of(rig).calls_refused == {"timeout": 1}
+            half = peer.open(PROCESS)
+            await peer.send(half, POST + body(REQUEST_BODY, b'{"model"'))
+            assert await error_of(peer, half) == (408, "request_timeout")
+
+    run(main())
+
+
+def test_an_engine_that_does_not_answer_is_an_error_in_time() -> None:
+    """A gateway in full duplex bounds nothing: this does."""
+
+    async def main() -> None:
+        quick = ProxySettings(first_byte_timeout_s=0.1)
+        async with gateway(proxy=quick) as (rig, peer, _):
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            assert (await error_of(peer, number))[0] == 504
+            assert rig.router.proxy.stats.engine_failures == {"timeout": 1}
+
+    run(main())
+
+
+def test_bodies_are_bounded_one_by_one_and_together() -> None:
+    async def main() -> None:
+        bounds = {
+            "proxy": ProxySettings(body_bytes_max=20_000),
+            "listen": ListenSettings(drain_s_max=5.0, bodies_bytes_max=50_000),
+        }
+        async with gateway(**bounds) as (rig, peer, _):
+            long = peer.open(PROCESS)
+            await peer.send(long, POST + body(REQUEST_BODY, bytes(20_001)))
+            assert (await error_of(peer, long))[0] == 413
+            held = [peer.open(PROCESS) for _ in range(3)]
+            for number in held:
+                await peer.send(number, POST + body(REQUEST_BODY, bytes(18_000)))
+            await until(lambda: bool(peer.ended), "there is no room for the last one")
+            await until(lambda: held[-1] in peer.ended, "it is the last one")
+            (own,) = [each.immediate_response for each in said(peer, held[-1])]
+            told = {each.header.key: each.header.raw_value for each in own.headers.set_headers}
+            assert (own.status.code, told["x-llm-d-request-dropped-reason"]) == (503, b"rejected-saturated")
+            for number in held[:-1]:
+                peer.state.reset_stream(number)
+            peer.flush()
+            await until(lambda: stats_of(rig).streams_open == 0, "the others have left")
+            again = peer.open(PROCESS)
+            await peer.send(again, REQUEST)
+            await until(lambda: len(said(peer, again)) == 2, "there is room again")
+            peer.state.reset_stream(again)
+            peer.flush()
+
+    run(main())
