@@ -221,7 +221,7 @@ class LocalModel:
 
 def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
     """Whether to read and render these would hold the event loop: too many messages, or too much in them."""
-    if len(new) > _INLINE_MESSAGES or len(known) > INLINE_VALUES_MAX:
+    if len(new) > _INLINE_MESSAGES:
         return True
     limit = INLINE_VALUES_MAX - sum([one.num_values for one in known])
     if sum(map(len, new)) <= 2 * limit:  # each value takes two bytes

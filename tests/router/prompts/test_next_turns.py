@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +174,15 @@ def test_a_branch_leaves_the_other_branch_its_hashes(folder: Path) -> None:
     reader.close()
 
 
+def test_what_a_thread_hashes_is_a_chain_of_its_own(folder: Path) -> None:
+    reader = fresh(folder)
+    prompt = read_exact(reader, chat(say("user", "Hello there, " * 9)))
+    prompt.hashes(SCHEME)
+    prompt.forked_chain(SCHEME).extend(prompt.token_ids * 2)
+    assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME)
+    reader.close()
+
+
 def test_an_exact_repeat_does_nothing(folder: Path) -> None:
     reader = fresh(folder)
     body = chat(say("user", "Hello"), tools=cases.TOOLS)
@@ -284,7 +292,7 @@ def test_the_index_always_proposes_the_longest_live_prefix(
         live = [[one.raw for one in e.messages] for e in cache._entries.values()]
         longest = max((sum(1 for _ in _common(raws, other)) for other in live), default=0)
         assert (found[1] if found else 0) == longest
-        known = [KnownMessage(raw, {}, 0, 1, sys.getsizeof(raw)) for raw in raws]
+        known = [KnownMessage(raw, {}, 0, 1, 34) for raw in raws]
         cache.put(Entry(keys, b"s", ids_of(sequence), PromptExtras(), known))
         cache.check_integrity()
 
