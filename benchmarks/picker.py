@@ -53,7 +53,7 @@ from router.proxy.breaker import Breaker
 from router.proxy.carrier import Outbound
 from router.proxy.headers import read_request_headers
 from router.proxy.settings import ProxySettings
-from router.serve import configure_logging
+from router.serve.logs import configure_logging
 
 MODEL = "kvatlas-demo"
 ENGINES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]

@@ -28,7 +28,7 @@ from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAG
 from router.openai.body import peek
 from router.openai.request import InboundRequest
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
-from router.serve import share_the_interpreter, tame_garbage_collection
+from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
 
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()

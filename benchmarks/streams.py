@@ -34,7 +34,9 @@ from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.fleet.identity import EngineAddress
 from router.http.server.settings import ListenSettings
 from router.proxy.settings import ProxySettings
-from router.serve import configure_logging, make_server, share_the_interpreter, tame_garbage_collection
+from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
+from router.serve.logs import configure_logging
+from router.serve.server import make_server
 
 MODEL = "streams"
 TURN_S, TICK_S, SETTLE_S = 0.005, 0.01, 2.0

@@ -39,7 +39,8 @@ from router.observe.prefix_ids import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import OthersLoad
 from router.replication.settings import IndexSettings
-from router.serve import configure_logging, make_server
+from router.serve.logs import configure_logging
+from router.serve.server import make_server
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 from router.workers.gossip import SiblingGossip

@@ -214,7 +214,7 @@ def sidecar(
     check_config: CheckFlag = False,
 ) -> int:
     """Run beside a decode engine behind a gateway: ask the prefill engine that kvatlas epp has chosen."""
-    from router import serve as serving
+    from router.config.describe import describe
     from router.sidecar import run as running
 
     flags = {
@@ -226,7 +226,7 @@ def sidecar(
     }
     loaded = load(config, flags=_given(flags, set_))
     if print_config:
-        print(serving.describe(loaded), end="")
+        print(describe(loaded), end="")
         return 0
     if check_config:
         running.check(loaded.config)
@@ -246,18 +246,20 @@ def _models(tokenizer: Path | None) -> dict[str, dict[str, object]]:
 
 def _start(read: Callable[[], Loaded], *, picker: bool, print_config: bool, check_config: bool) -> int:
     """Run the router, or the endpoint picker alone, or say what would run."""
-    from router import serve as serving
+    from router.config.describe import describe
+    from router.serve.check import check
+    from router.serve.command import pick, serve
 
     if print_config:
-        print(serving.describe(read()), end="")
+        print(describe(read()), end="")
         return 0
     config = _with_engines(read)
     if check_config:
-        serving.check(config)
+        check(config)
         print("configuration ok")
         return 0
     again = partial(_with_engines, read)
-    return serving.pick(config, again) if picker else serving.serve(config, again)
+    return (pick if picker else serve)(config, again)
 
 
 def _with_engines(read: Callable[[], Loaded]) -> Config:

@@ -36,7 +36,8 @@ from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 from router.replication.settings import IndexSettings
-from router.serve import ListenError, RouterServer, configure_logging, make_server
+from router.serve.logs import configure_logging
+from router.serve.server import ListenError, RouterServer, make_server
 from router.tools.console import output_console
 
 ENGINE = EngineSettings(

@@ -10,15 +10,9 @@ from router.config.errors import ConfigError
 from router.config.schema import Config
 from router.http.tls import TlsError
 from router.observe.traces import TracesNotInstalledError
-from router.serve import (
-    RouterServer,
-    configure_logging,
-    run_server,
-    server_ends_within_s,
-    server_of,
-    share_the_interpreter,
-    tame_garbage_collection,
-)
+from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
+from router.serve.logs import configure_logging
+from router.serve.server import RouterServer, run_server, server_ends_within_s, server_of
 from router.sidecar.app import Sidecar
 
 _log = structlog.get_logger()

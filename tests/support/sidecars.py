@@ -14,7 +14,7 @@ import msgspec
 from publisher.engine import SimulatedEngine
 from router.config.schema import Config, ServerConfig
 from router.pd.settings import SidecarSettings
-from router.serve import RouterServer
+from router.serve.server import RouterServer
 from router.sidecar.app import Sidecar
 from router.sidecar.run import make_server
 from tests.support.waiting import until

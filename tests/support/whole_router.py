@@ -19,7 +19,7 @@ from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.server.settings import ListenSettings
-from router.serve import RouterServer, make_server
+from router.serve.server import RouterServer, make_server
 from tests.support.waiting import until
 
 MODEL = "kvatlas-demo"

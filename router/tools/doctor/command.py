@@ -17,7 +17,7 @@ from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
 from router.config.schema import ANY_MODEL, Config
 from router.prompts.reader import ModelDirError
-from router.serve import configure_logging
+from router.serve.logs import configure_logging
 from router.tools.console import output_console
 from router.tools.doctor import checks
 from router.tools.doctor.examine import ExamineSettings, examine

@@ -24,7 +24,7 @@ from router.replication.redis.errors import IndexUnavailable, SettingsError
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import IndexRefused, Registry
 from router.replication.settings import IndexSettings
-from router.serve import configure_logging
+from router.serve.logs import configure_logging
 from router.tools.console import output_console
 from router.tools.index.scan import ScopeSnapshot, block_hashes, models_of, read_scope
 from router.tools.index.verify import EngineDiff, Verifier

@@ -14,7 +14,8 @@ from router.api.admin.settings import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
-from router.serve import ListenError, check
+from router.serve.check import check
+from router.serve.server import ListenError
 from router.simulate.advise.command import see
 from router.simulate.fetch import fetch_access_log
 from router.tools.doctor.examine import ask_router

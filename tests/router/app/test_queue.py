@@ -19,7 +19,7 @@ from router.admission.queue.room import WaitingRoom
 from router.admission.queue.settings import QueueSettings
 from router.admission.settings import KeySettings
 from router.proxy.settings import ProxySettings
-from router.reload import apply
+from router.serve.reload import apply
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

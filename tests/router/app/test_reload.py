@@ -17,7 +17,7 @@ from router.http.server.settings import ListenSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.reader import ModelDirError
 from router.proxy.settings import ProxySettings
-from router.reload import Reloads, apply, decide
+from router.serve.reload import Reloads, apply, decide
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

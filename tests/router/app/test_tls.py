@@ -17,7 +17,7 @@ from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.serve import check
+from router.serve.check import check
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running

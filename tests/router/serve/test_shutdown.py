@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.shutdown import ShutdownGuard
+from router.serve.shutdown import ShutdownGuard
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import run, until
 from tests.support.whole_router import running
@@ -20,11 +20,11 @@ from tests.support.whole_router import running
 GIVES_UP = "shutdown does not end"
 HANGS = """
 import asyncio, sys
-from router import serve
+from router.serve import server
 from router.__main__ import run
 from router.app import Router
 
-serve._STOP_S = 0.5
+server.STOP_S = 0.5
 begin = Router.__init__
 
 async def deaf():

@@ -15,7 +15,8 @@ from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FleetSettings
-from router.serve import ListenError, check
+from router.serve.check import check
+from router.serve.server import ListenError
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import run, until
 from tests.support.whole_router import QUICK, configure, routing, running

@@ -1,0 +1,1 @@
+"""A router as a process: start, reload, end."""

@@ -1,0 +1,75 @@
+"""Everything of a configuration that can be wrong, tried before anything listens."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import structlog
+
+from router.admission.key_file import KeyFileError
+from router.api.admin.tokens import AdminFileError
+from router.app import Router
+from router.config.errors import ConfigError
+from router.config.schema import Config
+from router.http.tls import TlsError, server_context
+from router.observe.traces import TracesNotInstalledError
+from router.placement.policies import policy
+from router.prompts.reader import ModelDirError
+from router.replication.redis.errors import SettingsError
+from router.replication.redis.url import redacted
+from router.replication.schema.registry import IndexRefused
+from router.replication.service import check_index
+from router.serve.server import TLS_KEYS
+
+_log = structlog.get_logger()
+
+
+def check(config: Config) -> Router:
+    """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    try:
+        policy(config.policy.policy)
+    except ValueError as error:
+        raise ConfigError(f"policy.policy: {error}") from None
+    _try_access_log(config)
+    try:
+        router = Router(config)
+        if config.server.tls.given:
+            server_context(config.server.tls, TLS_KEYS)
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
+        raise ConfigError(str(error)) from None
+    except ModelDirError as error:
+        raise ConfigError(f"models: {error}") from None
+    except SettingsError as error:
+        raise ConfigError(f"index: {error}") from None
+    return router
+
+
+def _try_access_log(config: Config) -> None:
+    """Permissions do not tell of file systems that take no files, so one is made, and is gone at once."""
+    for name in ("path", "key_file"):
+        text = getattr(config.access_log, name)
+        if not text:
+            continue
+        path = Path(text)
+        try:
+            with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"access_log.{name} = {text!r}: cannot be written: {error.strerror}") from None
+
+
+def check_shared_index(config: Config) -> None:
+    """Refuse an index of another schema. One that cannot be reached is no reason not to start.
+
+    Raises ``ConfigError``.
+    """
+    if not config.index.is_shared:
+        return
+    try:
+        problem = asyncio.run(check_index(config.index))
+    except IndexRefused as error:
+        raise ConfigError(f"index: {error}") from None
+    if problem:
+        _log.warning("starting without the shared index", index=redacted(config.index.url), problem=problem)
