@@ -117,6 +117,7 @@ class Position:
         self._offload_seen = cut.offload
         self.known = cut.seq + 1
         self.applied += 1
+        self._stats.last_seq = cut.seq if cut.seq >= 0 else None
         self.held.clear()
         self.top_seq = cut.seq
         for frame in tail:
@@ -166,6 +167,7 @@ class Position:
         self._out.append(Forget())
         self.recent.clear()
         self.known = 0
+        self._stats.last_seq = None
         self.found_whole()
         self.next_seq = NOWHERE
         self.publisher_id = None

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import openai
 import pytest
@@ -32,12 +32,16 @@ NUM_GPU_BLOCKS = 400
 PREFIX_TOKENS = 16 * BLOCK_TOKENS
 LEASE_S = 10
 """Of all prefill engines here: as short as loaded machines allow, since a test waits until it is over."""
+SPLITS_TRIED = 3
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
 FREE_CHOICE = (
     *("--set", f"pd.lease_s={LEASE_S}", "--set", f"pd.lease_margin_s={LEASE_S / 2}"),
     *("--set", "pd.min_remote_tokens=64", "--set", "pd.leg_overhead_s=0"),
     *("--set", "pd.transfer_s_per_token=0"),
 )
+
+
+T = TypeVar("T")
 
 
 class Apart(NamedTuple):
@@ -75,6 +79,27 @@ class Apart(NamedTuple):
     def legs(self) -> list[dict[str, Any]]:
         """The last two receipts."""
         return self.fleet.router.receipts()[-2:]
+
+    def split(self, ask: Callable[[int], T]) -> T:
+        """What ``ask`` makes of a number, once its request went to both engines. Whether it does is the
+        router's choice, by costs and times that a busy machine changes: then another number is tried."""
+        for number in range(0, 1000 * SPLITS_TRIED, 1000):
+            made = ask(number)
+            self.settle()
+            if [one["leg"] for one in self.legs()] == ["prefill", "decode"]:
+                return made
+        raise AssertionError(f"never split: {self.legs()}\n{self.fleet.router.log_tail()}")
+
+    def split_prompt(self, number: int, tail: int, **asked: Any) -> tuple[list[int], Any]:
+        """Such a prompt, of those that ``warmed`` makes, and the client's raw answer."""
+
+        def ask(again: int) -> tuple[list[int], Any]:
+            prompt = self.warmed(number + again, tail)
+            with self.client() as client:
+                make = client.completions.with_raw_response.create
+                return prompt, make(model="tiny", prompt=prompt, **asked)
+
+        return self.split(ask)
 
 
 def _engine(python: str, model: Path, log: Path, role: str) -> VllmEngine:
@@ -134,13 +159,10 @@ def _same(answer: Any, alone: Any) -> None:
 def test_the_answer_is_bit_for_bit_that_of_one_engine_and_both_receipts_are_right(
     apart: Apart, number: int, tail: int
 ) -> None:
-    prompt = apart.warmed(number, tail)
-    with apart.client() as client:
-        raw = client.completions.with_raw_response.create(model="tiny", prompt=prompt, **ASKED)
+    prompt, raw = apart.split_prompt(number, tail, **ASKED)
     answer = raw.parse()
     assert raw.headers["x-kvatlas-engine"] == apart.decode.base_url
     assert raw.headers["x-kvatlas-prefill-engine"] == apart.prefill.base_url
-    apart.settle()
     first, second = apart.legs()
     assert (first["leg"], first["outcome"]) == ("prefill", "exact"), first
     assert first["actual_tokens"] == PREFIX_TOKENS
@@ -151,27 +173,29 @@ def test_the_answer_is_bit_for_bit_that_of_one_engine_and_both_receipts_are_righ
 
 
 def test_a_streamed_chat(apart: Apart) -> None:
-    words = "gado lime tovu " * 100
-    messages: Any = [{"role": "user", "content": words}]
-    with apart.client(apart.prefill.base_url) as client:
-        client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
-    apart.settle()
-    messages[0]["content"] += "and then " * 20
-    with apart.client() as client:
-        parts = list(
-            client.chat.completions.create(
-                model="tiny",
-                messages=messages,
-                max_tokens=8,
-                temperature=0,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True},
+    def ask(number: int) -> list[Any]:
+        words = f"{number} gado lime tovu " + "gado lime tovu " * 100
+        messages: Any = [{"role": "user", "content": words}]
+        with apart.client(apart.prefill.base_url) as client:
+            client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+        apart.settle()
+        messages[0]["content"] += "and then " * 20
+        with apart.client() as client:
+            return list(
+                client.chat.completions.create(
+                    model="tiny",
+                    messages=messages,
+                    max_tokens=8,
+                    temperature=0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body={"ignore_eos": True},
+                )
             )
-        )
+
+    parts = apart.split(ask)
     assert parts[-1].usage is not None
     assert parts[-1].usage.completion_tokens == 8
-    assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
 
 
 @pytest.mark.parametrize(("tail", "hit"), [(300, 800), (287, 0)])
@@ -181,12 +205,8 @@ def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
     """The same prompt again, at the decode engine alone. Of a window (two blocks long) what the token after
     the prompt looks at is transferred, in whole blocks: enough to go on from the last block's end where that
     is 12 tokens before the prompt's, and too little where it is 31 before."""
-    prompt = apart.warmed(tail, tail)
+    prompt, _ = apart.split_prompt(tail, tail, max_tokens=1)
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
-    with apart.client() as client:
-        client.completions.create(**body)
-    assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
-    apart.settle()
     (told,) = apart.fleet.router.explain(body)["engines"]
     assert (told["engine"], told["hit_tokens"]["GPU"]) == (apart.decode.base_url, hit)
     with apart.client(apart.decode.base_url) as client:
@@ -254,10 +274,7 @@ def test_a_prefill_engine_that_dies_costs_no_answer(apart: Apart) -> None:
         answer = client.completions.create(model="tiny", prompt=prompt, **ASKED)
     _same(answer, alone)
     apart.all_up()
-    prompt = apart.warmed(10, 100)
-    with apart.client() as client:
-        client.completions.create(model="tiny", prompt=prompt, **ASKED)
-    assert [one["leg"] for one in apart.legs()] == ["prefill", "decode"]
+    apart.split_prompt(10, 100, **ASKED)
 
 
 class Watched(NamedTuple):
@@ -286,12 +303,17 @@ class Watched(NamedTuple):
         way.close()
 
     def warmed(self, number: int, tail: int) -> tuple[list[int], Any]:
-        """A prompt as ``Apart.warmed``, that this router has heard of; and what one engine says to it."""
-        prompt = self.apart.warmed(number, tail)
-        alone = _alone(self.apart, prompt)
+        """A prompt as ``Apart.warmed``, that this router would split; and what one engine says to it."""
         tap = self.apart.fleet.taps[self.apart.prefill.base_url]
-        self.router.wait_until_seen(self.prefill.url, tap.barrier())
-        return prompt, alone
+        told: dict[str, Any] = {}
+        for again in range(0, 1000 * SPLITS_TRIED, 1000):
+            prompt = self.apart.warmed(number + again, tail)
+            alone = _alone(self.apart, prompt)
+            self.router.wait_until_seen(self.prefill.url, tap.barrier())
+            told = self.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
+            if told["split"]["prefill"]:
+                return prompt, alone
+        raise AssertionError(f"never split: {told}")
 
     def ask(self, prompt: list[int]) -> tuple[str, Any]:
         """The decode engine that answered, and its answer."""
