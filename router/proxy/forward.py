@@ -267,7 +267,7 @@ class Forwarder:
                 own += out.entry.answer_headers()
             head = read_answer_headers(connection.headers, out.head.request_id, own)
             if connection.status in REFUSALS:
-                self._legs.failed(placement, course, connection.status)
+                self._legs.failed(placement, out, course, connection.status)
                 body = await self._read_refusal(connection)
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
                 if placement.refused(connection.status, wait_s):
@@ -285,7 +285,7 @@ class Forwarder:
             )
             await relay.run()
         except UpstreamError as error:
-            self._legs.failed(placement, course)
+            self._legs.failed(placement, out, course)
             engine_failed(placement, error, self._stats)
             return error
         except asyncio.CancelledError:

@@ -174,7 +174,7 @@ class Legs:
         it is too late to tell it."""
         handoff = course.handoff(self._clock())
         if handoff is None:
-            raise self._late()
+            raise self._late(attempt, out)
 
         def told() -> None:
             now = self._clock()
@@ -191,7 +191,7 @@ class Legs:
         try:
             answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told)
         except HandoffRefusedError:
-            raise self._late() from None
+            raise self._late(attempt, out) from None
         except UpstreamError as error:
             if not handoff.sent:
                 self._stats.handoffs_kept += 1
@@ -202,11 +202,11 @@ class Legs:
             raise
         return answer
 
-    def _late(self) -> AgainError:
+    def _late(self, attempt: Attempt, out: Outbound) -> AgainError:
         self._stats.leases_late += 1
-        return AgainError("late")
+        return _in_vain("late", attempt, out)
 
-    def failed(self, attempt: Attempt, course: Course | None, status: int = 0) -> None:
+    def failed(self, attempt: Attempt, out: Outbound, course: Course | None, status: int = 0) -> None:
         """The second engine gave no answer that the client can have. Raises ``AgainError`` where that says
         only that the blocks could not be fetched."""
         if course is None or attempt.body is None or not course.told:
@@ -214,7 +214,14 @@ class Legs:
         self._stats.handoffs_spent += 1
         course.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
-            raise AgainError("fetch failed")
+            raise _in_vain("fetch failed", attempt, out)
+
+
+def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
+    """What was computed for this engine is of no use."""
+    engine = attempt.engine_id
+    out.record.tracker.warn("prefill not fetched", out.record, engine, engine=engine, problem=problem)
+    return AgainError(problem)
 
 
 def _rank(attempt: Attempt) -> str:

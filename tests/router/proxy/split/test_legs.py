@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from router.openai.errors import no_ready_engine
 from router.openai.members import at_once
@@ -288,8 +289,11 @@ def test_a_decode_engine_that_could_not_fetch_computes_the_prompt_itself() -> No
         async with AsyncExitStack() as stack:
             script = in_turn(says(500, b"fetch failed"), GOOD)
             rig, (p,), (d,) = await apart(stack, [Numbered().script()], [script])
-            got = await ask(rig)
+            with capture_logs() as lines:
+                got = await ask(rig)
             assert (got.status, len(p.calls), told(d)) == (200, 1, [1, None])
+            said = [line["problem"] for line in lines if line["event"] == "prefill not fetched"]
+            assert said == ["fetch failed"]
             assert all_over(rig)
 
     run(main())
@@ -318,9 +322,11 @@ def test_blocks_that_grew_old_are_computed_again_and_never_fetched() -> None:
         async with AsyncExitStack() as stack:
             script = Numbered().script(stands_still)
             rig, (p,), (d,) = await apart(stack, [script], [GOOD], now=lambda: now[0])
-            got = await ask(rig)
+            with capture_logs() as lines:
+                got = await ask(rig)
             assert (got.status, len(p.calls), told(d)) == (200, 2, [2])
             assert rig.app.pd_stats.leases_late == 1
+            assert [line["problem"] for line in lines if line["event"] == "prefill not fetched"] == ["late"]
             assert all_over(rig)
 
     run(main())
