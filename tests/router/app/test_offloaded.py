@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -9,7 +10,7 @@ import pytest
 
 from router.placement.candidate import PolicySettings
 from tests.router.app.test_exact import Load
-from tests.support.waiting import run
+from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, configure, routing, running
 
 SMALL: dict[str, Any] = {"groups": "gptoss-like", "num_blocks": 120, "max_num_batched_tokens": 256}
@@ -68,6 +69,10 @@ def test_an_engine_that_offloaded_the_prompt_is_chosen_and_the_receipt_says_why(
                     for messages in (chat, *others):
                         await direct.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
             await rig.caught_up(*engines)
+            loads = [engine.load for engine in rig.router.fleet]
+            await until(
+                lambda: not any(load.at(time.monotonic()).foreign for load in loads), "seen to be idle"
+            )
             host, plain = (engine.base_url for engine in engines)
 
             _, told = await rig.ask("POST", "/kvatlas/explain", {"model": MODEL, "messages": chat})
