@@ -51,6 +51,12 @@ EngineFlags = Annotated[
     ),
 ]
 
+HostFlag = Annotated[
+    str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
+]
+PortFlag = Annotated[
+    int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
+]
 ConfigFlag = Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")]
 TokenizerFlag = Annotated[
     Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
@@ -80,12 +86,8 @@ def serve(
             negative="",
         ),
     ] = None,
-    host: Annotated[
-        str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
-    ] = None,
-    port: Annotated[
-        int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
-    ] = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
     workers: Annotated[
         str | None,
         Parameter(help="Processes that share the port, or auto: one per core (default 1)."),
@@ -198,12 +200,8 @@ def sidecar(
             negative="",
         ),
     ] = None,
-    host: Annotated[
-        str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
-    ] = None,
-    port: Annotated[
-        int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
-    ] = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
     ops_port: Annotated[
         str | None,
         Parameter(help=f"Port of /health, /ready and /metrics: 0 takes a free one (default {OPS_PORT})."),

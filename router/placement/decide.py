@@ -134,7 +134,7 @@ class Planner:
             decision,
             self._accounts,
             retention=self._retention,
-            client_headers=self._client_headers(decision) if self._expose else (),
+            client_headers=self._client_headers(decision),
             waited_s=waited_s,
         )
 
@@ -152,7 +152,7 @@ class Planner:
                 waited_s=waited_s,
                 rest_s=self._pd.no_connector_s,
             )
-        headers = self._client_headers(decision) if self._expose else ()
+        headers = self._client_headers(decision)
         if prefill is not None and request.carried:
             self.pd_stats.split += 1
             return SidecarPlacement(
@@ -376,9 +376,10 @@ class Planner:
             prompt.num_tokens, hashes, prefix_blocks=self._settings.prefix_blocks, fallback_key=fallback
         )
 
-    @staticmethod
-    def _client_headers(decision: Decision) -> Fields:
-        """What the client is told of the decision."""
+    def _client_headers(self, decision: Decision) -> Fields:
+        """What the client is told of the decision: nothing, unless it is to be exposed."""
+        if not self._expose:
+            return ()
         hit, headers = decision.candidate.hit, [(b"x-kvatlas-engine", decision.engine.engine_id.encode())]
         split = decision.split
         if split is not None and split.prefill is not None:

@@ -23,7 +23,7 @@ import zmq
 from tests.support.ports import free_ports
 from tests.vllm.observed_fleet import BLOCK_TOKENS, EventTap, Fleet, running
 from tests.vllm.router_process import RouterProcess
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import VllmEngine, answers
 from tests.vllm.watched_way import Way
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -225,7 +225,7 @@ def _sidecar(apart: Apart) -> Iterator[str]:
         try:
             ready = f"http://127.0.0.1:{ops_port}/ready"
             deadline_s = time.monotonic() + 60
-            while not _says_yes(ready):
+            while not answers(ready):
                 assert process.poll() is None
                 assert time.monotonic() < deadline_s, "the sidecar is not ready"
                 time.sleep(0.1)
@@ -236,14 +236,6 @@ def _sidecar(apart: Apart) -> Iterator[str]:
 
 def _port(apart: Apart) -> int:
     return int(apart.prefill.base_url.rpartition(":")[2])
-
-
-def _says_yes(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 def test_a_sidecar_makes_both_requests(apart: Apart) -> None:

@@ -94,7 +94,7 @@ class VllmServer:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"vLLM ended with status {self._process.returncode}:\n{self.log_tail()}")
-            if _answers(f"{self.base_url}/health"):
+            if answers(f"{self.base_url}/health"):
                 return
             time.sleep(_POLL_INTERVAL_S)
         raise RuntimeError(f"vLLM was not healthy after {deadline_s:.0f} s:\n{self.log_tail()}")
@@ -190,7 +190,8 @@ class VllmEngine(VllmServer):
         }
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether it says 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
