@@ -12,9 +12,10 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.config.describe import describe
 from router.config.errors import ConfigError
 from router.config.load import SECTIONS, load, parse_engine, plain_keys
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.placement.shadow import Shadow
+from router.prompts.config import ANY_MODEL
 from router.serve.check import check
 
 EXAMPLE = f"""
@@ -273,7 +274,7 @@ def test_what_can_only_be_seen_by_building_is_named_too(tmp_path: Path) -> None:
 
 
 def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
-    loaded = load(None, environ={})
+    loaded = load(None, engines=(parse_engine("http://a:1"),), environ={})
     check(loaded.config)
     text = describe(loaded)
     for harmless in ("key_", "keys.", "/var/run/secrets/"):
