@@ -2,6 +2,7 @@
 #   PYTHON=python3.12   the interpreter to make .venv with (3.11 or later; default: the first that fits)
 #   ARGS="..."          passed on to the program behind the target
 #   WORKERS=4           how many processes run tests side by side (default 4, and 3 for test-all; 0: none but pytest itself)
+#   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-vllm test-envoy test-random test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
@@ -15,6 +16,8 @@ CHARTS := $(VENV)/.installed-charts
 # Two workers on two cores; a file stays on one, so that its servers are started once.
 # More workers than the two cores it is meant for: tests of servers and time-outs wait half of their time.
 parallel = -n $(or $(WORKERS),$(1)) --dist loadfile
+seed = $(or $(SEED),1)
+seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
 WITHOUT_VLLM = messages tier transfer store/test_block_store_contract.py store/test_redis_store.py
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -31,15 +34,15 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## The fast tests: no long ones, a fifth of the random examples, one of each kind that starts processes
-	@$(BIN)/python -m pytest $(call parallel,4) -m "not vllm and not envoy and not process and not long" $(ARGS)
+	@$(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy and not process and not long" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
-	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,3) -m "not vllm and not envoy" $(ARGS)
+	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,3) $(seeds) -m "not vllm and not envoy" $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \
 		KVATLAS_VLLM_PYTHON="$$python" KVATLAS_VLLM_033_PYTHON="$$next" \
-		$(BIN)/python -m pytest -m vllm --timeout 1200 $(ARGS)
+		KVATLAS_RANDOM_SEED="$(seed)" $(BIN)/python -m pytest $(seeds) -m vllm --timeout 1200 $(ARGS)
 
 test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's scheduler, 0.32 and 0.33 (MIXES=2000 SEED=x for the same again)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0) && \
@@ -48,14 +51,14 @@ test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's schedul
 		$(BIN)/python -m pytest -m vllm tests/vllm/test_random_mixes.py --timeout 0 -rP $(ARGS)
 
 test-envoy: $(DEV) ## Tests of the endpoint picker behind a real Envoy (installs it on first use)
-	@envoy=$$(scripts/envoy_env.sh) && KVATLAS_ENVOY="$$envoy" $(BIN)/python -m pytest -m envoy $(ARGS)
+	@envoy=$$(scripts/envoy_env.sh) && KVATLAS_ENVOY="$$envoy" $(BIN)/python -m pytest $(seeds) -m envoy $(ARGS)
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
-	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest tests/connectors --timeout 1200 $(ARGS)
+	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest $(seeds) tests/connectors --timeout 1200 $(ARGS)
 
 test-connectors-0.33: $(DEV) ## The same on the Python of vLLM 0.33 over 0.32's compiled modules: what imports vLLM
 	@python=$$(scripts/vllm_overlay_env.sh 0.33.0) && \
-		"$$python" -m pytest tests/connectors $(addprefix --ignore=tests/connectors/,$(WITHOUT_VLLM)) --timeout 1200 $(ARGS)
+		"$$python" -m pytest $(seeds) tests/connectors $(addprefix --ignore=tests/connectors/,$(WITHOUT_VLLM)) --timeout 1200 $(ARGS)
 
 charts: $(CHARTS) ## The Helm chart, rendered and checked against the schemas of three Kubernetes versions
 	@$(BIN)/python scripts/generate_chart_reference.py --check

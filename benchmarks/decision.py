@@ -28,13 +28,14 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import DecodedBatch
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
 from router.app import Router
-from router.config.schema import ANY_MODEL, Config, ModelConfig
+from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
 from router.http.server.disconnect import EXTENSION
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
+from router.prompts.config import ANY_MODEL
 
 MODEL = "kvatlas-demo"
 FLEETS = (1, 2, 8, 64)

@@ -28,7 +28,7 @@ import uvloop
 
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.app import Router
-from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.config.schema import Config, ModelConfig, ServerConfig
 from router.epp.fields import DESTINATION
 from router.epp.server import PickerServer
 from router.epp.settings import EppSettings
@@ -45,6 +45,7 @@ from router.http.server.settings import ListenSettings
 from router.http.tls import Certificates
 from router.observe.requests import RequestTracker
 from router.openai.request import InboundRequest
+from router.prompts.config import ANY_MODEL
 from router.proxy.app import CARRIER
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker

@@ -25,7 +25,7 @@ from router.api.front import Application, Front
 from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
-from router.config.schema import ANY_MODEL, Config, ModelConfig
+from router.config.schema import Config, ModelConfig
 from router.epp.server import PickerServer
 from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
@@ -48,6 +48,7 @@ from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt
 from router.placement.load import OthersLoad
+from router.prompts.adapters import AdapterPaths
 from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
@@ -113,7 +114,7 @@ class Router:
         self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """What else works in the background, for as long as the router does."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._lora_paths: dict[str, dict[str, str]] = {}
+        self._adapters = AdapterPaths(config.adapters())
         self.reader = PromptReader(
             self.prompts_of(config),
             config.prompts,
@@ -465,50 +466,32 @@ class Router:
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 
     def _learn_adapters(self, engine: Engine, base: str) -> None:
-        configured = self.config.model(base).lora_paths
-        adapters = {card.id: card.root for card in engine.models if card.parent is not None and card.root}
-        self._lora(base).update({name: path for name, path in adapters.items() if name not in configured})
-
-    def _lora(self, model: str) -> dict[str, str]:
-        """LoRA paths of a model: configured ones, completed by what its engines say. One dict, shared."""
-        return self._paths(model if model in self.config.models else ANY_MODEL, self.config)
+        cards = [card for card in engine.models if card.parent is not None and card.root]
+        self._adapters.learn(base, {card.id: card.root or "" for card in cards})
 
     def _forget_adapters(self, engine: Engine) -> None:
-        """The engine left: adapters that no other one has are forgotten, but for those configured."""
-        if engine.base_model is None:
-            return
-        known, configured = self._lora(engine.base_model), self.config.model(engine.base_model).lora_paths
-        served = {card.id for other in self.fleet if other is not engine for card in other.models}
-        for name in [name for name in known if name not in configured and name not in served]:
-            del known[name]
+        """The engine left: adapters that no other one has are forgotten."""
+        if engine.base_model is not None:
+            others = (other for other in self.fleet if other is not engine)
+            self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
 
     def _facts(self, model: str) -> ModelFacts:
-        return msgspec.structs.replace(self.config.model(model).facts(), lora_paths=self._lora(model))
+        return msgspec.structs.replace(self.config.model(model).facts(), lora_paths=self._adapters.of(model))
 
     def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
         """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
         return {
-            name: msgspec.structs.replace(config.model(name).prompts(), lora_paths=self._paths(name, config))
-            for name in (*config.models, ANY_MODEL)
+            name: msgspec.structs.replace(
+                config.model(name).prompts(), lora_paths=self._adapters.named(name, configured)
+            )
+            for name, configured in config.adapters().items()
         }
-
-    def _paths(self, name: str, config: Config) -> dict[str, str]:
-        found = self._lora_paths.get(name)
-        if found is None:
-            found = self._lora_paths[name] = dict(config.model(name).lora_paths)
-        return found
 
     def take(self, config: Config) -> None:
         """Another configuration is running: engines of models of which other facts are known are followed
         anew, adapters have the paths that it says."""
         before, self.config = self.config, config
-        for name in list(self._lora_paths):
-            paths = self._lora_paths[name]
-            paths.clear()
-            if name in config.models or name == ANY_MODEL:
-                paths.update(config.model(name).lora_paths)
-            else:
-                del self._lora_paths[name]
+        self._adapters.configure(config.adapters())
         served = [engine for engine in self.fleet if engine.base_model is not None]
         other = {
             base

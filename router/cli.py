@@ -19,10 +19,11 @@ from router import __version__
 from router.config.checks import LOG_LEVELS
 from router.config.errors import ConfigError
 from router.config.load import Loaded, load, parse_engine
-from router.config.schema import ANY_MODEL, EPP_LISTEN, OPS_PORT, Config, ServerConfig
+from router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
 from router.pd.settings import SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
+from router.prompts.config import ANY_MODEL
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
 from router.tools import cli as capture_cli

@@ -28,11 +28,10 @@ from router.observe.traces import TraceSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
-from router.prompts.config import ModelPrompts, PromptSettings
+from router.prompts.config import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
-ANY_MODEL = "*"
 WORKERS_MAX = 32
 """Every worker hears of every request of the others."""
 EPP_LISTEN = "0.0.0.0:9002"
@@ -261,6 +260,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
+
+    def adapters(self) -> dict[str, dict[str, str]]:
+        """LoRA paths by configured model; ``*`` is always among them."""
+        return {name: self.model(name).lora_paths for name in (*self.models, ANY_MODEL)}
 
     def alias_shares(self) -> dict[str, dict[str, float]]:
         """``aliases``, each with shares."""

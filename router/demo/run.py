@@ -19,7 +19,7 @@ from rich.live import Live
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
 from router.config.errors import ConfigError
-from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.config.schema import Config, ModelConfig, ServerConfig
 from router.demo.apis import Api
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.gateway import find_envoy, free_port, gateway_process
@@ -31,6 +31,7 @@ from router.epp.settings import EppSettings
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
+from router.prompts.config import ANY_MODEL
 from router.replication.redis.errors import SettingsError
 from router.replication.redis.url import redacted
 from router.replication.schema.registry import IndexRefused

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
+ANY_MODEL = "*"
+"""The name of every base model not named, where models are configured."""
+
 
 class ModelPrompts(msgspec.Struct, frozen=True):
     """How one model's prompts are made; must say what its engines were started with.

@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 
 from publisher.block_hash import PromptExtras
-from router.prompts.config import ModelPrompts
+from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.request import NotLocalError
 from router.prompts.sizes import compact
 
-ANY_MODEL = "*"
-"""Key of ``models`` for every base model not named."""
 _ENCODER = msgspec.json.Encoder()
 
 

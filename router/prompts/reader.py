@@ -35,7 +35,7 @@ from router.prompts.local.entry import Entry
 from router.prompts.local.model import LocalModel
 from router.prompts.local.workers import Workers
 from router.prompts.model_dir import ModelDirError, load_model_dir
-from router.prompts.names import ANY_MODEL, ModelNames, ModelTarget
+from router.prompts.names import ModelNames, ModelTarget
 from router.prompts.prompt import Prompt
 from router.prompts.remote.asking import Asking, EngineUrl
 from router.prompts.remote.engine_side import EngineSide, EngineTokens, Post, placed_items
@@ -55,7 +55,6 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokens.truncation import ids_of
 
 __all__ = [
-    "ANY_MODEL",
     "ModelDirError",
     "ModelPrompts",
     "Prompt",

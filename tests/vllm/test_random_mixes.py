@@ -1,8 +1,8 @@
 """Random engines under random traffic: index, block pool and connectors' resolver against vLLM's scheduler.
 
-Every run draws new mixes; a failure names the seed and how to run one mix again. ``make test-random`` runs as
-many as wanted (``MIXES=2000``), ``SEED=...`` the same ones again. Of vLLM 0.33, which has no CPU build, it is
-the Python of its release that runs (``scripts/vllm_overlay_env.sh``).
+``make test-random`` draws as many new mixes as wanted (``MIXES=2000``), ``SEED=...`` the same ones again; a
+failure names the seed and how to run one mix again. ``make test-vllm`` has those of one seed. Of vLLM 0.33,
+which has no CPU build, it is the Python of its release that runs (``scripts/vllm_overlay_env.sh``).
 """
 
 from __future__ import annotations

@@ -105,13 +105,14 @@ def mode_problem(said: ProcessingRequest, modes: Modes) -> str:
 
 
 def read_request(message: bytes) -> ProcessingRequest:
-    """Raises ``ProtobufError``."""
+    """Raises ``ProtobufError``, also for two in one: protobuf would join them, gateways send none."""
     found = ProcessingRequest()
     for number, value in fields(message, _read_plain_body(message, found)):
         kind = _KINDS.get(number)
         if kind is not None:
+            if found.kind is not None:
+                raise ProtobufError(f"{found.kind} and {kind} in one message")
             found.kind = kind
-            found.headers, found.body, found.end_of_stream = [], b"", False
             if number < _BODIES:
                 found.headers, found.end_of_stream = _read_headers(as_bytes(value))
             elif number < _TRAILERS:

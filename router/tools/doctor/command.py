@@ -15,7 +15,8 @@ from rich.text import Text
 
 from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import Config
+from router.prompts.config import ANY_MODEL
 from router.prompts.reader import ModelDirError
 from router.serve.logs import configure_logging
 from router.tools.console import output_console

@@ -17,14 +17,14 @@ import aiohttp
 import msgspec
 from msgspec.structs import replace
 
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.status import ModelCard
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
-from router.prompts.config import ModelPrompts
+from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.reader import PromptReader
 from router.tools.doctor.evidence import (
     EngineEvidence,

@@ -15,10 +15,11 @@ from rich.table import Table
 from publisher.block_hash import ALGORITHMS, HashScheme
 from router.config.errors import ConfigError
 from router.config.load import load
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import Config
 from router.index.learn.layout import ModelFacts
 from router.index.model import HashedPrompt
 from router.openai.body import peek
+from router.prompts.config import ANY_MODEL
 from router.tools.capture.file import CaptureError, is_trace, read_capture
 from router.tools.capture.progress import shown
 from router.tools.console import output_console

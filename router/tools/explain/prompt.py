@@ -11,11 +11,12 @@ import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras, block_hashes
 from publisher.events import BlockHash
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import Config
 from router.index.model import HashedPrompt
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
+from router.prompts.config import ANY_MODEL
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.tools.verify.traces import TraceProbe

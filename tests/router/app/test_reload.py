@@ -12,9 +12,10 @@ import msgspec
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
-from router.config.schema import ANY_MODEL, Config, ModelConfig, ServerConfig
+from router.config.schema import Config, ModelConfig, ServerConfig
 from router.http.server.settings import ListenSettings
 from router.placement.candidate import PolicySettings
+from router.prompts.config import ANY_MODEL
 from router.prompts.reader import ModelDirError
 from router.proxy.settings import ProxySettings
 from router.serve.reload import Reloads, apply, decide

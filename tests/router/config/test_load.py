@@ -12,9 +12,10 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.config.describe import describe
 from router.config.errors import ConfigError
 from router.config.load import SECTIONS, load, parse_engine, plain_keys
-from router.config.schema import ANY_MODEL, Config
+from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.placement.shadow import Shadow
+from router.prompts.config import ANY_MODEL
 from router.serve.check import check
 
 EXAMPLE = f"""

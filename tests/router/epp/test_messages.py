@@ -220,6 +220,9 @@ def test_what_is_written_oddly_is_what_the_runtime_reads(
 def test_odd_bodies_and_fields() -> None:
     with pytest.raises(ProtobufError):
         m.read_request(b"\x22\x02\n\x02B\0")  # a body that is longer than what it is in
+    for first in (b"\x22\x02\x10\x01", b"\x2a\x02\x10\x01", b"\x12\0"):
+        with pytest.raises(ProtobufError, match="and request_body in one message"):
+            m.read_request(first + b"\x22\x03\n\x01x")
     for entry, value in (
         (b"\n\x01k\x1a\x01b\x1a\x01c", b"c"),  # twice: the last one counts
         (b"\n\x01k\x12\x01t", b"t"),  # as text

@@ -1,0 +1,35 @@
+"""Paths of LoRA adapters: what is configured wins, what engines say comes and goes with them."""
+
+from __future__ import annotations
+
+from router.prompts.adapters import AdapterPaths
+from router.prompts.config import ANY_MODEL
+
+CONFIGURED = {"m": {"sql": "/here"}, ANY_MODEL: {}}
+
+
+def test_what_is_configured_is_not_replaced_and_stays_when_engines_leave() -> None:
+    adapters = AdapterPaths(CONFIGURED)
+    adapters.learn("m", {"sql": "/there", "law": "/law"})
+    assert adapters.of("m") == {"sql": "/here", "law": "/law"}
+    adapters.keep("m", ["other"])
+    assert adapters.of("m") == {"sql": "/here"}
+    assert CONFIGURED["m"] == {"sql": "/here"}
+
+
+def test_models_that_are_not_named_share_theirs() -> None:
+    adapters = AdapterPaths(CONFIGURED)
+    adapters.learn("other", {"law": "/law"})
+    assert adapters.of("another") == adapters.of(ANY_MODEL) == {"law": "/law"}
+    assert "law" not in adapters.of("m")
+
+
+def test_who_was_given_a_dict_sees_the_next_configuration() -> None:
+    adapters = AdapterPaths(CONFIGURED)
+    named, rest = adapters.of("m"), adapters.of("other")
+    soon = adapters.named("new", {"sql": "/new"})  # read before it is configured
+    adapters.learn("m", {"law": "/law"})
+    adapters.configure({"new": {"sql": "/newer"}, ANY_MODEL: {"tax": "/tax"}})
+    assert (named, rest, soon) == ({}, {"tax": "/tax"}, {"sql": "/newer"})
+    assert adapters.of("new") is soon
+    assert adapters.of("m") is rest
