@@ -11,7 +11,7 @@ occurs twice or is written with escapes), and in large bodies, the text is looke
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -57,7 +57,7 @@ _Fields = msgspec.defstruct(
     [(name.decode(), msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in sorted(_WANTED)],
     gc=False,
 )
-_NAMES: Final = tuple((name, name.decode()) for name in sorted(_WANTED))
+_NAMES: Final = tuple(sorted(_WANTED))
 _DECODER: Final = msgspec.json.Decoder(_Fields)
 _MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _WANTED}
 _END: Final = re.compile(rb"[ \t\r\n]*\}")
@@ -80,16 +80,17 @@ class SplitBody(msgspec.Struct, frozen=True):
 
     def prefill(self, asks: bytes) -> bytes:
         """For the prefill engine, with these ``kv_transfer_params``."""
-        edits = [(self.start, self.start, b'"kv_transfer_params":%b,' % asks), *self.edits]
+        edits: Sequence[tuple[int, int, bytes]] = self.edits
         if self.missing:
             comma = b"" if _END.match(self.text, self.lengths_at) else b","
-            edits.append((self.lengths_at, self.lengths_at, b'"%b":1%b' % (self.missing, comma)))
-        pieces: list[bytes | memoryview] = []
-        view, done = memoryview(self.text), 0
-        for start, end, new in sorted(edits, key=lambda edit: edit[0]):
-            pieces += [view[done:start], new]
+            edits = sorted([*edits, (self.lengths_at, self.lengths_at, b'"%b":1%b' % (self.missing, comma))])
+        view, done = memoryview(self.text), self.start
+        pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % asks]
+        for start, end, new in edits:
+            pieces += (view[done:start], new)
             done = end
-        return b"".join((*pieces, view[done:]))
+        pieces.append(view[done:])
+        return b"".join(pieces)
 
     def decode(self, params: bytes) -> bytes:
         """For the decode engine, with what the prefill engine handed over."""
@@ -148,8 +149,11 @@ def _decoded(body: bytes) -> dict[bytes, bytes] | None:
         fields: Any = _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    values = ((name, getattr(fields, attribute)) for name, attribute in _NAMES)
-    return {name: bytes(value) for name, value in values if value is not msgspec.UNSET}
+    found: dict[bytes, bytes] = {}
+    for name, value in zip(_NAMES, msgspec.structs.astuple(fields), strict=True):
+        if value is not msgspec.UNSET:
+            found[name] = bytes(value)
+    return found
 
 
 def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
@@ -179,9 +183,16 @@ def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
 
 
 def _made(body: bytes, start: int, spans: _Spans, length: bytes, lengths_at: int) -> SplitBody:
-    for name, allowed in _MUST_BE.items():
-        if any(bytes(body[at:end]) not in allowed for at, end in spans.get(name, ())):
-            return SplitBody(body, name.decode())
-    edits = [(at, end, new) for name, new in _REPLACED.items() for at, end in spans.get(name, ())]
+    edits: list[tuple[int, int, bytes]] = []
+    whole: list[bytes] = []
+    for name, places in spans.items():
+        new = _REPLACED.get(name)
+        for at, end in places:
+            if new is not None:
+                edits.append((at, end, new))
+            elif bytes(body[at:end]) not in _MUST_BE[name]:
+                whole.append(name)
+    if whole:
+        return SplitBody(body, next(name for name in _MUST_BE if name in whole).decode())
     missing = b"" if length in spans else length
     return SplitBody(body, "", start, lengths_at, missing, tuple(sorted(edits)))
