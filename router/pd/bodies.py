@@ -126,7 +126,7 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
             return None
         spans[name] = [(place, place + len(value))]
     found = _made(body, start.end(), spans, length, start.end())
-    if found.whole or b"\\u" not in body:
+    if found.whole or b"\\" not in body:
         return found
     after = _decoded(found.prefill(b"{}"))  # a key with escapes may count, and not the one that was found
     expected = {name: _REPLACED[name] for name in spans.keys() & _REPLACED.keys()}
@@ -136,9 +136,10 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
 
 def _only_place(body: bytes, name: bytes) -> int:
     """Where the value begins of the only member of this name, at whatever depth; -1: there are several."""
-    first = body.find(b'"%b"' % name)
-    if body.find(b'"%b"' % name, first + 1) < 0:  # as nearly always, and many times faster
-        only = _MEMBER[name].match(body, first)
+    quoted = b'"%b"' % name
+    last = body.rfind(quoted)  # from behind it is four times as fast
+    if body.rfind(quoted, 0, last + len(quoted) - 1) < 0:  # as nearly always, and many times faster
+        only = _MEMBER[name].match(body, last)
         return -1 if only is None else only.end()
     places = list(_MEMBER[name].finditer(body))
     return places[0].end() if len(places) == 1 else -1
