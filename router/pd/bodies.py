@@ -4,8 +4,9 @@ The prefill engine is asked for one token and no stream, so the values of the fi
 replaced where they stand, each time they occur; the decode engine gets the client's own body with the
 parameters put in front. Which requests stay whole is read on the way.
 
-Fields are found by the fast JSON parser, and their places by the text; where that is not certain (a key that
-occurs twice or is written with escapes), and in large bodies, the text is looked through (``members``).
+Fields are found by the fast JSON parser, and their places by the text; the parser then tells whether these
+were the right ones. Where they were not (a key that also occurs elsewhere, or is written with escapes), and
+in large bodies, the text is looked through (``members``).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _MUST_BE: Final = {
 _WANTED: Final = _REPLACED.keys() | _MUST_BE.keys()
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
+_NEAR_BYTES: Final = 1024
 WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
 
 _Spans = dict[bytes, list[tuple[int, int]]]
@@ -119,30 +121,28 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
     fields = _decoded(body)
     if start is None or fields is None:
         return None
+    for name, allowed in _MUST_BE.items():
+        if fields.get(name, b"") not in allowed:
+            return SplitBody(body, name.decode())
     spans: _Spans = {}
-    for name, value in fields.items():
-        place = _only_place(body, name)
-        if place < 0 or not body.startswith(value, place):
+    for name in _REPLACED.keys() & fields.keys():
+        value, place = fields[name], _place(body, name)
+        if not body.startswith(value, place):
             return None
         spans[name] = [(place, place + len(value))]
     found = _made(body, start.end(), spans, length, start.end())
-    if found.whole or b"\\" not in body:
-        return found
-    after = _decoded(found.prefill(b"{}"))  # a key with escapes may count, and not the one that was found
-    expected = {name: _REPLACED[name] for name in spans.keys() & _REPLACED.keys()}
-    right = after is not None and all(after.get(name) == value for name, value in expected.items())
+    after = _decoded(found.prefill(b"{}"))
+    right = after is not None and all(after.get(name) == _REPLACED[name] for name in (*spans, length))
     return found if right else None
 
 
-def _only_place(body: bytes, name: bytes) -> int:
-    """Where the value begins of the only member of this name, at whatever depth; -1: there are several."""
+def _place(body: bytes, name: bytes) -> int:
+    """Where the value of a member of this name begins, at whatever depth: most clients send such fields
+    before their texts or behind them."""
     quoted = b'"%b"' % name
-    last = body.rfind(quoted)  # from behind it is four times as fast
-    if body.rfind(quoted, 0, last + len(quoted) - 1) < 0:  # as nearly always, and many times faster
-        only = _MEMBER[name].match(body, last)
-        return -1 if only is None else only.end()
-    places = list(_MEMBER[name].finditer(body))
-    return places[0].end() if len(places) == 1 else -1
+    first = body.find(quoted, 0, _NEAR_BYTES)
+    member = _MEMBER[name].match(body, first if first >= 0 else max(0, body.rfind(quoted)))
+    return -1 if member is None else member.end()
 
 
 def _decoded(body: bytes) -> dict[bytes, bytes] | None:
