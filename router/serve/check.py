@@ -43,7 +43,18 @@ def check(config: Config) -> Router:
         raise ConfigError(f"models: {error}") from None
     except SettingsError as error:
         raise ConfigError(f"index: {error}") from None
+    check_engines(config)
     return router
+
+
+def check_engines(config: Config) -> None:
+    """There are some, or a way to find some. Raises ``ConfigError``."""
+    if not config.engines and not config.fleet.discovers and not config.admin.enabled:
+        raise ConfigError(
+            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
+            "or a source of engines (fleet.kubernetes.selector or inference_pool, fleet.dns.names, "
+            "fleet.file.path, or the admin API)"
+        )
 
 
 def _try_access_log(config: Config) -> None:

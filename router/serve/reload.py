@@ -26,6 +26,7 @@ from router.config.schema import Config
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.aliases import Aliases
+from router.serve.check import check_engines
 
 _log = structlog.get_logger()
 _PENDING_NAME = "config"
@@ -44,6 +45,7 @@ def decide(running: Config, load: Callable[[], Config]) -> Decided:
     """Read the configuration again, and say in the log what comes of it."""
     try:
         change = changes(running, load())
+        check_engines(change.config)
         policy(change.config.policy.policy)
     except (ConfigError, ValueError) as error:
         return refused(error)

@@ -116,7 +116,7 @@ def simulate(
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
     """What policies, memory and engine flags would do with a workload: engines on a virtual clock, no GPU."""
-    from router.simulate.command import SimulateOptions, run_simulate  # noqa: PLC0415  # loaded when run
+    from router.simulate.command import SimulateOptions, run_simulate
 
     options = SimulateOptions(
         workload=workload,

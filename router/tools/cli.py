@@ -1,13 +1,14 @@
-"""The subcommands about captures: their arguments and help; what they do is imported when they run."""
+"""The arguments of the commands that need no room of their own, above all of those about captures. Light to
+import: the work is loaded when it runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from router.tools.index.flags import IndexFileFlag, IndexFlag, index_settings
+from router.config.flags import IndexFileFlag, IndexFlag, index_settings
 
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
@@ -50,7 +51,7 @@ def record(
     json: Json = False,
 ) -> int:
     """Record what engines publish, history first, into a capture; status 1 if anything is missing in it."""
-    from router.tools.record.command import RecordOptions, run_record  # noqa: PLC0415  # loaded when run
+    from router.tools.record.command import RecordOptions, run_record  # loaded when run
 
     options = RecordOptions(output, seconds, rotate_mb, max_mb, redact)
     return run_record(engine or [], options, as_json=json)
@@ -89,7 +90,7 @@ def replay(
 
     With --index also into a shared index, in a namespace of its own; status 1 if it then shows otherwise.
     """
-    from router.tools.replay.command import ReplayOptions, run_replay  # noqa: PLC0415  # loaded when run
+    from router.tools.replay.command import ReplayOptions, run_replay  # loaded when run
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     published = tuple(publish or ())
@@ -115,7 +116,74 @@ def explain(
     json: Json = False,
 ) -> int:
     """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
-    from router.tools.explain.command import ExplainOptions, run_explain  # noqa: PLC0415  # loaded when run
+    from router.tools.explain.command import ExplainOptions, run_explain  # loaded when run
 
     options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme)
     return run_explain(options, as_json=json)
+
+
+def verify(
+    *paths: Annotated[Path, Parameter(help="Recorded traces: files or folders.")],
+    json: Annotated[
+        bool, Parameter(help="One JSON line per trace and a last one with the total.", negative="")
+    ] = False,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+) -> int:
+    """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
+    from router.tools.verify.command import run_verify
+
+    shared = None if index is None and index_file is None else index_settings(index, index_file)
+    return run_verify(list(paths), as_json=json, index=shared)
+
+
+def engine(
+    *,
+    host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="HTTP port; 0 takes a free one.")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--set",
+            help="Any setting of the simulated engine: KEY=VALUE, e.g. groups=gptoss-like; repeat for more.",
+            negative="",
+        ),
+    ] = None,
+) -> int:
+    """Run one simulated engine: OpenAI HTTP, vLLM metrics and real KV events, without GPU or model."""
+    from router.tools.engine import run_engine
+
+    return run_engine(host, port, set_ or [])
+
+
+keys_app = App(
+    name="keys", help="Keys of clients: make one, look at the file that has them (docs/tenants.md)."
+)
+
+_KeyFileFlag = Annotated[
+    Path, Parameter(name="--file", help="The key file (keys.file of the routers); made if it is not there.")
+]
+
+
+@keys_app.command(name="add")
+def keys_add(
+    *,
+    file: _KeyFileFlag,
+    tenant: Annotated[str, Parameter(help="Whose key it is; a new tenant has no limits yet.")],
+    name: Annotated[str, Parameter(help="What the key is for; people read it in the file.")] = "",
+    stdin: Annotated[
+        bool, Parameter(help="Take a key that exists already from standard input.", negative="")
+    ] = False,
+) -> int:
+    """Make a key and enter it; it is printed once and stored nowhere."""
+    from router.tools.keys import run_add
+
+    return run_add(file, tenant=tenant, name=name, stdin=stdin)
+
+
+@keys_app.command(name="list")
+def keys_list(*, file: _KeyFileFlag) -> int:
+    """Tenants, their limits and their keys' digests; status 2 if a router would refuse the file."""
+    from router.tools.keys import run_list
+
+    return run_list(file)

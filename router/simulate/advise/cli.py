@@ -75,7 +75,7 @@ def advise(
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
     """Advise from your traffic: retention, memory, connectors, engines, and if prefix routing pays."""
-    from router.simulate.advise.command import AdviseOptions, run_advise  # noqa: PLC0415  # loaded when run
+    from router.simulate.advise.command import AdviseOptions, run_advise
 
     options = AdviseOptions(
         workload=workload,

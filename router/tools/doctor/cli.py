@@ -42,8 +42,8 @@ def doctor(
     json: Annotated[bool, Parameter(help="One JSON object with every finding.", negative="")] = False,
 ) -> int:
     """Look at engines and a router as kvatlas uses them; status 1 if anything is amiss, with what to do."""
-    from router.tools.doctor.command import run_doctor  # noqa: PLC0415  # so that --help is quick
-    from router.tools.doctor.examine import ExamineSettings  # noqa: PLC0415
+    from router.tools.doctor.command import run_doctor
+    from router.tools.doctor.examine import ExamineSettings
 
     settings = ExamineSettings(seconds=seconds, timeout_s=timeout, probe=probe)
     return run_doctor(

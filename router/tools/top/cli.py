@@ -17,6 +17,6 @@ def top(
     ] = False,
 ) -> int:
     """Watch a running router, engine by engine; q or Ctrl-C ends. Not on a terminal: one picture."""
-    from router.tools.top.command import run_top  # noqa: PLC0415  # so that --help is quick
+    from router.tools.top.command import run_top
 
     return run_top(router, interval_s=interval, once=once, as_json=json)

@@ -274,7 +274,7 @@ def test_what_can_only_be_seen_by_building_is_named_too(tmp_path: Path) -> None:
 
 
 def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
-    loaded = load(None, environ={})
+    loaded = load(None, engines=(parse_engine("http://a:1"),), environ={})
     check(loaded.config)
     text = describe(loaded)
     for harmless in ("key_", "keys.", "/var/run/secrets/"):

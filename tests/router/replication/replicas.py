@@ -70,6 +70,15 @@ class Replicas:
     def __getitem__(self, name: str) -> Writer:
         return self.writers[name]
 
+    async def end_lease(self, engine_id: str) -> None:
+        """As if nobody had renewed it: it is over by the server's clock from now on."""
+        client = self.clients[0]
+        key = next(iter(self.writers.values())).mirror.registry.keys.leases
+        token, _, holder = (await client.command("HGET", key, engine_id)).split(b"|", 2)
+        now_s, now_us = await client.command("TIME", key=key)
+        ends_ms = int(now_s) * 1000 + int(now_us) // 1000
+        await client.command("HSET", key, engine_id, b"%b|%d|%b" % (token, ends_ms, holder))
+
     async def look(self, hashes: Sequence[BlockHash]) -> SharedRows:
         return await self.reader.lookup(hashes, MODEL)
 

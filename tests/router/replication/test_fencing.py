@@ -18,15 +18,15 @@ from tests.support.redis_servers import Cluster, Server
 
 def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
     async def body() -> None:
-        settings = make_settings(servers.url, lease_s=0.2, renew_s=0.1)
-        async with Replicas(settings, "old", "new") as replicas:
+        async with Replicas(make_settings(servers.url), "old", "new") as replicas:
             old, new = replicas["old"], replicas["new"]
             await old.take("e", "f")
             old.mirror.store("e", FULL, blocks(*range(100)))
             old.mirror.store("f", FULL, blocks(1))
             await old.mirror.flush()
             assert await new.leases.acquire("e") is None, "the lease is still held"
-            await until(lambda: _acquired(replicas))
+            await replicas.end_lease("e")
+            await new.take("e")
             assert await replicas.held("e", FULL, 1, 2) == [False, False], "forgotten by the take-over"
             new.mirror.store("e", FULL, blocks(1))
             await new.mirror.flush()
@@ -44,13 +44,6 @@ def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
             assert await old.leases.renew({"e": 1, **old.mirror.mirrored()}) == {"e"}
 
     asyncio.run(body())
-
-
-async def _acquired(replicas: Replicas) -> bool:
-    token = await replicas["new"].leases.acquire("e")
-    if token is not None:
-        await replicas["new"].mirror.take_over("e", token)
-    return token is not None
 
 
 def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
@@ -139,8 +132,7 @@ def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
 
 def test_an_engine_without_a_live_lease_is_stale(plain_server: Server) -> None:
     async def body() -> None:
-        settings = make_settings(plain_server.url, lease_s=0.3, renew_s=0.1)
-        async with Replicas(settings, "a") as replicas:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
             writer = replicas["a"]
             await writer.take("e", "f")
             writer.mirror.store("e", FULL, blocks(1))
@@ -151,11 +143,11 @@ def test_an_engine_without_a_live_lease_is_stale(plain_server: Server) -> None:
             assert found.engines["e"].feed_state == "ready"
 
             async def stale() -> bool:
-                await writer.leases.renew({"f": writer.mirror.mirrored()["f"]})
                 engines = (await replicas.look([])).engines
                 assert not engines["f"].stale
                 return engines["e"].stale
 
+            await replicas.end_lease("e")
             await until(stale)
             assert await replicas.held("e", FULL, 1, 2) == [True, False], "shown, for explanation"
             assert replicas.reader.engines(MODEL)["e"].holder == ""
@@ -197,8 +189,7 @@ def test_a_lost_fence_is_raised_again_by_its_owner_only(servers: Server | Cluste
 
 def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
     async def body() -> None:
-        settings = make_settings(plain_server.url, lease_s=0.2, renew_s=0.1)
-        async with Replicas(settings, "a") as replicas:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
             writer = replicas["a"]
             await writer.take("e", "f")
             writer.mirror.store("e", FULL, blocks(1, 2))
@@ -214,14 +205,10 @@ def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
             assert await replicas.held("g", FULL, 1, 2) == [False, True]
             registry = writer.mirror.registry
             scope = await registry.open()
-            assert not await registry.retire(scope, "f", None, idle_s=60.0), (
-                "its lease ended just now, if at all"
-            )
-
-            async def retired() -> bool:
-                return await registry.retire(scope, "f", None)
-
-            await until(retired)
+            assert not await registry.retire(scope, "f", None), "its lease is held"
+            await replicas.end_lease("f")
+            assert not await registry.retire(scope, "f", None, idle_s=60.0), "its lease ended just now"
+            assert await registry.retire(scope, "f", None)
             assert "f" not in (await replicas.look([])).engines
 
     asyncio.run(body())
@@ -229,8 +216,7 @@ def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
 
 def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
     async def body() -> None:
-        settings = make_settings(plain_server.url, lease_s=0.2, renew_s=0.1)
-        async with Replicas(settings, "a", "b") as replicas:
+        async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
             writer, other = replicas["a"], replicas["b"]
             await writer.take("gone", "lost", "kept")
             for engine_id in ("gone", "lost", "kept"):
@@ -245,7 +231,6 @@ def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
             assert set((await replicas.look([])).engines) == {"gone", "lost", "kept"}
 
             async def swept() -> bool:
-                await writer.leases.renew({"kept": writer.mirror.mirrored()["kept"]})
                 await gc.run(idle_s=0.05)
                 return set((await replicas.look([])).engines) == {"kept"}
 

@@ -256,7 +256,7 @@ def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server
 
 def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
     async def body() -> None:
-        settings = make_settings(server.url, block_ttl_s=1.5, lease_s=0.6, renew_s=0.2)
+        settings = make_settings(server.url, block_ttl_s=3.0, lease_s=1.2, renew_s=0.4)
         async with Replicas(settings, "a") as replicas:
             writer = replicas["a"]
             await writer.take("e", "f")
@@ -264,7 +264,7 @@ def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
             writer.mirror.store("f", CPU, MANY[100:120])
             running = asyncio.create_task(writer.mirror.run())
             await until(lambda: replicas.exact(MANY[:200]))
-            end = asyncio.get_running_loop().time() + 2.5 * settings.block_ttl_s
+            end = asyncio.get_running_loop().time() + 1.5 * settings.block_ttl_s
             while asyncio.get_running_loop().time() < end:
                 assert not await writer.leases.renew(writer.mirror.mirrored())
                 assert await replicas.exact(MANY[:200])

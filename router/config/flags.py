@@ -1,0 +1,105 @@
+"""The flags that several commands share, and what of a configuration a command line says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from router.config.describe import describe
+from router.config.errors import ConfigError
+from router.config.load import Loaded, load
+from router.config.schema import Config, ServerConfig
+from router.prompts.config import ANY_MODEL
+from router.replication.settings import IndexSettings
+
+_SERVER = ServerConfig()
+
+EngineFlags = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--engine",
+        help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]; repeat "
+        "for more. Without events= the engine is asked for its event endpoints; role= is prefill, decode or "
+        "both.",
+        negative="",
+    ),
+]
+
+HostFlag = Annotated[
+    str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
+]
+PortFlag = Annotated[
+    int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
+]
+ConfigFlag = Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")]
+TokenizerFlag = Annotated[
+    Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
+]
+SetFlags = Annotated[
+    list[str] | None,
+    Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
+]
+PrintFlag = Annotated[
+    bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
+]
+CheckFlag = Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")]
+IndexFlag = Annotated[
+    str | None,
+    Parameter(
+        help="Index shared by several replicas: redis://, rediss://, redis+sentinel://, redis+cluster:// "
+        "(docs/redis.md). Without a password; see --index-file."
+    ),
+]
+IndexFileFlag = Annotated[
+    Path | None, Parameter(help="File that holds the URL of the shared index, for one with a password.")
+]
+
+
+def given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[str, object]:
+    """The settings that the command line names; ``--set`` wins."""
+    return {key: value for key, value in flags.items() if value is not None} | _assignments(assignments or [])
+
+
+def any_model(tokenizer: Path | None) -> dict[str, dict[str, object]]:
+    return {} if tokenizer is None else {ANY_MODEL: {"tokenizer": str(tokenizer)}}
+
+
+def index_settings(url: str | None, path: Path | None, namespace: str | None = None) -> IndexSettings:
+    """Where the index is, from flags and environment. Raises ``ConfigError``, for a password in a flag."""
+    flags = {"index.url": url, "index.namespace": namespace}
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load(flags=given, index_file=path).config.index
+
+
+def start(
+    read: Callable[[], Loaded],
+    check: Callable[[Config], object],
+    run: Callable[[Config], int],
+    *,
+    print_config: bool,
+    check_config: bool,
+) -> int:
+    """Run what is configured, or say what would run."""
+    loaded = read()
+    if print_config:
+        print(describe(loaded), end="")
+        return 0
+    if check_config:
+        check(loaded.config)
+        print("configuration ok")
+        return 0
+    return run(loaded.config)
+
+
+def _assignments(texts: list[str]) -> dict[str, object]:
+    """``KEY=VALUE`` pairs of ``--set``."""
+    pairs: dict[str, object] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE")
+        pairs[key.strip()] = value.strip()
+    return pairs
