@@ -1,12 +1,13 @@
 """What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
+        [--models gpt-oss-like,mamba-hybrid]
 
-Eight engines, gpt-oss-like layout, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
+Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
 and arms of a workload and seed meet the same requests at the same times. ``no limit`` is a store that holds
 everything and takes no time: what a perfect cache that all share would bring. Workloads are generated ones,
-and a trace where one is given. The report is written anew after every workload.
+and a trace where one is given, each with every layout. The report is written anew after every table.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 
-ENGINES, POOL, LOAD, MODEL = 8, 0.25, 0.85, "gpt-oss-like"
+ENGINES, POOL, LOAD = 8, 0.25, 0.85
+MODELS = "gpt-oss-like,mamba-hybrid"
 FIRST_SEED = 11
 """As benchmarks/routing.py: the policy's defaults were chosen on seeds 1 and 2."""
-ARMS = ("kvatlas", "kvatlas:sequence=0", "gpu-only", "least-load")
+ARMS = ("kvatlas", "kvatlas:scarcity=0", "gpu-only", "least-load")
 NONE = "none"
 TIERS: dict[str, tuple[str | None, str | None]] = {
     NONE: (None, None),
@@ -49,27 +51,27 @@ Found = dict[tuple[str, str], list[Outcome]]
 """By tier and arm, over the seeds."""
 
 
-def run_workload(name: str, seeds: range, count: int) -> Found:
-    """Every tier and arm of one workload."""
+def run_workload(name: str, model: str, seeds: range, count: int) -> Found:
+    """Every tier and arm of one workload and layout."""
     source = WorkloadSource(name=name, requests_max=count)
     found: Found = {}
     for seed, requests in source.draws(seeds).items():
-        base = _base(requests, seed)
+        base = _base(requests, model, seed)
         for tier, (host, store) in TIERS.items():
             setup = msgspec.structs.replace(base, tiers=_tiers(base, host, store))
             for arm, how in arms_of(ARMS).items():
                 outcome = result_of(run_one(Job(name=arm, arm=how, setup=setup), requests)).outcome
                 found.setdefault((tier, arm), []).append(outcome)
                 print(
-                    f"{name} seed {seed}, {tier}, {arm}: {outcome.ttft_mean_s:.3f} s",
+                    f"{name} {model} seed {seed}, {tier}, {arm}: {outcome.ttft_mean_s:.3f} s",
                     file=sys.stderr,
                     flush=True,
                 )
     return found
 
 
-def _base(requests: list[Request], seed: int) -> FleetSetup:
-    groups = groups_of(MODEL)
+def _base(requests: list[Request], model: str, seed: int) -> FleetSetup:
+    groups = groups_of(model)
     blocks = pool_blocks(requests, groups, ENGINES, POOL)
     setup = FleetSetup(groups=groups, num_blocks=blocks, engines=ENGINES, seed=seed)
     even = result_of(run_one(round_robin(setup), requests))
@@ -88,18 +90,18 @@ def _tiers(setup: FleetSetup, host: str | None, store: str | None) -> TierSetup:
 def intro(seeds: range, count: int) -> str:
     """What was run, and how to read it."""
     return (
-        f"`python -m benchmarks.tiers --seeds {len(seeds)} --requests {count}`: {ENGINES} engines, {MODEL}, "
+        f"`python -m benchmarks.tiers --seeds {len(seeds)} --requests {count}`: {ENGINES} engines, "
         f"pool {POOL:.0%}, {KV_KIB_PER_TOKEN:g} KiB per token, round robin without such memory {LOAD:.0%} "
         f"busy, seeds {seeds.start} to {seeds[-1]}. Cells: hit %, mean and p99 seconds to the first token, "
         f"means over the seeds; bold: the shortest mean. `gain`: of {ARMS[0]}'s mean, against none. Sizes "
         "are shares of what the GPUs have. `least-load` knows no cache, but its engines load all the same. "
         "What is simulated and what not: docs/simulate.md; what follows: "
-        "docs/decisions/010-loads-in-the-queue.md and 012-price-of-a-sequence.md."
+        "docs/decisions/ 010-loads-in-the-queue.md, 012-price-of-a-sequence.md, 013-price-of-scarce-pages.md."
     )
 
 
 def table(name: str, found: Found) -> list[str]:
-    """One workload's rows: a tier each, the arms side by side."""
+    """Rows of one workload and layout: a tier each, the arms side by side."""
     now_s = _mean(found[NONE, ARMS[0]], "ttft_mean_s")
     rows = [
         f"## {name}",
@@ -130,6 +132,7 @@ def main() -> int:
     """Run by ``python -m benchmarks.tiers``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", help="a recorded workload to run beside the generated ones")
+    parser.add_argument("--models", default=MODELS, help="layouts, separated by commas")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiers.md"))
@@ -140,8 +143,10 @@ def main() -> int:
     lines = ["# Memory behind the GPUs: simulated fleets", "", intro(seeds, options.requests), ""]
     names = ["agents", "tenants", *([options.trace] if options.trace else [])]
     for name in names:
-        lines += table(Path(name).name, run_workload(name, seeds, options.requests))
-        options.out.write_text("\n".join(lines), encoding="utf-8")  # what is done stays
+        for model in options.models.split(","):
+            found = run_workload(name, model, seeds, options.requests)
+            lines += table(f"{Path(name).name}, {model}", found)
+            options.out.write_text("\n".join(lines), encoding="utf-8")  # what is done stays
     return 0
 
 

@@ -55,6 +55,12 @@ try:
         SupportsHMA,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+        MultiKVConnectorMetadata,
+        MultiKVConnectorStats,
+        MultiKVConnectorWorkerMetadata,
+    )
     from vllm.v1.core.kv_cache_utils import (
         generate_block_hash_extra_keys,
         maybe_convert_block_hash,
@@ -86,6 +92,10 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "KVTransferConfig",
+    "MultiConnector",
+    "MultiKVConnectorMetadata",
+    "MultiKVConnectorStats",
+    "MultiKVConnectorWorkerMetadata",
     "SupportsHMA",
     "check_vllm_version",
     "generate_block_hash_extra_keys",

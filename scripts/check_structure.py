@@ -62,6 +62,7 @@ CALLED_FROM_OUTSIDE = frozenset(
         *("handle_exit", "capture_signals", "main_loop"),  # uvicorn
         "index_verify",  # cyclopts
         "get_cached_block",  # vLLM's managers
+        *("wait_for_layer_load", "save_kv_layer", "_get_connector_classes_and_configs"),  # its connectors
     }
 )
 """Names that a framework calls."""

@@ -13,10 +13,10 @@ done; nothing that a child counts, announces or answers is lost or reaches anoth
 
 from __future__ import annotations
 
-from connectors.compat import SupportsHMA
 from connectors.multi.scheduler import MultiSchedulerPart
 from connectors.multi.worker import MultiWorkerPart
 
 
-class HybridMultiConnector(MultiSchedulerPart, MultiWorkerPart, SupportsHMA):
-    """Connectors side by side. ``ConfigError`` where a child cannot work in this engine."""
+class HybridMultiConnector(MultiSchedulerPart, MultiWorkerPart):
+    """vLLM's ``MultiConnector`` that loads from the best. ``ConfigError`` where a child cannot work in this
+    engine."""

@@ -10,43 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from connectors.compat import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorKVEvents,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from connectors.compat import KVConnectorHandshakeMetadata, KVConnectorKVEvents, MultiKVConnectorMetadata
 
 
 @dataclass
-class MultiMetadata(KVConnectorMetadata):
-    """A step, scheduler to worker."""
+class MultiMetadata(MultiKVConnectorMetadata):
+    """A step, scheduler to worker: vLLM's, and who saves what."""
 
-    parts: tuple[KVConnectorMetadata, ...]
     saves: dict[str, frozenset[int]] = field(default_factory=dict)
     """Requests that ended, and the children (by position) that still save their blocks."""
-
-
-@dataclass
-class MultiWorkerMetadata(KVConnectorWorkerMetadata):
-    """A step's answers, worker to scheduler."""
-
-    parts: tuple[KVConnectorWorkerMetadata | None, ...]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMetadata:
-        """Of two ranks. ``TypeError``, ``ValueError``: they do not have the same children."""
-        if not isinstance(other, MultiWorkerMetadata):
-            raise TypeError(f"a rank answered with {type(other).__name__}, not for several connectors")
-        pairs = zip(self.parts, other.parts, strict=True)
-        return MultiWorkerMetadata(tuple(_aggregate(one, two) for one, two in pairs))
-
-
-def _aggregate(
-    one: KVConnectorWorkerMetadata | None, two: KVConnectorWorkerMetadata | None
-) -> KVConnectorWorkerMetadata | None:
-    if one is None or two is None:
-        return two if one is None else one
-    return one.aggregate(two)
 
 
 @dataclass

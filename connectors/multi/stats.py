@@ -1,7 +1,7 @@
 """Statistics of several connectors, kept apart by the children's names.
 
 Reports cross processes as plain dictionaries and are rebuilt by a class method that knows no configuration,
-so each part says which class it came from: also connectors loaded by module path keep their statistics. In
+so each part says which class it is: also connectors loaded by module path keep their statistics. In
 Prometheus every child's metrics carry its name in one more label, ``connector``.
 """
 
@@ -9,70 +9,41 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from connectors.compat import KVConnectorPromMetrics, KVConnectorStats
+from connectors.compat import KVConnectorPromMetrics, MultiKVConnectorStats
 from connectors.multi.children import Child
 
 LABEL = "connector"
 
 
-@dataclass(frozen=True)
-class ChildStats:
-    """One child's report and where its class is found (``module:name``)."""
-
-    source: str
-    stats: Any
-
-
-class MultiStats(KVConnectorStats):
-    """``data``: child's name -> ``ChildStats``."""
-
-    def add(self, name: str, connector_class: type[Any], stats: Any) -> None:
-        source = f"{connector_class.__module__}:{connector_class.__qualname__}"
-        self.data[name] = ChildStats(source, stats)
+class MultiStats(MultiKVConnectorStats):
+    """``data``: child's name -> its statistics."""
 
     @classmethod
     def rebuild(cls, data: Mapping[str, Mapping[str, Any]]) -> MultiStats:
-        """From ``to_dict``. Children whose class keeps no statistics are left out."""
-        parts = {}
-        for name, part in data.items():
-            module, _, attribute = part["source"].partition(":")
-            connector_class: Any = importlib.import_module(module)
-            for step in attribute.split("."):
-                connector_class = getattr(connector_class, step)
-            stats = connector_class.build_kv_connector_stats(part["data"])
-            if stats is not None:
-                parts[name] = ChildStats(part["source"], stats)
-        return cls(data=parts)
+        """From ``to_dict``."""
+        return cls({name: _class_at(part["source"])(data=part["data"]) for name, part in data.items()})
 
     def to_dict(self) -> dict[str, Any]:
+        """With each part's class (``module:name``), by which another process finds it."""
         return {
-            name: {"source": part.source, "data": part.stats.to_dict()} for name, part in self.data.items()
+            name: {"source": f"{type(stats).__module__}:{type(stats).__qualname__}", "data": stats.to_dict()}
+            for name, stats in self.data.items()
         }
-
-    def aggregate(self, other: Any) -> MultiStats:
-        """Both reports together, child by child."""
-        data = dict(self.data)
-        for name, part in other.data.items():
-            mine = data.get(name)
-            data[name] = part if mine is None else ChildStats(part.source, mine.stats.aggregate(part.stats))
-        return MultiStats(data=data)
-
-    def reset(self) -> None:
-        for part in self.data.values():
-            part.stats.reset()
 
     def reduce(self) -> dict[str, Any]:
         return {
             f"{name} {what}": value
-            for name, part in self.data.items()
-            for what, value in part.stats.reduce().items()
+            for name, values in super().reduce().items()
+            for what, value in values.items()
         }
 
-    def is_empty(self) -> bool:
-        return all(part.stats.is_empty() for part in self.data.values())
+
+def _class_at(source: str) -> Any:
+    module, _, name = source.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
 
 
 class MultiPromMetrics(KVConnectorPromMetrics):

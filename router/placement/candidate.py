@@ -78,7 +78,8 @@ class Hit(msgspec.Struct, gc=False):
 
 class Candidate(msgspec.Struct, gc=False):
     """One engine for one prompt. Hits outside ``0 <= whole <= trunk < prompt`` are clamped by the cost model.
-    ``idle_s`` is the time since the router last sent it a request."""
+    ``idle_s`` is the time since the router last sent it a request, ``late_s`` how much later than computing
+    and loading explain its first tokens come."""
 
     engine_id: str
     hit: Hit = msgspec.field(default_factory=Hit)
@@ -88,6 +89,7 @@ class Candidate(msgspec.Struct, gc=False):
     idle_s: float = 0.0
     prefill_s_per_token: float = 1 / 8000
     decode_interference_s: float = 0.0
+    late_s: float = 0.0
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
@@ -180,6 +182,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds charged for each request that an engine already has, where part of the prompt can be loaded
     from memory outside the GPUs: little is computed then, and blocks for sequences that generate are what is
     short."""
+    scarcity_premium: float = 1.75
+    """Further price of the cache pages a prompt takes, computed or loaded, as a share of the time to compute
+    what they hold. Charged where part of the prompt can be loaded, in full where the fleet's first tokens
+    come 5 s later than computing and loading explain: prompts wait for pages then. 0 ignores it."""
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
     queue saves."""
@@ -211,6 +217,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.eviction_premium <= EVICTION_PREMIUM_MAX:
             raise ValueError(
                 f"eviction_premium must lie in 0..{EVICTION_PREMIUM_MAX:g}, got {self.eviction_premium}"
+            )
+        if not 0 <= self.scarcity_premium <= EVICTION_PREMIUM_MAX:
+            raise ValueError(
+                f"scarcity_premium must lie in 0..{EVICTION_PREMIUM_MAX:g}, got {self.scarcity_premium}"
             )
         if not 0 < self.saving_factor <= 1:
             raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")

@@ -8,7 +8,8 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
          + premium * (the two above)     what others will pay for the pages that this visit takes
          + load * cpu + fetch * storage  blocks e copies back instead of computing them
          + decode * running              what running sequences cost the prefill
-         + sequence * (running + waiting)    only where some engine could load a part of the prompt
+         + sequence * (running + waiting)    these two only where some engine could load a part of the prompt
+         + scarcity * a * (N - hit)
 
     offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
@@ -27,13 +28,18 @@ looks at this prompt alone, and copies what another engine holds as soon as a sh
 cheaper; every copy makes all caches smaller. Found by simulation: docs/decisions/005-eviction-premium.md.
 
 The price of a sequence: where memory behind the GPUs works, a fifth of the tokens is computed, and what is
-short is no longer compute but blocks for sequences that generate. Found by simulation as well: 010.
+short is no longer compute but blocks for sequences that generate. Found by simulation as well: 012.
+
+Scarcity: a load spares the computing and not the page; a hit on the GPU spares both, for prompts share pages
+there. While first tokens come later than computing and loading explain, prompts wait for pages, and this is
+their price, up to ``scarcity_premium``: 013.
 
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
-cost but the queue, at most (1 + premium) times the prefill of the whole prompt plus the difference of the
-load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes first to engines that
-were without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` dearer), so none starves.
+cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus
+the difference of the load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes
+first to engines that were without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` dearer), so
+none starves.
 
 Always true: the result depends on the arguments alone, not on the order of the candidates.
 """
@@ -53,6 +59,8 @@ _TOTAL: Final = 7
 _UNCACHED: Final = 8
 _TRUNK: Final = 9
 """Where the fields of ``Cost`` stand in ``Weighed``."""
+_SCARCE_AT_S: Final = 5.0
+"""Mean lateness of first tokens at which pages have their full price."""
 
 
 def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
@@ -97,18 +105,27 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
                 trunk,
             )
         )
-    return _with_sequences(candidates, weighed, settings.sequence_s) if loads else weighed
+    return _beside_loads(candidates, weighed, prompt_tokens, settings) if loads else weighed
 
 
-def _with_sequences(
-    candidates: Sequence[Candidate], weighed: Iterable[Weighed], sequence_s: float
+def _beside_loads(
+    candidates: Sequence[Candidate],
+    weighed: Iterable[Weighed],
+    prompt_tokens: int,
+    settings: PolicySettings,
 ) -> list[Weighed]:
-    """The same where a part of the prompt can be loaded: the price of sequences is in ``decode_s``."""
+    """The same where a part of the prompt can be loaded: the price of sequences is in ``decode_s``, that of
+    scarce pages in ``eviction_s``."""
+    late_s = sum([candidate.late_s for candidate in candidates]) / len(candidates)
+    scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
     dearer: list[Weighed] = []
     for candidate, parts in zip(candidates, weighed, strict=True):
         engine, queue_s, prefill_s, load_s, decode_s, credit_s, eviction_s, total_s, uncached, trunk = parts
-        more_s = sequence_s * (candidate.running + candidate.waiting)
-        decode_s, total_s = decode_s + more_s, total_s + more_s
+        sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
+        taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
+        pages_s = scarcity * candidate.prefill_s_per_token * taken
+        decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
+        total_s += sequences_s + pages_s
         dearer.append(
             (engine, queue_s, prefill_s, load_s, decode_s, credit_s, eviction_s, total_s, uncached, trunk)
         )

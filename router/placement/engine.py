@@ -244,7 +244,10 @@ class Engine(EngineStatus):
         rate, interference_s = self.rates.at(now)
         others = asked.others.get(name, NO_OTHERS) if asked.others else NO_OTHERS
         queue_s, running, waiting, idle_s = self.load.ahead(now, others, rate)
-        return Candidate(name, self.hit(asked), queue_s, running, waiting, idle_s, rate, interference_s)
+        late_s = self.load.late_s(now)
+        return Candidate(
+            name, self.hit(asked), queue_s, running, waiting, idle_s, rate, interference_s, late_s
+        )
 
     def hit(self, asked: PromptView) -> Hit:
         """What this engine has of a prompt, discounted by what its feed has missed."""

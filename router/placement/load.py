@@ -17,6 +17,9 @@ Load that the router did not cause (other routers, direct clients) is what the e
 the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
 replicas tell each other (``own``, ``OthersLoad``) is better and sooner known, and counts where it is more.
 
+What neither computing nor loading explains is seen in ``late_s``: how much later than expected first tokens
+come of late. Prompts wait for blocks of the cache then.
+
 Always true: queue_s >= 0; an engine without awaited prompts and foreign load has queue 0; ending a request
 twice changes nothing. Times are the caller's clock and must not go backwards.
 """
@@ -45,6 +48,8 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Awaited prompts per engine; beyond it the oldest counts as done."""
     answer_s: float = 10.0
     """From a first token to the answer's end, until answers were seen."""
+    late_fresh_s: float = 30.0
+    """Without a first token for so long, none is late any more."""
     unseen_s_min: float = 1.0
     """Gauges say nothing of a request that was sent less than this before: it may not be there yet."""
 
@@ -102,6 +107,8 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     load_s: float = 0.0
     """What the engine is expected to spend loading offloaded blocks for it."""
     sent_s: float = 0.0
+    due_s: float = math.inf
+    """When its first token was expected."""
     begun_s: float = 0.0
     """When its prompt was done."""
     awaited: bool = True
@@ -121,7 +128,7 @@ class LoadAccount:
     __slots__ = (
         *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
         *("_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
-        *("_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
+        *("_late_s", "_late_seen_s", "_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
         *("rates", "stats"),
     )
 
@@ -141,22 +148,34 @@ class LoadAccount:
         self._sure = True  # whether _head_s is a fact (idle engine or first token seen) or a guess
         self._carried_tokens = 0  # of prompts that overtook the head
         self._last_admit_s = -math.inf
+        self._late_s = 0.0
+        self._late_seen_s = -math.inf
         self._mean_tokens = float(settings.foreign_tokens)
         self._gauges_s = -math.inf
         self._foreign_running = 0
         self._foreign_waiting = 0
 
-    def admit(self, *, uncached_tokens: int, now: float, streams: bool = True, load_s: float = 0.0) -> Ticket:
+    def admit(
+        self,
+        *,
+        uncached_tokens: int,
+        now: float,
+        streams: bool = True,
+        load_s: float = 0.0,
+        expected_s: float = math.inf,
+    ) -> Ticket:
         """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
         offloaded blocks to load for ``load_s``.
 
-        ``streams`` says whether the first byte will show when the prefill is over.
+        ``streams`` says whether the first byte will show when the prefill is over, and ``expected_s`` after
+        how long, as far as computing and loading go.
         """
         if self._awaited:
             self._advance(now)
         if not self._awaited:
             self._head_s, self._sure, self._carried_tokens = now, True, 0
-        ticket = Ticket(uncached_tokens if uncached_tokens > 1 else 1, streams, load_s, now)  # noqa: FURB136
+        tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
+        ticket = Ticket(tokens, streams, load_s, now, now + expected_s)
         self._awaited[ticket] = None
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
@@ -184,6 +203,9 @@ class LoadAccount:
         if ticket.ended or not ticket.streams:
             return None
         self.stats.first_tokens += 1
+        if ticket.due_s < math.inf:
+            self._late_s += 0.1 * (max(0.0, now - ticket.due_s) - self._late_s)
+            self._late_seen_s = now
         self._advance(now)
         if not ticket.awaited:  # it was overdue: the engine was busy with this one until now
             self._head_s, self._sure = now, True
@@ -247,6 +269,10 @@ class LoadAccount:
     def queue_ahead_s(self, now: float) -> float:
         """Seconds of prefill and loads still to do there before a prompt sent now would start."""
         return self.at(now).queue_s
+
+    def late_s(self, now: float) -> float:
+        """Mean seconds by which first tokens came later than computing and loading explain."""
+        return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
 
     def at(self, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
         """The load of the engine now. ``others`` is what other replicas told. The engine's gauges, where

@@ -151,12 +151,13 @@ class Placement(Attempt):
 
     def _admit(self) -> Ticket:
         """Its place in the load account."""
-        choice = self.decision.choice
+        choice, cost = self.decision.choice, self._cost
         return self.engine.load.admit(
             uncached_tokens=choice.uncached_tokens,
             now=self.asked_s,
             streams=self.request.stream,
-            load_s=self._cost.load_s,
+            load_s=cost.load_s,
+            expected_s=cost.queue_s + cost.prefill_s + cost.load_s,
         )
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:

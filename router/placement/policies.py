@@ -135,7 +135,7 @@ def _all_trunk(hit: Hit) -> int:
 
 def _for_itself(settings: PolicySettings) -> PolicySettings:
     """The cost of the prompt alone, as routers without a premium for pages have it."""
-    return msgspec.structs.replace(settings, eviction_premium=0.0)
+    return msgspec.structs.replace(settings, eviction_premium=0.0, scarcity_premium=0.0)
 
 
 def _need(candidates: Sequence[Candidate]) -> None:

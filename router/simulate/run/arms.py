@@ -47,9 +47,19 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     what: str
 
 
-_KNOBS = {"beta": 1.0, "premium": EVICTION_PREMIUM_MAX, "sequence": 10.0}
+_KNOBS = {
+    "beta": 1.0,
+    "premium": EVICTION_PREMIUM_MAX,
+    "sequence": 10.0,
+    "scarcity": EVICTION_PREMIUM_MAX,
+}
 _COUNTS = {"prefill": 1023.0}
-_SETTINGS = {"beta": "beta", "premium": "eviction_premium", "sequence": "sequence_s"}
+_SETTINGS = {
+    "beta": "beta",
+    "premium": "eviction_premium",
+    "sequence": "sequence_s",
+    "scarcity": "scarcity_premium",
+}
 """What a knob is called among the policy's settings."""
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 

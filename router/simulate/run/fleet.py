@@ -248,9 +248,7 @@ class FleetSim:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
             ticket = self._loads[place].admit(uncached_tokens=0, now=now)
         else:
-            ticket = self._loads[place].admit(
-                uncached_tokens=choice.uncached_tokens, now=now, load_s=choice.cost.load_s
-            )
+            ticket = self._admit(place, choice)
         self._view.placed(place, tokens, hashes)
         prefix = None
         if leg is None or self._all_full:
@@ -267,6 +265,15 @@ class FleetSim:
         else:
             pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
             self._send(place, RequestRun(index, pool_request, tokens, request.output_tokens, now))
+
+    def _admit(self, place: int, choice: Choice) -> Ticket:
+        cost = choice.cost
+        return self._loads[place].admit(
+            uncached_tokens=choice.uncached_tokens,
+            now=self._now,
+            load_s=cost.load_s,
+            expected_s=cost.queue_s + cost.prefill_s + cost.load_s,
+        )
 
     def _choose(self, candidates: list[Candidate], question: Ask) -> tuple[int, Choice, int | None]:
         """The engine that answers, the choice of the one that computes, and which that is if another."""
@@ -291,9 +298,7 @@ class FleetSim:
     ) -> Leg:
         """Enter a prompt at the engine that computes it for another."""
         tokens = request.input_tokens
-        ticket = self._loads[place].admit(
-            uncached_tokens=choice.uncached_tokens, now=self._now, load_s=choice.cost.load_s
-        )
+        ticket = self._admit(place, choice)
         self._view.placed(place, tokens, hashes)
         whole = block_hashes(request, self._scheme.hash_block_size)
         pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
@@ -357,6 +362,7 @@ class FleetSim:
                     idle_s=load.idle_s,
                     prefill_s_per_token=account.rates.prefill_s_per_token(now),
                     decode_interference_s=account.rates.decode_interference_s,
+                    late_s=account.late_s(now),
                 )
             )
         return found

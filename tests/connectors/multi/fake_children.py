@@ -91,6 +91,7 @@ class Account:
     sending: set[str] = field(default_factory=set)
     recving: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
+    takes_tail: bool = False
     ended: Counter[str] = field(default_factory=Counter)
     started: list[str] = field(default_factory=list)
 
@@ -166,6 +167,11 @@ class Plain(KVConnectorBase_V1):
         if events is not None:
             assert events.owner == self.owner
             self.account.events += events.events
+
+    def register_finished_partial_tail(
+        self, request: Any, block_ids: Any, partial_tail_offloads: Any
+    ) -> bool:
+        return self.account.takes_tail
 
     def _finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         saves, params = self.account.finish.get(request.request_id, (False, None))

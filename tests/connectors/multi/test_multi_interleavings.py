@@ -113,7 +113,7 @@ class World:
         if merged.kv_connector_stats is not None:
             report = self.scheduler.build_kv_connector_stats(merged.kv_connector_stats.to_dict())
             for name, part in report.data.items():
-                self.seen_stats[name] += part.stats.data["n"]
+                self.seen_stats[name] += part.data["n"]
         self.scheduler.update_connector_output(merged)
         self.seen_events.update(self.scheduler.take_events())
 
@@ -123,7 +123,7 @@ class World:
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)
         worker.wait_for_save()
-        for index, part in enumerate(metadata.parts):
+        for index, part in enumerate(metadata.metadata):
             for kind, names in (("load", part.loads), ("save", part.saves)):
                 self.running[rank] |= {(index, kind, name): None for name in names}
         for job in list(self.running[rank]):

@@ -210,6 +210,24 @@ def test_a_placement_closes_once_whatever_is_called() -> None:
     run(main())
 
 
+def test_a_first_token_later_than_expected_is_told_to_the_next_decision() -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
+            request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)
+            planner, accounts, on_time = rig.router.planner, rig.router.accounts, rig.router.accounts.now
+            assert (await planner.explain(request)).candidates[0].late_s == 0
+            placed = await planner.place(request, exclude=frozenset())
+            assert isinstance(placed, Placement)
+            accounts.now = lambda: on_time() + 100
+            placed.now = accounts.now
+            placed.first_byte(200)
+            assert (await planner.explain(request)).candidates[0].late_s == pytest.approx(10, rel=0.1)
+            placed.finished(None)
+
+    run(main())
+
+
 def test_stopping_leaves_no_task_and_no_connection() -> None:
     async def main() -> None:
         before = asyncio.all_tasks()

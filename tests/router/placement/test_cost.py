@@ -143,6 +143,32 @@ def test_where_prompts_are_loaded_every_request_an_engine_has_costs_and_elsewher
     assert choose([crowded, changed(loads, engine_id="free")], 8000, knobs).engine_id == "free"
 
 
+def test_scarce_pages_have_a_price_whether_computed_or_loaded_and_only_beside_loads() -> None:
+    knobs = PolicySettings(scarcity_premium=2.0)
+    held = make_candidate("held", hit_tokens=6000, trunk_tokens=6000, queue_s=1.0)
+    loads = make_candidate("loads", cpu_tokens=6000, trunk_tokens=6000)
+    computes = make_candidate("computes")
+
+    def charged(late_s: float, *candidates: Candidate) -> list[float]:
+        late = [changed(each, late_s=late_s) for each in candidates]
+        free = choose(late, 8000, PolicySettings(scarcity_premium=0.0)).costs
+        dear = choose(late, 8000, knobs).costs
+        more = [one.eviction_s - other.eviction_s for one, other in zip(dear, free, strict=True)]
+        assert more == pytest.approx(
+            [one.total_s - other.total_s for one, other in zip(dear, free, strict=True)]
+        )
+        return more
+
+    rate = held.prefill_s_per_token
+    for late_s, price in ((0.0, 0.0), (2.5, 1.0), (5.0, 2.0), (60.0, 2.0)):
+        pages = [price * rate * tokens for tokens in (2000, 8000, 8000)]
+        assert charged(late_s, held, loads, computes) == pytest.approx(pages)
+    assert charged(60.0, held, computes) == [0.0, 0.0]
+    both = [held, loads]
+    assert choose(both, 8000, knobs).engine_id == "loads"
+    assert choose([changed(each, late_s=5.0) for each in both], 8000, knobs).engine_id == "held"
+
+
 def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
     knobs = PolicySettings(load_s_per_token=0.0001)
     candidate = make_candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)
@@ -278,6 +304,7 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
         idle_s=st.floats(0, 100),
         prefill_s_per_token=st.floats(1e-5, 1e-3),
         decode_interference_s=st.floats(0, 0.01),
+        late_s=st.floats(0, 10),
     )
     return st.lists(one, min_size=1, max_size=num, unique_by=lambda c: c.engine_id)
 
