@@ -107,8 +107,10 @@ def shown(times: list[float]) -> str:
 
 async def costs(reader: PromptReader, text: Text, api: str, kilobytes: int, seconds: float) -> None:
     make, num_messages = MAKE[api], 2 if kilobytes < 8 else 10
-    for warm_up in range(4):  # every worker thread, and the template's checks of new kinds of message
+    warm_up = 0  # threads, the template's checks of new kinds of message, and a full cache
+    while warm_up < 4 or not reader.stats.prefix_evictions:
         await read(reader, make(turns(text, num_messages + 2, 100_000 + warm_up)))
+        warm_up += 1
     bases = [turns(text, num_messages, kilobytes * 1000) for _ in range(100 if kilobytes < 8 else 12)]
     cold, following = [], []
     end = time.perf_counter() + seconds

@@ -53,6 +53,9 @@ def serve(folder: Path, tokenizer: Path, api: str) -> None:
     reader = theirs.PromptReader({"m": config}, settings, theirs.no_engine)
 
     async def main() -> None:
+        text = theirs.Text()
+        while not reader.stats.prefix_evictions:  # memory is reused, as in a router that has run for a while
+            await theirs.read(reader, theirs.MAKE[api](theirs.turns(text, 4, 100_000)))
         for line in sys.stdin:
             step = theirs.read(reader, theirs.MAKE[api](json.loads(line)))
             print(await theirs.cpu_us(step), flush=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -222,20 +221,21 @@ class HashChain:
         return plain if total - plain >= _MANY_BLOCKS else total
 
     def _extend_each(self, token_ids: Sequence[int], starts: range) -> None:
-        parent = self._last()
-        digest, size = self._hash, self.scheme.hash_block_size
-        plain = self.extras == NO_EXTRAS and not self.scheme.lookahead
-        new = tuple(token_ids[starts.start : starts.stop])
+        parent, digest = self._last(), self._hash
+        size, stop = self.scheme.hash_block_size, starts.stop
         made: list[bytes] = []
-        for at, start in enumerate(starts):
-            extra = None if plain else _extra(token_ids, start, self.scheme, self.extras)
-            parent = digest((parent, new[at * size : (at + 1) * size], extra))
-            made.append(parent)
-        whole = b"".join(made)
-        self._whole += whole
-        words = len(parent) // 8
-        last = struct.unpack(f">{words * len(made)}Q", whole)[words - 1 :: words]
-        self.hashes += cast("tuple[BlockHash, ...]", last)
+        if self.extras == NO_EXTRAS and not self.scheme.lookahead:
+            for block in zip(*[iter(token_ids[starts.start : stop])] * size, strict=True):
+                parent = digest((parent, block, None))
+                made.append(parent)
+        else:
+            new = tuple(token_ids[starts.start : stop])
+            for at, start in enumerate(starts):
+                extra = _extra(token_ids, start, self.scheme, self.extras)
+                parent = digest((parent, new[at * size : (at + 1) * size], extra))
+                made.append(parent)
+        self._whole += b"".join(made)
+        self.hashes += cast("list[BlockHash]", [int.from_bytes(one[-8:]) for one in made])
 
     def _extend_plain(self, token_ids: Sequence[int], starts: range) -> None:
         from publisher import block_bytes  # noqa: PLC0415  # numpy comes with it

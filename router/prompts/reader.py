@@ -27,8 +27,9 @@ from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
-from router.prompts.bodies import Parsed, decode_body, pieces_of, prompt_field
-from router.prompts.chat.conversions import Conversions
+from router.prompts.bodies import Converted, Parsed, decode_body, pieces_of, prompt_field
+from router.prompts.chat.anthropic import MessagesBody
+from router.prompts.chat.conversions import Conversions, InlineConversions, Memory, TooManyValuesError
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.local.cache import PrefixCache, cached_ids
 from router.prompts.local.entry import Entry
@@ -244,8 +245,7 @@ class PromptReader:
         elif isinstance(parsed, ChatBody):
             entry = await local.chat(parsed, extras, scope, long=long)
         else:
-            renderer = local.renderer
-            chat = await self._done(long, lambda: parsed.as_chat(self._conversions, lambda: renderer.traits))
+            chat, long = await self._converted(parsed, local, long=long)
             entry = await local.chat(chat, extras, scope, long=long)
         by = local.by(chat=not isinstance(parsed, CompletionBody))
         if entry.media:
@@ -262,6 +262,19 @@ class PromptReader:
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
         )
+
+    async def _converted(self, parsed: Converted, local: LocalModel, *, long: bool) -> tuple[ChatBody, bool]:
+        """The chat that it becomes; and whether that took a worker thread, or would have held the loop."""
+
+        def convert(memory: Memory) -> ChatBody:
+            return parsed.as_chat(memory, lambda: local.renderer.traits)
+
+        if not long:
+            try:
+                return convert(InlineConversions(self._conversions, INLINE_VALUES_MAX)), False
+            except TooManyValuesError:
+                pass
+        return await self._workers.run(lambda: convert(self._conversions)), True
 
     async def _done(self, long: bool, job: Callable[[], _Result]) -> _Result:
         """The job's result; long ones run in a worker thread."""
@@ -326,10 +339,12 @@ class PromptReader:
 
 
 def _takes_long(body: bytes, parsed: Parsed) -> bool:
-    """Whether decoding all of it would hold the event loop. Of a plain chat only what is new is decoded: what
-    that may cost is counted where that is known (``local/model.py``)."""
+    """Whether decoding all of it would hold the event loop. Of a plain chat or Messages request only
+    what is new is: what that may cost is counted where that is known (``local/model.py``, ``_converted``)."""
     if len(body) > INLINE_BYTES_MAX:
         return True
+    if isinstance(parsed, MessagesBody) and parsed.chat_template_kwargs is None:
+        return parsed.num_pieces() > INLINE_VALUES_MAX
     plain = isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None
     return not plain and has_many_values(body, INLINE_VALUES_MAX)
 

@@ -10,6 +10,7 @@ import sys
 from hashlib import blake2b
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from publisher.block_hash import PromptExtras
@@ -18,6 +19,8 @@ SHARE: Final = 4
 """Nothing is kept that takes more than one part in so many of a cache: one client would empty it."""
 _TEXTS: Final = frozenset({str, type(None)})
 _PLAIN_BYTES_MAX: Final = 256
+_RAW_BYTES: Final = 100
+"""Raw JSON besides its bytes."""
 _ITEM_BYTES: Final = 200
 """A multimodal item besides its identifier."""
 
@@ -58,18 +61,23 @@ def compact(data: bytes) -> bytes:
 
 
 def kept_bytes(value: Any) -> int:
-    """Memory of a decoded JSON value and all that is in it."""
+    """Memory of a decoded JSON value, or of structs of such and raw JSON, and all that is in it."""
     if type(value) is dict and _TEXTS.issuperset(map(type, value.values())):  # most messages
         return sum(map(sys.getsizeof, (value, *value, *value.values())))
     size, waiting = 0, [value]
     while waiting:
         current = waiting.pop()
+        if isinstance(current, msgspec.Raw):  # sys.getsizeof of one is a number without meaning
+            size += _RAW_BYTES + len(current)
+            continue
         size += sys.getsizeof(current)
         if isinstance(current, dict):
             waiting.extend(current)
             waiting.extend(current.values())
-        elif isinstance(current, list):
+        elif isinstance(current, list | tuple):
             waiting.extend(current)
+        elif isinstance(current, msgspec.Struct):
+            waiting.extend(msgspec.structs.astuple(current))
     return size
 
 

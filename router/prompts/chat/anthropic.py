@@ -16,7 +16,7 @@ import msgspec
 from jinja2 import sandbox
 
 from router.prompts.chat.conversions import (
-    Conversions,
+    Memory,
     TemplateTraits,
     dumped,
     encoded,
@@ -33,7 +33,7 @@ _TRIAL: Final = [{"role": role, "content": "t"} for role in ("system", "user", "
 class _Converted(msgspec.Struct, frozen=True, gc=False):
     """One message: the chat messages it becomes, or the text of a system message."""
 
-    messages: tuple[bytes, ...] = ()
+    messages: tuple[msgspec.Raw, ...] = ()
     is_system: bool = False
     system: str = ""
 
@@ -67,9 +67,13 @@ class MessagesBody(msgspec.Struct, gc=False):
         yield str(self.system).encode(errors="replace")
         yield from map(bytes, self.messages)
 
-    def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
+    def num_pieces(self) -> int:
+        """How many messages and blocks of system text are gone through, also where all are known."""
+        return len(self.messages) + (len(self.system) if isinstance(self.system, list) else 0)
+
+    def as_chat(self, memory: Memory, traits: Callable[[], TemplateTraits]) -> ChatBody:
         """The chat completion that it becomes. Raises ``NotLocalError``."""
-        converted = [memory.get(_message, bytes(raw)) for raw in self.messages]
+        converted = [memory.get(_message, raw) for raw in self.messages]
         first = _system_text(self.system) if self.system else ""
         inline = any(one.is_system for one in converted)
         if inline and traits().merge_system:
@@ -79,10 +83,10 @@ class MessagesBody(msgspec.Struct, gc=False):
         for one in converted:
             if one.system:
                 messages.append(encoded({"role": "system", "content": one.system}))
-            messages.extend(map(msgspec.Raw, one.messages))
+            messages.extend(one.messages)
         return ChatBody(
             messages=messages,
-            tools=msgspec.Raw(memory.get(_tools, bytes(self.tools))),
+            tools=memory.get(_tools, self.tools),
             tool_choice="none" if _field(self.tool_choice, "type") == "none" else None,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=self._effort(traits),
@@ -132,11 +136,11 @@ def _message(message: Any) -> _Converted:
     if role not in ("user", "assistant"):
         raise NotLocalError("message_shape")
     if isinstance(content, str):
-        return _Converted((bytes(encoded({"role": role, "content": content})),))
+        return _Converted((encoded({"role": role, "content": content}),))
     made = _Message(role)
     for block in _blocks(content):
         made.add(block)
-    return _Converted(tuple(bytes(encoded(one)) for one in made.messages()))
+    return _Converted(tuple(map(encoded, made.messages())))
 
 
 class _Message:
@@ -222,10 +226,8 @@ def _image(source: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:{text_of(kind)};base64,{text_of(data)}"}}
 
 
-def _tools(tools: Any) -> bytes:
-    if tools is None:
-        return bytes(NULL)
-    return bytes(encoded([_tool(tool) for tool in items_of(tools)]))
+def _tools(tools: Any) -> msgspec.Raw:
+    return NULL if tools is None else encoded([_tool(tool) for tool in items_of(tools)])
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from router.prompts.chat.conversions import (
-    Conversions,
+    Memory,
     TemplateTraits,
     decoded,
     dumped,
@@ -58,17 +58,17 @@ class CohereBody(msgspec.Struct, gc=False):
         yield bytes(self.documents)
         yield from map(bytes, self.messages)
 
-    def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
+    def as_chat(self, memory: Memory, traits: Callable[[], TemplateTraits]) -> ChatBody:
         """The chat completion that it becomes. Raises ``NotLocalError``."""
         if not isinstance(self.strict_tools, bool | None) or not isinstance(self.tool_choice, str | None):
             raise NotLocalError("field")
         if self.tool_choice not in _TOOL_CHOICES:
             raise NotLocalError("field")
         convert = _cited_message if traits().keeps_documents else _message
-        tools = memory.get(_strict_tools if self.strict_tools else _tools, bytes(self.tools))
+        tools = memory.get(_strict_tools if self.strict_tools else _tools, self.tools)
         return ChatBody(
-            messages=[msgspec.Raw(memory.get(convert, bytes(raw))) for raw in self.messages],
-            tools=msgspec.Raw(tools),
+            messages=[memory.get(convert, raw) for raw in self.messages],
+            tools=tools,
             tool_choice=_TOOL_CHOICES[self.tool_choice],
             chat_template_kwargs=self._arguments(),
             max_tokens=self.max_tokens,
@@ -118,15 +118,15 @@ def _document(document: Any) -> dict[str, Any]:
     return found
 
 
-def _message(message: Any) -> bytes:
+def _message(message: Any) -> msgspec.Raw:
     role = message.get("role") if isinstance(message, dict) else None
     make = _ROLES.get(role) if isinstance(role, str) else None
     if make is None:
         raise NotLocalError("message_shape")
-    return bytes(encoded({"role": role, **make(message)}))
+    return encoded({"role": role, **make(message)})
 
 
-def _cited_message(message: Any) -> bytes:
+def _cited_message(message: Any) -> msgspec.Raw:
     """A message of which answers may cite documents, as families take it that know them."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(message, dict) and message.get("citations"):
@@ -134,7 +134,7 @@ def _cited_message(message: Any) -> bytes:
     if not isinstance(content, list) or not content or message.get("role") != "tool":
         return _message(message)
     parts = [{"type": "document", "document": _result_fields(part)} for part in items_of(content)]
-    return bytes(encoded({"role": "tool", **_tool_result({**message, "content": ""}), "content": parts}))
+    return encoded({"role": "tool", **_tool_result({**message, "content": ""}), "content": parts})
 
 
 def _result_fields(part: dict[str, Any]) -> dict[str, Any]:
@@ -239,15 +239,15 @@ _ROLES: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 }
 
 
-def _tools(tools: Any) -> bytes:
-    return bytes(encoded([_tool(tool) for tool in items_of(tools)])) if tools else bytes(NULL)
+def _tools(tools: Any) -> msgspec.Raw:
+    return encoded([_tool(tool) for tool in items_of(tools)]) if tools else NULL
 
 
-def _strict_tools(tools: Any) -> bytes:
+def _strict_tools(tools: Any) -> msgspec.Raw:
     made = [_tool(tool) for tool in items_of(tools or [])]
     for tool in made:
         tool["function"]["strict"] = True
-    return bytes(encoded(made)) if made else bytes(NULL)
+    return encoded(made) if made else NULL
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

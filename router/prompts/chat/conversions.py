@@ -14,13 +14,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import xxhash
 
 from router.prompts.request import NotLocalError
-from router.prompts.sizes import SHARE, kept_bytes
+from router.prompts.sizes import SHARE, kept_bytes, num_values
 
 T = TypeVar("T")
 BYTES_MAX: Final = 32 << 20
@@ -43,10 +43,21 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     keeps_documents: bool = False
 
 
+class Memory(Protocol):
+    """Where conversions are made and remembered."""
+
+    def get(self, convert: Callable[[Any], T], raw: msgspec.Raw) -> T:
+        """``convert(the value of raw)``, which must depend on nothing else. Raises ``NotLocalError``."""
+
+
+class TooManyValuesError(Exception):
+    """To convert this would hold the event loop."""
+
+
 class _Known(msgspec.Struct, frozen=True, gc=False):
     """What some bytes were converted to."""
 
-    raw: bytes
+    raw: msgspec.Raw
     result: Any
     size_bytes: int
 
@@ -60,8 +71,14 @@ class Conversions:
         self._known: OrderedDict[_Key, _Known] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, convert: Callable[[Any], T], raw: bytes) -> T:
-        """``convert(the value of raw)``, which must depend on nothing else. Raises ``NotLocalError``."""
+    def get(
+        self,
+        convert: Callable[[Any], T],
+        raw: msgspec.Raw,
+        announce: Callable[[msgspec.Raw], None] | None = None,
+    ) -> T:
+        """``convert(the value of raw)``, which must depend on nothing else; the same object each time.
+        ``announce`` is told of what has to be converted, and may raise. Raises ``NotLocalError``."""
         key = convert, xxhash.xxh3_64_intdigest(raw)
         with self._lock:
             found = self._known.get(key)
@@ -69,10 +86,12 @@ class Conversions:
                 self._known.move_to_end(key)
                 kept: T = found.result
                 return kept
+        if announce is not None:
+            announce(raw)
         result = convert(decoded(raw))
-        size = _ENTRY_BYTES + len(raw) + kept_bytes(msgspec.to_builtins(result, builtin_types=(bytes,)))
+        size = _ENTRY_BYTES + len(raw) + kept_bytes(result)
         if size <= self._bytes_max // SHARE:
-            self._keep(key, _Known(raw, result, size))
+            self._keep(key, _Known(raw.copy(), result, size))  # what it is part of goes with the body
         return result
 
     def _keep(self, key: _Key, made: _Known) -> None:
@@ -82,6 +101,24 @@ class Conversions:
             self._bytes += made.size_bytes - (0 if before is None else before.size_bytes)
             while self._bytes > self._bytes_max:
                 self._bytes -= self._known.popitem(last=False)[1].size_bytes
+
+
+class InlineConversions:
+    """The same for the event loop: at most so many lists and objects are converted, ``TooManyValuesError`` is
+    raised before more are. What was converted before is not counted."""
+
+    def __init__(self, conversions: Conversions, values_max: int) -> None:
+        self._conversions = conversions
+        self._left = values_max
+
+    def get(self, convert: Callable[[Any], T], raw: msgspec.Raw) -> T:
+        """See ``Memory``."""
+        return self._conversions.get(convert, raw, self._spend)
+
+    def _spend(self, raw: msgspec.Raw) -> None:
+        self._left -= num_values(bytes(raw))
+        if self._left < 0:
+            raise TooManyValuesError
 
 
 def decoded(raw: bytes | msgspec.Raw) -> Any:

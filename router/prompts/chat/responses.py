@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from router.prompts.chat.conversions import (
-    Conversions,
+    Memory,
     TemplateTraits,
     decoded,
     dumped,
@@ -46,7 +46,7 @@ class ResponsesChat(ChatBody, gc=False):
 class _Part(msgspec.Struct, frozen=True, gc=False):
     """One input item: a whole message, or one part of an assistant's."""
 
-    message: bytes = b""
+    message: msgspec.Raw | None = None
     field: str = ""
     value: Any = None
     unfinished: bool = False
@@ -78,14 +78,14 @@ class ResponsesBody(msgspec.Struct, gc=False):
         yield str(self.instructions).encode(errors="replace")
         yield bytes(self.input)
 
-    def as_chat(self, memory: Conversions, traits: Callable[[], TemplateTraits]) -> ChatBody:
+    def as_chat(self, memory: Memory, traits: Callable[[], TemplateTraits]) -> ChatBody:
         """The chat completion that it becomes. Raises ``NotLocalError``."""
         if self.previous_response_id is not None:
             raise NotLocalError("earlier_response")
         messages, unfinished = self._messages(memory)
         return ResponsesChat(
             messages=messages,
-            tools=msgspec.Raw(memory.get(_tools, bytes(self.tools))),
+            tools=memory.get(_tools, self.tools),
             tool_choice="none" if self.tool_choice == "none" else None,
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=not unfinished,
@@ -105,7 +105,7 @@ class ResponsesBody(msgspec.Struct, gc=False):
             raise NotLocalError("field")
         return self.reasoning.get("effort")
 
-    def _messages(self, memory: Conversions) -> tuple[list[msgspec.Raw], bool]:
+    def _messages(self, memory: Memory) -> tuple[list[msgspec.Raw], bool]:
         """The messages, and whether the last one is to be continued."""
         made = []
         if self.instructions:
@@ -116,21 +116,17 @@ class ResponsesBody(msgspec.Struct, gc=False):
             raws = _ITEMS.decode(self.input)
         except msgspec.MsgspecError:
             raise NotLocalError("message_shape") from None
-        parts = [memory.get(_part, bytes(raw)) for raw in raws]
-        made += map(_as_raw, _merged(parts))
+        parts = [memory.get(_part, raw) for raw in raws]
+        made += [encoded(one) if isinstance(one, dict) else one for one in _merged(parts)]
         return made, bool(parts) and parts[-1].unfinished
 
 
-def _as_raw(message: bytes | dict[str, Any]) -> msgspec.Raw:
-    return msgspec.Raw(message) if isinstance(message, bytes) else encoded(message)
-
-
-def _merged(parts: list[_Part]) -> list[bytes | dict[str, Any]]:
+def _merged(parts: list[_Part]) -> list[msgspec.Raw | dict[str, Any]]:
     """Parts of one assistant message joined, as long as they are different ones; calls add up."""
-    messages: list[bytes | dict[str, Any]] = []
+    messages: list[msgspec.Raw | dict[str, Any]] = []
     for part in parts:
         last = messages[-1] if messages else None
-        if part.message:
+        if part.message is not None:
             messages.append(part.message)
         elif isinstance(last, dict) and part.field == "tool_calls":
             last.setdefault("tool_calls", []).append(part.value)
@@ -163,7 +159,7 @@ def _said(item: dict[str, Any], kind: str | None) -> _Part:
         raise NotLocalError("message_shape")
     if not isinstance(content, str):
         _only_text(content)
-    return _Part(message=bytes(encoded(item)), unfinished=unfinished)
+    return _Part(message=encoded(item), unfinished=unfinished)
 
 
 def _only_text(parts: Any) -> None:
@@ -217,7 +213,7 @@ def _output(item: dict[str, Any]) -> _Part:
             raise NotLocalError("message_shape")
         _only_text(output)
     message = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
-    return _Part(message=bytes(encoded(message)))
+    return _Part(message=encoded(message))
 
 
 _MAKE: Final[dict[str, Callable[[dict[str, Any]], _Part]]] = {
@@ -229,10 +225,10 @@ _MAKE: Final[dict[str, Callable[[dict[str, Any]], _Part]]] = {
 }
 
 
-def _tools(tools: Any) -> bytes:
+def _tools(tools: Any) -> msgspec.Raw:
     if tools is None or tools == []:
-        return bytes(NULL)
-    return bytes(encoded([made for tool in items_of(tools) for made in _shown(tool)]))
+        return NULL
+    return encoded([made for tool in items_of(tools) for made in _shown(tool)])
 
 
 def _shown(tool: dict[str, Any]) -> list[dict[str, Any]]:

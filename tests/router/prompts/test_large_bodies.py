@@ -231,6 +231,29 @@ def test_a_next_turn_is_rendered_in_a_thread_where_there_is_much_in_its_past(
     other.close()
 
 
+@pytest.mark.parametrize(
+    ("past", "new", "jobs"),
+    [
+        pytest.param("[{" * 900, "Why?", 0, id="what is known is not converted again"),
+        pytest.param("Hello.", "[{" * 300, 1, id="much to convert"),
+        pytest.param(["Hello."] * 600, "Why?", 1, id="many messages to go through"),
+    ],
+)
+def test_a_next_turn_of_messages_is_converted_in_a_thread_where_there_is_much_new(
+    folder: Path, past: str | list[str], new: str, jobs: int
+) -> None:
+    threaded, other = local_reader(folder), local_reader(folder)
+    texts = [past] if isinstance(past, str) else past
+    before = [say("user", text) for text in texts]
+    read_exact(threaded, {"messages": before}, MESSAGES)
+    already = threaded.stats.worker_jobs
+    body = {"messages": [*before, say("assistant", "Yes."), say("user", new)]}
+    assert read_exact(threaded, body, MESSAGES).token_ids == read_exact(other, body, MESSAGES).token_ids
+    assert (threaded.stats.worker_jobs > already) == bool(jobs)
+    threaded.close()
+    other.close()
+
+
 def test_a_next_turn_above_the_limit_goes_where_its_past_went() -> None:
     side = reader({"m": ModelPrompts()}, PromptSettings(prompt_bytes_max=1000))
     story = [say("user", "All engines are equal, but some hold more. " * 100)]
