@@ -70,6 +70,7 @@ class Legs:
         self._stats = stats
         self._proxy_stats = proxy_stats
         self._clock = clock
+        self._quiet = Quiet(clock)
 
     def course(self) -> Course:
         """Of a request that is placed on two engines for the first time."""
@@ -95,23 +96,19 @@ class Legs:
     async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
         transfer_id = f"kvatlas-{random.getrandbits(128):032x}"
         asks = body.prefill(self.connector.asks(transfer_id))
-        request = msgspec.structs.replace(out.request, body=asks, stream=False)
-        fields = [field for field in out.head.fields if field[0] != RANK]
-        head = msgspec.structs.replace(out.head, fields=fields)
-        asked_s = self._clock()
+        asked_s = self._quiet.begin()
         usage: Usage | None = None
         answer: Any = None
-        quiet = Quiet(self._clock)
         try:
-            out = msgspec.structs.replace(out, request=request, head=head)
-            answer = await self._carrier.ask(attempt, out, self.proxy.first_byte_timeout_s)
-            quiet.over()
+            timeout_s = self.proxy.first_byte_timeout_s
+            answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
+            held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
             self._check(attempt, answer, out, course)
             usage = _usage(content)
             source = PrefillHolder(attempt.base_url, _rank(attempt))
             told = await self.connector.told(content, transfer_id, source)
-            handoff = self._handoff(attempt, told, course, quiet.at_s)
+            handoff = self._handoff(attempt, told, course, held_since_s)
             self._stats.prefill_s += handoff.answered_s - asked_s
         except UpstreamError as error:
             engine_failed(attempt, error, self._proxy_stats)
@@ -119,7 +116,7 @@ class Legs:
             broke = error.sent and error.reason != "overflow"
             raise AgainError(error.reason, broke=broke) from None
         finally:
-            quiet.over()
+            self._quiet.end()
             if answer is not None:
                 self._carrier.done(answer)
             attempt.finished(usage)
@@ -158,14 +155,12 @@ class Legs:
         return handoff
 
     async def _read(self, answer: Answer) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        while data := await answer.read():
-            pieces.append(data)
-            size += len(data)
-            if size > self.pd.answer_bytes_max:
+        content = b""
+        while not answer.finished:
+            content += await answer.read()
+            if len(content) > self.pd.answer_bytes_max:
                 raise UpstreamError("reset")
-        return b"".join(pieces)
+        return content
 
     async def fetch(
         self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, timeout_s: float
@@ -186,10 +181,9 @@ class Legs:
             if out.record.trace is not None:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
-        request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
-        out = msgspec.structs.replace(out, request=request)
         try:
-            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told)
+            text = body.decode(handoff.params)
+            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
         except HandoffRefusedError:
             raise self._late(attempt, out) from None
         except UpstreamError as error:
@@ -222,6 +216,14 @@ def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
     engine = attempt.engine_id
     out.record.tracker.warn("prefill not fetched", out.record, engine, engine=engine, problem=problem)
     return AgainError(problem)
+
+
+def _without_rank(out: Outbound) -> Outbound:
+    """The client's is for the engine that answers."""
+    fields = [field for field in out.head.fields if field[0] != RANK]
+    if len(fields) == len(out.head.fields):
+        return out
+    return msgspec.structs.replace(out, head=msgspec.structs.replace(out.head, fields=fields))
 
 
 def _rank(attempt: Attempt) -> str:
