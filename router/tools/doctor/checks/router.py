@@ -232,6 +232,10 @@ _READING_REMEDIES = {
     "too_large": "raise prompts.prompt_bytes_max",
     "busy": "raise prompts.worker_threads",
 }
+_RENDERERS = "kvatlas_prompts_renderer_"
+_RENDERERS_REMEDY = (
+    "start them, or correct prompts.renderers: each must answer GET /health and serve the model"
+)
 _OTHERWISE = f"{_RENDER}; docs/exactness.md says what is read here"
 
 
@@ -243,11 +247,23 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
         return
     reads: dict[str, dict[str, float]] = {}
     reasons: dict[str, float] = {}
+    asked: dict[str, float] = {}
     for name, labels, value in series(router.metrics_answer.body.decode("utf-8", "replace")):
         if name == "kvatlas_prompts_reads_total" and value:
             reads.setdefault(labels["api"], {})[labels["how"]] = value
         elif name == "kvatlas_prompts_not_local_total" and value:
             reasons[labels["reason"]] = value
+        elif name.startswith(_RENDERERS):
+            asked[name.removeprefix(_RENDERERS)] = value
+    in_vain = asked.get("failures_total", 0) + asked.get("skipped_total", 0)
+    failing = in_vain > asked.get("calls_total", 0) / 2
+    if failing:
+        yield warning(
+            f"render servers gave {in_vain:.0f} prompt(s) no answer that could be used",
+            "a server of --renderer is down, too slow, or serves other models",
+            _RENDERERS_REMEDY,
+            subject=router.url,
+        )
     often = max(reasons, key=lambda reason: reasons[reason], default="")
     for api, ways in reads.items():
         total = sum(ways.values())
@@ -259,7 +275,7 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
             yield info(
                 summary,
                 f"most often, over all APIs: {often or 'unknown'} (docs/glossary.md says what that means)",
-                _READING_REMEDIES.get(often, _OTHERWISE),
+                _RENDERERS_REMEDY if failing else _READING_REMEDIES.get(often, _OTHERWISE),
                 subject=router.url,
             )
 

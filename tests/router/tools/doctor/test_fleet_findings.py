@@ -239,6 +239,30 @@ def test_what_the_routers_metrics_show() -> None:
     run(main())
 
 
+def test_render_servers_that_give_no_answer() -> None:
+    def page(failures: int) -> bytes:
+        return (
+            b'kvatlas_prompts_reads_total{api="chat",how="affinity"} 8.0\n'
+            b'kvatlas_prompts_not_local_total{reason="multimodal"} 8.0\n'
+            b"kvatlas_prompts_renderer_total 0.0\n"
+            b"kvatlas_prompts_renderer_calls_total 4.0\n"
+            b"kvatlas_prompts_renderer_failures_total %d.0\n"
+            b"kvatlas_prompts_renderer_skipped_total 1.0\n" % failures
+        )
+
+    async def main() -> None:
+        async with saying(router() | {"/metrics": (200, page(4), {})}) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            found.expect("router.prompts", Severity.WARNING, "gave 5 prompt(s) no answer")
+            assert "start them" in found.expect("router.prompts", Severity.INFO, "placed by text").remedy
+        async with saying(router() | {"/metrics": (200, page(0), {})}) as url:
+            found = await look(ENGINE, router=url, timeout_s=0.5)
+            assert found.worst("router.prompts") is Severity.INFO
+            assert "asked once for each set" in found.expect("router.prompts", Severity.INFO).remedy
+
+    run(main())
+
+
 def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> None:
     async def main() -> None:
         async with running({}) as (engine,), routing(configure(engine)) as rig:
