@@ -1,13 +1,15 @@
 """What the second request of prefill and decode apart costs: CPU of the router's process per request.
 
-    python -m benchmarks.legs [--seconds 3] [--rounds 5] [--bytes 1024 32768]
+    python -m benchmarks.legs [--seconds 0.5] [--rounds 20] [--bytes 1024 32768]
 
 Two ``kvatlas serve`` stand before the same two cheap engines, which hold every session's prompt but for its
 end (``fake_engine_events``). One knows both, as prefill and decode, and asks both for each request; the other
 one knows the decode engine alone, where one sequence runs all the time. They are loaded in turn, round after
 round, by connections that always have a request open: chats of 1 KB and 32 KB, with a short answer or a
-stream of eight chunks. One line per load: medians over the rounds, and the share of requests that had two
-legs. Goal: 100 us for the second one.
+stream of eight chunks. Each request is of a session drawn at random, which both have read before, and ends as
+no request did, as those of ``proxy`` do. Turns are short, so that what else the machine does meets both
+alike. One line per load: medians over the rounds, and the share of requests that had two legs. Goal: 100 us
+for the second one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import random
 import statistics
 import subprocess
 import sys
@@ -28,7 +31,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from benchmarks.fake_engine_events import SESSIONS, session_body
+from benchmarks.fake_engine_events import SESSIONS, TAIL_BYTES, session_body
 from benchmarks.picker import cpu_s
 from benchmarks.streams import HEAD, LAST, TOKEN
 from publisher.engine import DEMO_TOKENIZER_DIR
@@ -38,7 +41,8 @@ EVENT_PORTS = (19101, 19111)
 ROUTER_PORTS = ((19121, 19122), (19123, 19124))
 """Of requests, and of operators."""
 CHUNKS = 8
-TAILS = "0123456789abcdef"
+READ_S = 2.0
+"""Until every session has been read, and its next turns are."""
 KEPT = b'"do_remote_decode":true'
 HELD = b'"max_tokens":7777'
 """Of the one request that is never answered whole: a sequence that prefills at its engine would hold up."""
@@ -191,13 +195,23 @@ async def _client(port: int, requests: Iterator[bytes], until_s: float) -> int:
     return done
 
 
-async def load(router: Router, requests: Iterator[bytes], seconds: float) -> tuple[float, float]:
-    """Microseconds of CPU per request, and how many had two legs."""
-    before, handoffs = cpu_s(router.process.pid), router.handoffs()
-    until_s = time.monotonic() + seconds
-    done = sum(await asyncio.gather(*(_client(router.port, requests, until_s) for _ in range(CONNECTIONS))))
-    used = cpu_s(router.process.pid) - before
-    return 1e6 * used / done, (router.handoffs() - handoffs) / done
+class Load:
+    """Chats of one size for one router: each session in turn, and from then on any."""
+
+    def __init__(self, router: Router, size: int, *, stream: bool) -> None:
+        self._router = router
+        self._requests = requests(size, stream=stream)
+        self.sent = 0
+
+    async def us(self, seconds: float) -> float:
+        """Microseconds of CPU per request."""
+        port, before_s, sent = self._router.port, cpu_s(self._router.process.pid), self.sent
+        until_s = time.monotonic() + seconds
+        for done in await asyncio.gather(
+            *(_client(port, self._requests, until_s) for _ in range(CONNECTIONS))
+        ):
+            self.sent += done
+        return 1e6 * (cpu_s(self._router.process.pid) - before_s) / (self.sent - sent)
 
 
 async def hold(port: int) -> asyncio.StreamWriter:
@@ -209,11 +223,16 @@ async def hold(port: int) -> asyncio.StreamWriter:
 
 
 def requests(size: int, *, stream: bool) -> Iterator[bytes]:
-    """The load generator's chats, in turn."""
+    """The load generator's chats, without end."""
     made = []
-    for session, tail in itertools.product(range(SESSIONS), TAILS):
-        made.append(_post(session_body(session, size, stream=stream, max_tokens=200, tail=tail)))
-    return itertools.cycle(made)
+    for session in range(SESSIONS):
+        whole = _post(session_body(session, size, stream=stream, max_tokens=200, tail="0"))
+        before, _, after = whole.rpartition(b"0" * TAIL_BYTES)
+        made.append((before, after))
+    rng = random.Random(size)
+    for number in itertools.count():
+        before, after = made[number] if number < SESSIONS else rng.choice(made)
+        yield before + (b"%016x" % rng.getrandbits(64)) * (TAIL_BYTES // 16) + after
 
 
 def _post(body: bytes) -> bytes:
@@ -224,20 +243,21 @@ def _post(body: bytes) -> bytes:
 async def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--bytes", type=int, nargs="+", default=[1024, 32768], choices=[1024, 32768])
     args = parser.parse_args()
     with routers() as (two, one):
         held = [await hold(router.port) for router in (two, one)]
         for size, stream in itertools.product(args.bytes, (False, True)):
-            sent = requests(size, stream=stream)
-            for router in (two, one):
-                await load(router, sent, args.seconds)  # prompts are read for the first time
-            rounds = [[await load(r, sent, args.seconds) for r in (two, one)] for _ in range(args.rounds)]
-            us = [statistics.median(each[arm][0] for each in rounds) for arm in (0, 1)]
-            more = statistics.median(each[0][0] - each[1][0] for each in rounds)
-            share = statistics.median(each[0][1] for each in rounds)
+            loads = [Load(router, size, stream=stream) for router in (two, one)]
+            for each in loads:
+                await each.us(READ_S)
+            handoffs, sent = two.handoffs(), loads[0].sent
+            rounds = [[await each.us(args.seconds) for each in loads] for _ in range(args.rounds)]
+            us = [statistics.median(arm) for arm in zip(*rounds, strict=True)]
+            more = statistics.median(each[0] - each[1] for each in rounds)
+            share = (two.handoffs() - handoffs) / (loads[0].sent - sent)
             line = f"{size // 1024} KB {'stream' if stream else 'answer'}: two legs {us[0]:.0f} us, "
             print(line + f"one {us[1]:.0f} us, more {more:.0f} us; {share:.0%} had two", flush=True)
         for writer in held:

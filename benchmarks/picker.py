@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -45,7 +43,7 @@ from router.http.h2.frames import FrameReader
 from router.http.h2.hpack import literal
 from router.http.server.settings import ListenSettings
 from router.http.tls import Certificates
-from router.observe.requests import RequestTracker
+from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.request import InboundRequest
 from router.prompts.config import ANY_MODEL
 from router.proxy.app import CARRIER
@@ -54,6 +52,7 @@ from router.proxy.breaker import Breaker
 from router.proxy.carrier import Outbound
 from router.proxy.headers import read_request_headers
 from router.proxy.settings import ProxySettings
+from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
 from router.serve.logs import configure_logging
 
 MODEL = "kvatlas-demo"
@@ -80,6 +79,9 @@ _CALL = b"".join(
 
 # The picker's process.
 
+_BREAKER = Breaker()
+_TRACKER = RequestTracker(time.monotonic)
+
 
 async def stub(scope: Any, receive: Any, send: Any) -> None:
     """In the router's place: reads the request, names one engine, passes the answer on."""
@@ -93,8 +95,8 @@ async def stub(scope: Any, receive: Any, send: Any) -> None:
             break
     head = read_request_headers(scope["headers"], None)
     request = InboundRequest("POST", scope["path"], b"", scope["headers"], body, MODEL, False, b"1")
-    attempt = Attempt("a", scope["state"]["engine"], Breaker(), request, now=time.monotonic)
-    record = RequestTracker(time.monotonic).begin("POST", scope["path"])
+    attempt = Attempt("a", scope["state"]["engine"], _BREAKER, request, now=time.monotonic)
+    record = RequestRecord(_TRACKER, "POST", scope["path"], attempt.asked_s, attempt.asked_s)
     answer = await scope["extensions"][CARRIER].ask(attempt, Outbound(request, head, b"/", record), 60.0)
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
     while data := await answer.read():
@@ -116,6 +118,7 @@ async def _serve_stub(settings: EppSettings, engines: list[str]) -> None:
         readiness=lambda: True,
     )
     async with server.listening():
+        tame_garbage_collection()
         print(server.addresses["listen"][1], flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
@@ -133,6 +136,7 @@ async def _serve_router(settings: EppSettings, engines: list[str]) -> None:
         for engine in router.fleet:  # nobody is there: they are said to be up
             engine.up, engine.models = True, (ModelCard(MODEL),)
         assert router.picker is not None
+        tame_garbage_collection()
         print(router.picker.addresses["listen"][1], flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
@@ -271,9 +275,10 @@ def bodies(size: int, *, chat: bool) -> list[bytes]:
 
 
 @contextmanager
-def picker(kind: str, engines: Sequence[str] = ENGINES) -> Iterator[tuple[int, int]]:
-    """Process id and port of a picker."""
-    command = [sys.executable, "-m", "benchmarks.picker", "--serve", kind, "--engines", *engines]
+def picker(kind: str, engines: Sequence[str] = ENGINES, *, share: float = 1.0) -> Iterator[tuple[int, int]]:
+    """Process id and port of a picker; ``share`` of answers are watched."""
+    command = [sys.executable, "-m", "benchmarks.picker", "--serve", kind, "--share", str(share)]
+    command += ["--engines", *engines]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -284,9 +289,8 @@ def picker(kind: str, engines: Sequence[str] = ENGINES) -> Iterator[tuple[int, i
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """User and system time of a process, by its own clock (``clock_getcpuclockid``): to the nanosecond."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 async def measure(
@@ -333,11 +337,13 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--serve", choices=("stub", "router"), help=argparse.SUPPRESS)
     parser.add_argument("--engines", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=float, default=1.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     configure_logging("error", "console")
     if arguments.serve is None:
         uvloop.run(_main(arguments.requests, arguments.clients))
     else:
-        own = EppSettings(listen="127.0.0.1:0", tls=False)
+        share_the_interpreter()
+        own = EppSettings(listen="127.0.0.1:0", tls=False, answers_watched_share=arguments.share)
         serve = _serve_stub if arguments.serve == "stub" else _serve_router
         uvloop.run(serve(own, arguments.engines))

@@ -2,9 +2,10 @@
 
     KVATLAS_ENVOY=.../envoy python -m benchmarks.picker_envoy
 
-Three Envoys before the same four engines, which answer at once: *none* asks nobody and goes round, *wire*
-asks a picker with a stub in the router's place, *whole* asks a whole router (as in ``benchmarks.picker``).
-They are asked in turns, so that what else the machine does is shared; the CPU is the picker's process's.
+Five Envoys before the same four engines, which answer at once: *none* asks nobody and goes round, *wire*
+asks a picker with a stub in the router's place, *whole* asks a whole router (as in ``benchmarks.picker``),
+*sampled* one that watches every tenth answer, *unseen* one that watches none. They are asked in turns, so
+that what else the machine does is shared; the CPU is the picker's process's.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ import uvloop
 from benchmarks.picker import ANSWER, bodies, cpu_s, picker
 from router.demo.gateway import find_envoy, gateway_process
 
-_KINDS = {"none": "", "wire": "stub", "whole": "router"}
-_PATHS = {"none": b"/v1/embeddings", "wire": b"/v1/embeddings", "whole": b"/v1/chat/completions"}
+_KINDS = {
+    "none": ("", 1.0),
+    "wire": ("stub", 1.0),
+    "whole": ("router", 1.0),
+    "sampled": ("router", 0.1),
+    "unseen": ("router", 0.0),
+}
+"""What is asked, and the share of answers that it watches."""
 _SIZES = (1024, 32 * 1024)
 _CHUNKS_END = b"0\r\n\r\n"
 _REPLY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
@@ -81,7 +88,9 @@ def _requests(kind: str, size: int) -> list[bytes]:
     head = (
         b"POST %b HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     )
-    return [head % (_PATHS[kind], len(body)) + body for body in bodies(size, chat=kind == "whole")]
+    chat = kind == "router"
+    path = b"/v1/chat/completions" if chat else b"/v1/embeddings"
+    return [head % (path, len(body)) + body for body in bodies(size, chat=chat)]
 
 
 async def _main(requests: int, turns: int) -> None:
@@ -94,10 +103,10 @@ async def _main(requests: int, turns: int) -> None:
             engines.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         processes = stack.enter_context(ExitStack())
         clients, pids = {}, {}
-        for name, kind in _KINDS.items():
+        for name, (kind, share) in _KINDS.items():
             ports = []
             if kind:
-                pids[name], port = processes.enter_context(picker(kind, engines))
+                pids[name], port = processes.enter_context(picker(kind, engines, share=share))
                 ports = [port]
             url = processes.enter_context(gateway_process(find_envoy(), engines, ports))
             port = int(url.rpartition(":")[2])
@@ -107,7 +116,7 @@ async def _main(requests: int, turns: int) -> None:
             used_s = dict.fromkeys(pids, 0.0)
             for turn in range(turns + 1):  # the first one warms up
                 for name, client in clients.items():
-                    asked = _requests(name, size)
+                    asked = _requests(_KINDS[name][0], size)
                     before = cpu_s(pids[name]) if name in pids else 0.0
                     times_s = [await client.ask(asked[at % len(asked)]) for at in range(requests)]
                     if turn:

@@ -29,6 +29,7 @@ RECEIPTS_KEPT = 256
 ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 """Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones."""
 
+Leg = Literal["", "prefill", "decode"]
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
@@ -60,7 +61,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Who tokenized the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
-    leg: str = ""
+    leg: Leg = ""
     """``prefill``: it computed the prompt for another engine; ``decode``: it fetched what another one had
     computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
     gap_s: float | None = None

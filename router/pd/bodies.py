@@ -4,14 +4,15 @@ The prefill engine is asked for one token and no stream, so the values of the fi
 replaced where they stand, each time they occur; the decode engine gets the client's own body with the
 parameters put in front. Which requests stay whole is read on the way.
 
-Fields are found by the fast JSON parser, and their places by the text; where that is not certain (a key that
-occurs twice or is written with escapes), and in large bodies, the text is looked through (``members``).
+Fields are found by the fast JSON parser, and their places by the text; the parser then tells whether these
+were the right ones. Where they were not (a key that also occurs elsewhere, or is written with escapes), and
+in large bodies, the text is looked through (``members``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -49,6 +50,7 @@ _MUST_BE: Final = {
 _WANTED: Final = _REPLACED.keys() | _MUST_BE.keys()
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
+_NEAR_BYTES: Final = 1024
 WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
 
 _Spans = dict[bytes, list[tuple[int, int]]]
@@ -57,7 +59,7 @@ _Fields = msgspec.defstruct(
     [(name.decode(), msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in sorted(_WANTED)],
     gc=False,
 )
-_NAMES: Final = tuple((name, name.decode()) for name in sorted(_WANTED))
+_NAMES: Final = tuple(sorted(_WANTED))
 _DECODER: Final = msgspec.json.Decoder(_Fields)
 _MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _WANTED}
 _END: Final = re.compile(rb"[ \t\r\n]*\}")
@@ -80,16 +82,17 @@ class SplitBody(msgspec.Struct, frozen=True):
 
     def prefill(self, asks: bytes) -> bytes:
         """For the prefill engine, with these ``kv_transfer_params``."""
-        edits = [(self.start, self.start, b'"kv_transfer_params":%b,' % asks), *self.edits]
+        edits: Sequence[tuple[int, int, bytes]] = self.edits
         if self.missing:
             comma = b"" if _END.match(self.text, self.lengths_at) else b","
-            edits.append((self.lengths_at, self.lengths_at, b'"%b":1%b' % (self.missing, comma)))
-        pieces: list[bytes | memoryview] = []
-        view, done = memoryview(self.text), 0
-        for start, end, new in sorted(edits, key=lambda edit: edit[0]):
-            pieces += [view[done:start], new]
+            edits = sorted([*edits, (self.lengths_at, self.lengths_at, b'"%b":1%b' % (self.missing, comma))])
+        view, done = memoryview(self.text), self.start
+        pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % asks]
+        for start, end, new in edits:
+            pieces += (view[done:start], new)
             done = end
-        return b"".join((*pieces, view[done:]))
+        pieces.append(view[done:])
+        return b"".join(pieces)
 
     def decode(self, params: bytes) -> bytes:
         """For the decode engine, with what the prefill engine handed over."""
@@ -118,29 +121,28 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
     fields = _decoded(body)
     if start is None or fields is None:
         return None
+    for name, allowed in _MUST_BE.items():
+        if fields.get(name, b"") not in allowed:
+            return SplitBody(body, name.decode())
     spans: _Spans = {}
-    for name, value in fields.items():
-        place = _only_place(body, name)
-        if place < 0 or not body.startswith(value, place):
+    for name in _REPLACED.keys() & fields.keys():
+        value, place = fields[name], _place(body, name)
+        if not body.startswith(value, place):
             return None
         spans[name] = [(place, place + len(value))]
     found = _made(body, start.end(), spans, length, start.end())
-    if found.whole or b"\\u" not in body:
-        return found
-    after = _decoded(found.prefill(b"{}"))  # a key with escapes may count, and not the one that was found
-    expected = {name: _REPLACED[name] for name in spans.keys() & _REPLACED.keys()}
-    right = after is not None and all(after.get(name) == value for name, value in expected.items())
+    after = _decoded(found.prefill(b"{}"))
+    right = after is not None and all(after.get(name) == _REPLACED[name] for name in (*spans, length))
     return found if right else None
 
 
-def _only_place(body: bytes, name: bytes) -> int:
-    """Where the value begins of the only member of this name, at whatever depth; -1: there are several."""
-    first = body.find(b'"%b"' % name)
-    if body.find(b'"%b"' % name, first + 1) < 0:  # as nearly always, and many times faster
-        only = _MEMBER[name].match(body, first)
-        return -1 if only is None else only.end()
-    places = list(_MEMBER[name].finditer(body))
-    return places[0].end() if len(places) == 1 else -1
+def _place(body: bytes, name: bytes) -> int:
+    """Where the value of a member of this name begins, at whatever depth: most clients send such fields
+    before their texts or behind them."""
+    quoted = b'"%b"' % name
+    first = body.find(quoted, 0, _NEAR_BYTES)
+    member = _MEMBER[name].match(body, first if first >= 0 else max(0, body.rfind(quoted)))
+    return -1 if member is None else member.end()
 
 
 def _decoded(body: bytes) -> dict[bytes, bytes] | None:
@@ -148,8 +150,11 @@ def _decoded(body: bytes) -> dict[bytes, bytes] | None:
         fields: Any = _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    values = ((name, getattr(fields, attribute)) for name, attribute in _NAMES)
-    return {name: bytes(value) for name, value in values if value is not msgspec.UNSET}
+    found: dict[bytes, bytes] = {}
+    for name, value in zip(_NAMES, msgspec.structs.astuple(fields), strict=True):
+        if value is not msgspec.UNSET:
+            found[name] = bytes(value)
+    return found
 
 
 def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
@@ -179,9 +184,16 @@ def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
 
 
 def _made(body: bytes, start: int, spans: _Spans, length: bytes, lengths_at: int) -> SplitBody:
-    for name, allowed in _MUST_BE.items():
-        if any(bytes(body[at:end]) not in allowed for at, end in spans.get(name, ())):
-            return SplitBody(body, name.decode())
-    edits = [(at, end, new) for name, new in _REPLACED.items() for at, end in spans.get(name, ())]
+    edits: list[tuple[int, int, bytes]] = []
+    whole: list[bytes] = []
+    for name, places in spans.items():
+        new = _REPLACED.get(name)
+        for at, end in places:
+            if new is not None:
+                edits.append((at, end, new))
+            elif bytes(body[at:end]) not in _MUST_BE[name]:
+                whole.append(name)
+    if whole:
+        return SplitBody(body, next(name for name in _MUST_BE if name in whole).decode())
     missing = b"" if length in spans else length
     return SplitBody(body, "", start, lengths_at, missing, tuple(sorted(edits)))

@@ -35,7 +35,7 @@ from router.placement.holding.hold import Hold
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
-from router.placement.split.apart import Apart
+from router.placement.split.apart import Answerers, Apart
 from router.placement.split.legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
@@ -242,10 +242,13 @@ class Planner:
         def pick(among: Sequence[Candidate]) -> Choice:
             return self._policy(among, question, self._settings, state)
 
+        split = None
         if apart is None:
-            return Decision(read, asked.tokens, tuple(engines), candidates, pick(candidates), look.problem)
-        plain = Decision(read, asked.tokens, tuple(engines), candidates, pick(candidates), look.problem)
-        return apart.decide(plain, asked, question, pick, now)
+            choice = pick(candidates)
+        else:
+            able = Answerers(read, engines, candidates, look.problem)
+            choice, split = apart.decide(able, asked, question, pick, now)
+        return Decision(read, asked.tokens, tuple(engines), candidates, choice, look.problem, split=split)
 
     def _apart(self, request: InboundRequest, exclude: frozenset[str], course: Course | None) -> Apart:
         apart = Apart(request, course, self._pd, self._settings)

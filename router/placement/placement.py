@@ -17,7 +17,7 @@ from publisher.groups import Family
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
-from router.observe.receipts import Receipt
+from router.observe.receipts import Leg, Receipt
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -82,6 +82,7 @@ class Placement(Attempt):
 
     _is_answer: ClassVar[bool] = True
     """The client gets this engine's answer."""
+    _leg: ClassVar[Leg] = ""
     __slots__ = (
         "_accounts",
         "_answered",
@@ -295,6 +296,11 @@ class Placement(Attempt):
         )
 
     @property
+    def _gap_s(self) -> float | None:
+        """See ``Receipt``."""
+        return None
+
+    @property
     def _reported_hit(self) -> Hit:
         """What is predicted of the ``cached_tokens`` in the answer."""
         return self.decision.candidate.hit
@@ -304,7 +310,7 @@ class Placement(Attempt):
         read = decision.read
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
         known = hit.confidence != "none"
-        predicted = one_prompt and known
+        predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
         return Receipt(
             request_id=self.request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
@@ -325,6 +331,8 @@ class Placement(Attempt):
             index_problem=decision.index_problem,
             waited_s=self.waited_s,
             ttft_s=self._ttft_s,
+            leg=self._leg,
+            gap_s=self._gap_s,
         )
 
 

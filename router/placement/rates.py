@@ -18,6 +18,7 @@ configured prior. Without news for ``stale_s`` an engine's rate moves back to th
 from __future__ import annotations
 
 from collections import deque
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -54,6 +55,9 @@ class PrefillSample(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     service_s: float
     running: int
+
+
+_RUNNING, _SERVICE_S = attrgetter("running"), attrgetter("service_s")
 
 
 class RatesNow(NamedTuple):
@@ -155,16 +159,16 @@ class EngineRates:
         settings, samples = self._fleet.settings, self._cached
         if len(samples) < settings.samples_min:
             return
-        by_running = sorted(samples, key=lambda s: s.running)
+        by_running = sorted(samples, key=_RUNNING)
         half = len(by_running) // 2
         low, high = by_running[:half], by_running[-half:]
-        low_running, high_running = median(s.running for s in low), median(s.running for s in high)
+        low_running, high_running = median(map(_RUNNING, low)), median(map(_RUNNING, high))
         if high_running - low_running >= settings.running_spread_min:
-            rise = median(s.service_s for s in high) - median(s.service_s for s in low)
+            rise = median(map(_SERVICE_S, high)) - median(map(_SERVICE_S, low))
             slope = rise / (high_running - low_running)
             self._interference_s = min(max(slope, 0.0), settings.decode_interference_s_max)
         slope = self.decode_interference_s
-        overhead = median(s.service_s - slope * s.running for s in samples)
+        overhead = median([s.service_s - slope * s.running for s in samples])
         self._overhead_s = min(max(overhead, 0.0), settings.overhead_s_max)
 
     def _fit_rate(self) -> None:
@@ -172,7 +176,7 @@ class EngineRates:
         if len(self._long) < settings.samples_min:
             return
         overhead, slope = self.overhead_s, self.decode_interference_s
-        rate = median((s.service_s - overhead - slope * s.running) / s.tokens for s in self._long)
+        rate = median([(s.service_s - overhead - slope * s.running) / s.tokens for s in self._long])
         self._rate = min(max(rate, settings.prefill_s_per_token_min), settings.prefill_s_per_token_max)
 
     @property
@@ -182,12 +186,13 @@ class EngineRates:
 
 
 class FleetRates:
-    """What engines without samples of their own are believed to do: the medians over those that have some."""
+    """What engines without samples of their own are believed to do: the medians over those that have some,
+    worked out when somebody asks."""
 
     def __init__(self, settings: RateSettings | None = None) -> None:
         self.settings = settings or RateSettings()
         self._engines: dict[EngineRates, None] = {}  # those that have learned something
-        self._fit()
+        self._medians: tuple[float, float, float] | None = None
 
     def engine(self) -> EngineRates:
         """The rates of one more engine."""
@@ -196,19 +201,37 @@ class FleetRates:
     def learned(self, engine: EngineRates) -> None:
         """An engine's estimates have changed."""
         self._engines[engine] = None
-        self._fit()
+        self._medians = None
 
     def left(self, engine: EngineRates) -> None:
         """The engine counts no longer."""
         if engine in self._engines:
             del self._engines[engine]
-            self._fit()
+            self._medians = None
 
-    def _fit(self) -> None:
+    @property
+    def prefill_s_per_token(self) -> float:
+        """See ``EngineRates``."""
+        return (self._medians or self._fit())[0]
+
+    @property
+    def overhead_s(self) -> float:
+        """See ``EngineRates``."""
+        return (self._medians or self._fit())[1]
+
+    @property
+    def decode_interference_s(self) -> float:
+        """See ``EngineRates``."""
+        return (self._medians or self._fit())[2]
+
+    def _fit(self) -> tuple[float, float, float]:
         settings, learned = self.settings, [engine.learned for engine in self._engines]
         rates = [rate for rate, _, _ in learned if rate is not None]
         overheads = [overhead for _, overhead, _ in learned if overhead is not None]
         slopes = [slope for _, _, slope in learned if slope is not None]
-        self.prefill_s_per_token = median(rates) if rates else settings.prefill_s_per_token
-        self.overhead_s = median(overheads) if overheads else 0.0
-        self.decode_interference_s = median(slopes) if slopes else settings.decode_interference_s
+        self._medians = (
+            median(rates) if rates else settings.prefill_s_per_token,
+            median(overheads) if overheads else 0.0,
+            median(slopes) if slopes else settings.decode_interference_s,
+        )
+        return self._medians

@@ -74,20 +74,23 @@ class OwnConnections:
         out: Outbound,
         timeout_s: float,
         once: Callable[[], None] | None = None,
+        body: bytes | None = None,
     ) -> Awaitable[Any]:
-        """See ``Carrier``; ``once`` as for ``UpstreamClient.exchange``."""
+        """See ``Carrier``; ``once`` as for ``UpstreamClient.exchange``; ``body``: instead of the client's."""
         request = out.request
+        if body is None:
+            body = request.body
         origin = self._client.origin(attempt.base_url)
-        has_body = request.body or out.head.content_length is not None or request.method == "POST"
+        has_body = body or out.head.content_length is not None or request.method == "POST"
         head = request_head(
             request.method,
             origin.path_prefix + out.target,
             origin.host_header,
             out.head.fields,
             own=attempt.engine_headers,
-            length=len(request.body) if has_body else None,
+            length=len(body) if has_body else None,
         )
-        return self._client.exchange(origin, request.method, head, request.body, timeout_s, once=once)
+        return self._client.exchange(origin, request.method, head, body, timeout_s, once=once)
 
     def done(self, answer: Any) -> None:
         """See ``Carrier``."""

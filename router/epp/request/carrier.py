@@ -1,7 +1,8 @@
 """The way of a gateway's request to its engine (``Carrier``): to ask an engine is to name it to the gateway
 and to give the body back; its answer is what the gateway shows of it.
 
-Not every answer is shown: the stream of a request that is not watched ends with the choice, and who placed it
+An answer that needs nobody's decision goes on to the client as it is shown, before the proxy reads it. Not
+every answer is shown: the stream of a request that is not watched ends with the choice, and who placed it
 says when it should be over (``Attempt.unseen``). Always true: an engine is named once; a gateway that went on
 to another one is a refused attempt of the first.
 """
@@ -26,18 +27,21 @@ from router.openai.request import Carried
 from router.pd.sidecar import read_prefilled
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound
+from router.proxy.headers import read_answer_headers
 
 _HELD_BYTES_MAX = 256 * 1024
+_ERRORS = 400
 
 
 class GatewayCarrier:
     """Implements ``Carrier``. ``among``: the endpoints that the gateway allows; ``moved``: the one that
-    served instead of the one that was chosen; ``broken``: the answer was given up before its end;
-    ``trailers``: some came behind the answer."""
+    served instead of the one that was chosen; ``passes``: the answer goes on to the client as it comes;
+    ``broken``: it was given up before its end; ``trailers``: some came behind it."""
 
     __slots__ = (
-        *("_bell", "_body", "_context", "_head", "_owed", "_promised", "_speaker", "_stream", "_timed_out"),
-        *("_timer", "_unseen", "among", "answer", "asked", "broken", "moved", "trailers"),
+        *("_bell", "_body", "_chosen", "_context", "_head", "_owed", "_own", "_request_id", "_speaker"),
+        *("_stream", "_timed_out", "_timer", "_unseen", "among", "answer", "asked", "broken", "moved"),
+        *("passes", "trailers"),
     )
 
     def __init__(
@@ -54,6 +58,7 @@ class GatewayCarrier:
         self.asked = False
         self.answer: GatewayAnswer | None = None
         self.moved = ""
+        self.passes = False
         self.broken = False
         self.trailers = False
         self._stream = stream
@@ -66,7 +71,9 @@ class GatewayCarrier:
         self._owed = 0  # bytes of an answer that the gateway may send once those before are taken
         self._unseen = False  # the answer passes without being shown here
         self._timed_out = False
-        self._promised: tuple[Header, ...] = ()  # fields for the client, where its answer is shown in passing
+        self._chosen = ""
+        self._own: tuple[Header, ...] = ()  # fields for the client
+        self._request_id = b""
 
     def begin(self, head: list[Header], among: frozenset[str] | None) -> None:
         """The request's head came."""
@@ -102,10 +109,14 @@ class GatewayCarrier:
         answer.complete = said.end_of_stream or self._speaker.modes.response_body == m.NONE
         self.answer = answer
         served = m.endpoints(said.metadata, m.LB, SERVED_KEY)
-        self.moved = served[0] if served else ""
-        if not self._speaker.gives_back:
-            self._speaker.show(answer.headers, self._promised)
+        self.moved = served[0] if served and served[0] != self._chosen else ""
+        # What an engine refused, or another one answers, is for the proxy: it may have a better answer.
+        self.passes = not self._speaker.gives_back or (status < _ERRORS and not self.moved)
         self._timer.wait(self._context.proxy.first_byte_timeout_s)
+        if self.passes:
+            fields = read_answer_headers(headers, self._request_id, self._own).fields
+            self._speaker.show(headers, fields)
+            self._end_if_complete(answer)
         self._bell.ring()
 
     def on_body(self, said: m.ProcessingRequest) -> None:
@@ -115,9 +126,10 @@ class GatewayCarrier:
             raise GrpcError(grpc.INVALID_ARGUMENT, "response_body out of turn")
         answer.add(said.body)
         answer.complete = said.end_of_stream
-        if not self._speaker.gives_back:
-            self._speaker.go_on("response_body")
         self._timer.wait(self._context.proxy.idle_timeout_s)
+        if self.passes:
+            self._speaker.pass_on("response_body", said.body, ends=said.end_of_stream)
+            self._end_if_complete(answer)
         self._bell.ring()
 
     def on_trailers(self) -> None:
@@ -125,17 +137,23 @@ class GatewayCarrier:
         if self.answer is None:
             return
         self.trailers = self.answer.complete = True
-        if not self._speaker.gives_back:
+        if self.passes:
             self._speaker.go_on("response_trailers")
+            self._end_if_complete(self.answer)
         self._bell.ring()
+
+    def _end_if_complete(self, answer: GatewayAnswer) -> None:
+        """The gateway needs nothing more; the proxy still reads what came."""
+        if answer.complete:
+            self._speaker.finish()
 
     # ``Carrier``
 
     async def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> GatewayAnswer | None:
         """See ``Carrier``."""
-        if self._speaker.over:
-            raise UpstreamError("overflow", sent=False)
         if self.answer is None:
+            if self._speaker.over:
+                raise UpstreamError("overflow", sent=False)
             self._send_request(attempt, out)
             if not attempt.watched and not self._context.watches(out.request.path):
                 await self._let_pass(attempt, out)
@@ -170,7 +188,8 @@ class GatewayCarrier:
         self.asked = True
         context, speaker, body = self._context, self._speaker, self._body
         limits = out.entry.answer_headers() if out.entry is not None else ()
-        self._promised = (*attempt.client_headers, *limits, (b"x-request-id", out.head.request_id))
+        self._own, self._request_id = (*attempt.client_headers, *limits), out.head.request_id
+        self._chosen = endpoint_of(attempt.base_url)
         buffered = body.expected and speaker.buffers
         changed = None if not buffered or out.request.body is body.latest else out.request.body
         length = None if changed is None or out.head.content_length is None else len(changed)

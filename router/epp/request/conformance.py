@@ -84,10 +84,7 @@ class ConformanceExchange:
             speaker.show([], [(SERVED, served[0].encode())])
             self._end_if(ends=said.end_of_stream)
         elif kind == "response_body":
-            if speaker.gives_back:
-                speaker.give(kind, said.body, ends=said.end_of_stream)
-            else:
-                speaker.go_on(kind)
+            speaker.pass_on(kind, said.body, ends=said.end_of_stream)
             self._end_if(ends=said.end_of_stream)
         elif kind is not None:  # trailers
             speaker.go_on(kind)

@@ -238,18 +238,18 @@ class GatewayExchange:
         self._finish()
 
     async def _pass_on(self, answer: GatewayAnswer, start: Message, body: bytes, *, more: bool) -> None:
-        """A piece of an engine's answer."""
+        """A piece of an engine's answer, which the gateway may have back already."""
         speaker, trailers = self._speaker, self._carrier.trailers
-        if speaker.gives_back:
+        if not self._carrier.passes:
             headers_only = not speaker.shown and answer.finished and not body and not trailers
             speaker.show(answer.headers, start["headers"])
             if not headers_only:
                 speaker.give("response_body", body, ends=not more and not trailers)
             if not more and trailers:
                 speaker.go_on("response_trailers")
-        if not more:
-            self._finish()
-        elif self._stream.queued_bytes > _QUEUED_BYTES_MAX:
+            if not more:
+                self._finish()
+        if more and self._stream.queued_bytes > _QUEUED_BYTES_MAX:
             await self._stream.drained(_QUEUED_BYTES_MAX)
 
     # Its end.

@@ -74,6 +74,13 @@ class Speaker:
         common = m.common_response(headers=m.header_mutation(sets))
         self.say(m.answer("response_headers", common=common))
 
+    def pass_on(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
+        """A piece of an answer's body that is not changed."""
+        if self.gives_back:
+            self.give(kind, body, ends=ends)
+        else:
+            self.go_on(kind)
+
     def give(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
         """Give a body back."""
         last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES

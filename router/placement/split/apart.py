@@ -8,6 +8,7 @@ or that one engine alone is cheaper. All others go to the cheapest pair (``pairs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,14 +21,23 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.course import Course
 from router.pd.handoff import Handoff
 from router.pd.settings import PdSettings
-from router.placement.candidate import Ask, Candidate, Choice, Cost, PolicySettings, Reason
+from router.placement.candidate import Ask, Candidate, Choice, Cost, PolicySettings, Reason, Weighed
 from router.placement.cost import weigh
 from router.placement.engine import Engine, PromptView
 from router.placement.placement import Decision, Split
 from router.placement.split.legs import lacking
-from router.placement.split.pairs import Pick, Side, cheapest_taker, fits, plan
+from router.placement.split.pairs import Partner, Pick, Side, cheapest_taker, fits, plan
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
+
+
+class Answerers(NamedTuple):
+    """The engines that may answer a request, and what is known of them; ``problem`` as in ``Decision``."""
+
+    read: Prompt | TextAffinity | None
+    engines: Sequence[Engine]
+    candidates: Sequence[Candidate]
+    problem: str
 
 
 class Apart:
@@ -89,28 +99,29 @@ class Apart:
             else:
                 self.why = self._body.whole
 
-    def decide(self, plain: Decision, asked: PromptView, question: Ask, pick: Pick, now: float) -> Decision:
-        """The decision, given the one among engines that answer."""
-        read = plain.read
+    def decide(
+        self, able: Answerers, asked: PromptView, question: Ask, pick: Pick, now: float
+    ) -> tuple[Choice, Split]:
+        """Which engine answers, and whether another one computes the prompt."""
+        read = able.read
         if self.why or not isinstance(read, Prompt):
-            return msgspec.structs.replace(plain, split=Split(self.why))
-        engines = zip(plain.engines, plain.candidates, strict=True)
+            return pick(able.candidates), Split(self.why)
+        engines = zip(able.engines, able.candidates, strict=True)
         decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
         handoff = None if self._course is None else self._course.handoff(now)
         taken = None if handoff is None else self._take_over(decode, handoff, question)
-        choice, split = taken or self._plan(plain, decode, asked, question, pick, now)
-        return msgspec.structs.replace(plain, choice=choice, split=split)
+        return taken or self._plan(able, decode, asked, question, pick, now)
 
     def _plan(
         self,
-        plain: Decision,
+        able: Answerers,
         decode: Sequence[Side],
         asked: PromptView,
         question: Ask,
         pick: Pick,
         now: float,
     ) -> tuple[Choice, Split]:
-        tokens = plain.prompt_tokens
+        tokens = asked.tokens
         helpers: dict[str, Engine] = {
             engine.engine_id: engine for engine in self.helpers if not engine.closed
         }
@@ -123,7 +134,8 @@ class Apart:
             policy=self._policy,
             pd=self._pd,
         )
-        choice, partner = self._chosen(decode, chosen.decode, tokens), chosen.partner
+        partner = chosen.partner
+        choice = _choice(chosen.decode, chosen.weighed, partner)
         if partner is None:
             return choice, Split(chosen.why, local_s=chosen.local_s, remote_s=chosen.remote_s)
         mates = tuple([side.candidate for side in partner.sides])
@@ -131,13 +143,13 @@ class Apart:
         lacks = decode[chosen.decode].lacks
         split = Split(
             body=self._body,
-            prefill=Decision(plain.read, tokens, there, mates, partner.choice, plain.index_problem),
+            prefill=Decision(able.read, tokens, there, mates, partner.choice, able.problem),
             lacks_tokens=lacks,
             transfer_s=self._transfer_s(lacks),
             local_s=chosen.local_s,
             remote_s=chosen.remote_s,
         )
-        return msgspec.structs.replace(choice, uncached_tokens=partner.choice.uncached_tokens), split
+        return choice, split
 
     def _take_over(
         self, decode: Sequence[Side], handoff: Handoff, question: Ask
@@ -155,33 +167,40 @@ class Apart:
         able, tokens = [decode[place] for place in places], question.prompt_tokens
         taker = cheapest_taker(able, tokens, question.prompt_key, policy=self._policy, pd=self._pd)
         lacks = able[taker].lacks
-        choice = msgspec.structs.replace(self._chosen(decode, places[taker], tokens), uncached_tokens=0)
+        weighed = weigh([side.candidate for side in decode], tokens, self._policy)
+        choice = msgspec.structs.replace(_choice(places[taker], weighed), uncached_tokens=0)
         return choice, Split(body=self._body, lacks_tokens=lacks, transfer_s=self._transfer_s(lacks))
 
     def _transfer_s(self, lacks: int) -> float:
         return self._pd.leg_overhead_s + self._pd.transfer_s_per_token * lacks
-
-    def _chosen(self, sides: Sequence[Side], place: int, tokens: int) -> Choice:
-        weighed = weigh([side.candidate for side in sides], tokens, self._policy)
-        reason: Reason = "only" if len(sides) == 1 else "cheapest"
-        cost = Cost(*weighed[place])
-        return Choice(place, cost.engine_id, reason, cost.uncached_tokens, weighed)
 
 
 def complete_layouts(engines: Sequence[Engine]) -> None:
     """What one engine told of its groups holds for the others of its model: an engine that fetches prompts
     tells of full attention only, and would look as if it had nothing else."""
     fullest: dict[str | None, CacheLayout] = {}
+    differ = False
     for engine in engines:
         layout, known = engine.layout, fullest.get(engine.base_model)
-        if layout is not None and (known is None or len(known.groups) < len(layout.groups)):
+        if layout is None or layout is known:
+            continue
+        differ = differ or known is not None
+        if known is None or len(known.groups) < len(layout.groups):
             fullest[engine.base_model] = layout
-    for engine in engines:
+    for engine in engines if differ else ():
         layout, known = engine.layout, fullest.get(engine.base_model)
         if layout is known or layout is None or known is None or engine.residency is None:
             continue
         if len(layout.groups) < len(known.groups):
             engine.residency.writer.expect(known.groups)
+
+
+def _choice(place: int, weighed: Sequence[Weighed], partner: Partner | None = None) -> Choice:
+    """This engine; ``partner``: another one computes."""
+    reason: Reason = "only" if len(weighed) == 1 else "cheapest"
+    cost = Cost(*weighed[place])
+    uncached = cost.uncached_tokens if partner is None else partner.choice.uncached_tokens
+    return Choice(place, cost.engine_id, reason, uncached, weighed)
 
 
 def _bound_to_one(request: InboundRequest) -> str:

@@ -35,6 +35,7 @@ class PrefillPlacement(Placement):
     ``rest_s``: how long the engine is left alone if it turns out to hand nothing over."""
 
     _is_answer = False
+    _leg = "prefill"
     __slots__ = ("_rest_s", "_untimed")
 
     def __init__(
@@ -79,13 +80,11 @@ class PrefillPlacement(Placement):
     def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:
         room.changed()
 
-    def _receipt(self, usage: Usage | None) -> Receipt:
-        return msgspec.structs.replace(super()._receipt(usage), leg="prefill")
-
 
 class DecodePlacement(Placement):
     """The answer. ``split`` says what it is to be sent."""
 
+    _leg = "decode"
     __slots__ = ("_gap_s", "_split")
 
     def __init__(
@@ -135,16 +134,6 @@ class DecodePlacement(Placement):
         shadow = self.engine.shadow
         if shadow is not None and all(group.family is Family.FULL for group in shadow.spec.groups):
             super()._served()
-
-    def _receipt(self, usage: Usage | None) -> Receipt:
-        return msgspec.structs.replace(
-            super()._receipt(usage),
-            predicted_tokens=None,
-            cpu_tokens=0,
-            storage_tokens=0,
-            leg="decode",
-            gap_s=self._gap_s,
-        )
 
     def _learn(self, receipt: Receipt) -> None:
         self.engine.receipts.add(receipt)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from router.pd.settings import PdSettings
-from router.placement.candidate import Candidate, Choice, Cost, PolicySettings
+from router.placement.candidate import Candidate, Choice, Cost, PolicySettings, Weighed
 from router.placement.cost import weigh, weight
 
 Pick = Callable[[Sequence[Candidate]], Choice]
@@ -56,10 +56,12 @@ class Partner(NamedTuple):
 
 class PairPlan(msgspec.Struct, frozen=True):
     """Where the prompt is decoded: position among the decode engines; where it is computed: ``partner``, None
-    for the decode engine itself, which ``why`` explains. ``local_s``: what the best engine alone costs."""
+    for the decode engine itself, which ``why`` explains. ``weighed``: decode engines'; ``local_s``: what the
+    best engine alone costs."""
 
     decode: int
     partner: Partner | None
+    weighed: Sequence[Weighed]
     local_s: float
     remote_s: float | None = None
     why: str = ""
@@ -76,7 +78,8 @@ def plan(
     pd: PdSettings,
 ) -> PairPlan:
     """The cheapest of all. Raises ``ValueError`` without a decode engine."""
-    costs = [Cost(*each) for each in weigh([side.candidate for side in decode], prompt_tokens, policy)]
+    weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
+    costs = [Cost(*each) for each in weighed]
     locals_s = [each.total_s + _delay_s(side, each, pd) for side, each in zip(decode, costs, strict=True)]
     best = min(range(len(decode)), key=lambda i: _order(locals_s[i], costs[i], key))
     partners = _Partners(prefill, prompt_tokens, pick, policy, pd)
@@ -95,11 +98,11 @@ def plan(
         if found is None or order < found[0]:
             found = order, i, partner
     if found is None:
-        return PairPlan(best, None, locals_s[best], None, why)
+        return PairPlan(best, None, weighed, locals_s[best], None, why)
     (remote_s, _, _), index, partner = found
     if remote_s < locals_s[best]:
-        return PairPlan(index, partner, locals_s[best], remote_s)
-    return PairPlan(best, None, locals_s[best], remote_s, "local")
+        return PairPlan(index, partner, weighed, locals_s[best], remote_s)
+    return PairPlan(best, None, weighed, locals_s[best], remote_s, "local")
 
 
 def cheapest_taker(

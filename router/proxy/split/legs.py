@@ -71,6 +71,7 @@ class Legs:
         self._stats = stats
         self._proxy_stats = proxy_stats
         self._clock = clock
+        self._quiet = Quiet(clock)
 
     def course(self) -> Course:
         """Of a request that is placed on two engines for the first time."""
@@ -108,21 +109,17 @@ class Legs:
         self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, transfer_id: str
     ) -> None:
         asks = body.prefill(self.connector.asks(transfer_id))
-        request = msgspec.structs.replace(out.request, body=asks, stream=False)
-        fields = [field for field in out.head.fields if field[0] != RANK]
-        head = msgspec.structs.replace(out.head, fields=fields)
-        asked_s = self._clock()
+        asked_s = self._quiet.begin()
         usage: Usage | None = None
         answer: Any = None
-        quiet = Quiet(self._clock)
         try:
-            out = msgspec.structs.replace(out, request=request, head=head)
-            answer = await self._carrier.ask(attempt, out, self.proxy.first_byte_timeout_s)
-            quiet.over()
+            timeout_s = self.proxy.first_byte_timeout_s
+            answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
+            held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
             self._check(attempt, answer, out, course, transfer_id)
             usage = _usage(content)
-            await self._hand_over(attempt, content, course, transfer_id, quiet.at_s)
+            await self._hand_over(attempt, content, course, transfer_id, held_since_s)
             self._stats.prefill_s += self._clock() - asked_s
         except UpstreamError as error:
             engine_failed(attempt, error, self._proxy_stats)
@@ -130,7 +127,7 @@ class Legs:
             broke = error.sent and error.reason != "overflow"
             raise AgainError(error.reason, broke=broke) from None
         finally:
-            quiet.over()
+            self._quiet.end()
             if answer is not None:
                 self._carrier.done(answer)
             attempt.finished(usage)
@@ -183,14 +180,12 @@ class Legs:
         )
 
     async def _read(self, answer: Answer) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        while data := await answer.read():
-            pieces.append(data)
-            size += len(data)
-            if size > self.pd.answer_bytes_max:
+        content = b""
+        while not answer.finished:
+            content += await answer.read()
+            if len(content) > self.pd.answer_bytes_max:
                 raise UpstreamError("reset")
-        return b"".join(pieces)
+        return content
 
     async def fetch(
         self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, timeout_s: float
@@ -212,11 +207,10 @@ class Legs:
             if out.record.trace is not None:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
-        request = msgspec.structs.replace(out.request, body=body.decode(handoff.params))
-        out = msgspec.structs.replace(out, request=request)
         try:
             timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
-            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told)
+            text = body.decode(handoff.params)
+            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
         except HandoffRefusedError:
             raise self._late(attempt, out) from None
         except UpstreamError as error:
@@ -259,6 +253,14 @@ def new_transfer_id() -> str:
 def _holder(attempt: Attempt) -> PrefillHolder:
     rank = next((value.decode() for name, value in attempt.engine_headers if name == RANK), "")
     return PrefillHolder(attempt.base_url, rank)
+
+
+def _without_rank(out: Outbound) -> Outbound:
+    """The client's is for the engine that answers."""
+    fields = [field for field in out.head.fields if field[0] != RANK]
+    if len(fields) == len(out.head.fields):
+        return out
+    return msgspec.structs.replace(out, head=msgspec.structs.replace(out.head, fields=fields))
 
 
 def _usage(content: bytes) -> Usage | None:

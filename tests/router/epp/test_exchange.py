@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from router.epp.wire import messages as m
 from router.epp.wire.grpc import GrpcReader, message_frame
 from router.epp.wire.protobuf import bytes_field, number_field
 from router.http.server.settings import ListenSettings
+from router.proxy.answers.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_messages import read
 from tests.support.h2_peer import H2Peer, h2_peer
@@ -108,6 +110,63 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
             assert said(peer, number)[-1].response_body.response.body_mutation.streamed_response.end_of_stream
             await until(lambda: rig.idle, "the receipt is written")
             assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
+
+    run(main())
+
+
+def given_back(peer: H2Peer, number: int) -> tuple[bytes, bool]:
+    """The answer's body as the gateway has it, and whether it is whole."""
+    pieces = [each.response_body.response.body_mutation.streamed_response for each in said(peer, number)[3:]]
+    return b"".join(piece.body for piece in pieces), pieces[-1].end_of_stream
+
+
+def test_an_answer_goes_on_before_the_router_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        busy, reads = asyncio.Event(), AnswerRelay.run
+
+        async def late(relay: AnswerRelay) -> None:
+            await busy.wait()
+            await reads(relay)
+
+        monkeypatch.setattr(AnswerRelay, "run", late)
+        async with gateway() as (rig, peer, _):
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            (record,) = rig.router.proxy.requests.live
+            usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}
+            answer = json.dumps({"choices": [], "usage": usage}).encode()
+            await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
+            await peer.until_over(number)
+            assert given_back(peer, number) == (answer, True)
+            sets = said(peer, number)[2].response_headers.response.header_mutation.set_headers
+            told = {each.header.key: each.header.raw_value for each in sets}
+            assert told["x-request-id"] == record.request_id.encode()
+            assert peer.headers[number][-1] == ENDS
+            assert not rig.idle
+            busy.set()
+            await until(lambda: rig.idle, "the receipt is written")
+            assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
+            assert rig.router.proxy.stats.clients_gone == 0
+
+    run(main())
+
+
+def test_an_error_of_an_engine_waits_for_the_router() -> None:
+    async def main() -> None:
+        async with gateway() as (_, peer, _):
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await peer.send(
+                number, head(RESPONSE_HEADERS, {b":status": b"500"}) + body(RESPONSE_BODY, b'{"a')
+            )
+            after = peer.open("/unknown", end=True)
+            await peer.until_over(after)
+            assert len(said(peer, number)) == 2
+            await peer.send(number, body(RESPONSE_BODY, b'":1}', ends=True))
+            await peer.until_over(number)
+            assert given_back(peer, number) == (b'{"a":1}', True)
 
     run(main())
 

@@ -70,6 +70,16 @@ CASES = {
         b'{"messages":[{"role":"user","content":"hi","stream":true}],"str\\u0065am":true,"max_tokens":5}',
         b'{"messages":[{"role":"user","content":"hi","stream":true}],"str\\u0065am":false,"max_tokens":1}',
     ),
+    "fields within another of the same value": (
+        CHAT,
+        b'{"metadata":{"stream":true,"max_tokens":5},"messages":[],"max_tokens":5,"stream":true}',
+        b'{"metadata":{"stream":true,"max_tokens":5},"messages":[],"max_tokens":1,"stream":false}',
+    ),
+    "fields behind those of another": (
+        CHAT,
+        b'{"stream_options":{"max_tokens":5},"messages":[],"max_tokens":5,"chat_template_kwargs":{"stream":0}}',
+        b'{"stream_options":null,"messages":[],"max_tokens":1,"chat_template_kwargs":{"stream":0}}',
+    ),
 }
 """API, body, and the body of the prefill engine without the parameters in front."""
 
