@@ -102,7 +102,11 @@ def replay(
 
 def explain(
     *paths: Pieces,
-    request: Annotated[Path, Parameter(help="JSON: a chat or completion body, or an object with token_ids.")],
+    request: Annotated[Path, Parameter(help="JSON: the body of a request, or an object with token_ids.")],
+    api: Annotated[
+        str | None,
+        Parameter(help="Its API: chat, completions, messages, responses, batch, generate, cohere."),
+    ] = None,
     router: Annotated[
         str | None, Parameter(help="Ask the running router with this ops port (URL) instead of a capture.")
     ] = None,
@@ -118,7 +122,7 @@ def explain(
     """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
     from router.tools.explain.command import ExplainOptions, run_explain  # loaded when run
 
-    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme)
+    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api)
     return run_explain(options, as_json=json)
 
 

@@ -222,6 +222,24 @@ def test_gateway_pool_route_and_picker_name_each_other() -> None:
     assert istio.one("DestinationRule")["spec"]["host"] == "kvatlas.llm.svc.cluster.local"
 
 
+def test_gateways_are_told_what_the_values_say() -> None:
+    pool = {"targetPorts": [8001, 8002], "failureMode": "FailOpen"}
+    told = {"provider": "gke", "timeoutSeconds": 123, "pool": pool}
+    rendered = Rendered({**MINIMAL, "mode": "gateway", "gateway": told})
+    spec = rendered.one("InferencePool")["spec"]
+    assert spec["targetPorts"] == [{"number": 8001}, {"number": 8002}]
+    assert spec["endpointPickerRef"]["failureMode"] == "FailOpen"
+    health = rendered.one("HealthCheckPolicy")["spec"]["default"]["config"]["httpHealthCheck"]
+    assert health == {"requestPath": "/health", "port": 8001}
+    assert rendered.one("GCPBackendPolicy")["spec"]["default"]["timeoutSec"] == 123
+    istio = Rendered({**MINIMAL, "mode": "gateway", "gateway": {"provider": "istio"}})
+    # The picker's certificate is its own: a rule that verified it would let nothing through.
+    assert istio.one("DestinationRule")["spec"]["trafficPolicy"] == {
+        "tls": {"mode": "SIMPLE", "insecureSkipVerify": True}
+    }
+    assert istio.one("InferencePool")["spec"]["endpointPickerRef"]["failureMode"] == "FailClose"
+
+
 def test_a_picker_is_probed_by_grpc_on_its_plain_port() -> None:
     container = Rendered({**MINIMAL, "mode": "gateway"}).container
     assert container["args"][0] == "epp"

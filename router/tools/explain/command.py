@@ -24,7 +24,7 @@ from router.tools.capture.file import CaptureError, is_trace, read_capture
 from router.tools.capture.progress import shown
 from router.tools.console import output_console
 from router.tools.explain.choice import ChoiceMade, choice
-from router.tools.explain.prompt import PromptError, read_body, read_prompt, router_body
+from router.tools.explain.prompt import PATHS, PromptError, read_body, read_prompt, router_body
 from router.tools.explain.state import Boundary, EngineExplanation, MissingBlock, explain_engine
 from router.tools.ops_client import ops_headers, reason
 from router.tools.replay.player import Player, up_to
@@ -45,6 +45,7 @@ class ExplainOptions(msgspec.Struct, frozen=True):
     tokenizer: Path | None = None
     config: Path | None = None
     hash_scheme: str | None = None
+    api: str | None = None
 
 
 def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
@@ -53,7 +54,8 @@ def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
         _check(options)
         body = read_body(options.request)
         if options.router is not None:
-            return _ask_router(options, options.router, router_body(options.request, body), as_json=as_json)
+            asked = router_body(options.request, body, options.api)
+            return _ask_router(options, options.router, asked, as_json=as_json)
         return _explain(options, body, as_json=as_json)
     except (CaptureError, ConfigError, PromptError, TraceError) as error:
         print(f"kvatlas explain: {error}", file=sys.stderr)
@@ -82,6 +84,8 @@ def parse_scheme(text: str) -> HashScheme:
 def _check(options: ExplainOptions) -> None:
     if bool(options.paths) == (options.router is not None):
         raise ConfigError("give either a capture FILE or --router URL")
+    if options.api is not None and options.api not in PATHS:
+        raise ConfigError(f"--api {options.api!r}: expected one of {', '.join(PATHS)}")
     if options.router is not None and not options.router.startswith(("http://", "https://")):
         raise ConfigError(f"--router {options.router!r}: expected http://HOST:PORT")
     if options.router is not None and (options.at is not None or options.hash_scheme is not None):
@@ -94,7 +98,7 @@ def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
     scheme = None if options.hash_scheme is None else parse_scheme(options.hash_scheme)
     models = {ANY_MODEL: {"tokenizer": str(options.tokenizer)}} if options.tokenizer is not None else {}
     config = load(options.config, models=models).config
-    prompt = read_prompt(options.request, body, config)
+    prompt = read_prompt(options.request, body, config, options.api)
     player = Player(_facts(options, body, config))
     player.learn(shown(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
     player.play_all(shown(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
@@ -188,6 +192,8 @@ def _why(block: MissingBlock) -> str:
 
 def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
     url = f"{router.rstrip('/')}/kvatlas/explain"
+    if options.api is not None:
+        url += f"?path={PATHS[options.api]}"
     headers = {"content-type": "application/json", **ops_headers()}
     request = urllib.request.Request(url, body, headers)  # noqa: S310  # checked
     try:

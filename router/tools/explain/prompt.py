@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -13,6 +14,7 @@ from publisher.block_hash import HashScheme, PromptExtras, block_hashes
 from publisher.events import BlockHash
 from router.config.schema import Config
 from router.index.model import HashedPrompt
+from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
@@ -22,7 +24,8 @@ from router.prompts.reader import PromptReader
 from router.tools.verify.traces import TraceProbe
 
 BODY_BYTES_MAX = 64 << 20
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+PATHS: Final = {name: path for path, name in PROMPT_APIS.items()}
+"""What ``--api`` may say."""
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -51,6 +54,7 @@ class _Fields(msgspec.Struct):
     token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     cache_salt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -66,8 +70,11 @@ def read_body(path: Path) -> bytes:
     return body
 
 
-def endpoint_of(path: Path, body: bytes) -> str:
-    """``chat``, ``completion`` or ``tokens``, by the fields of the body. Raises ``PromptError``."""
+def endpoint_of(path: Path, body: bytes, api: str | None) -> str:
+    """The path of ``api``; else that of a chat, completion or response, or ``tokens``, by the fields of the
+    body. Raises ``PromptError``."""
+    if api is not None:
+        return PATHS[api]
     fields = _fields(path, body)
     if fields.token_ids is not msgspec.UNSET:
         return "tokens"
@@ -75,12 +82,14 @@ def endpoint_of(path: Path, body: bytes) -> str:
         return CHAT
     if fields.prompt is not msgspec.UNSET:
         return COMPLETION
-    raise PromptError(f"{path}: expected messages, prompt or token_ids in it")
+    if fields.input is not msgspec.UNSET:
+        return RESPONSES
+    raise PromptError(f"{path}: expected messages, prompt, input or token_ids in it")
 
 
-def router_body(path: Path, body: bytes) -> bytes:
+def router_body(path: Path, body: bytes, api: str | None) -> bytes:
     """The body in a form that a router's explain endpoint takes: token ids become a completion prompt."""
-    if endpoint_of(path, body) != "tokens":
+    if endpoint_of(path, body, api) != "tokens":
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -90,9 +99,9 @@ def router_body(path: Path, body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def read_prompt(path: Path, body: bytes, config: Config) -> HashedPrompt:
+def read_prompt(path: Path, body: bytes, config: Config, api: str | None) -> HashedPrompt:
     """The prompt of a request. Raises ``PromptError``, for text also where no tokenizer is configured."""
-    endpoint = endpoint_of(path, body)
+    endpoint = endpoint_of(path, body, api)
     if endpoint == "tokens":
         return _tokens(path, body)
     plain = _fields(path, body)

@@ -162,6 +162,17 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
     ids.write_text(json.dumps({"token_ids": tokens(5 * BLOCK)}))
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({**CHAT, "model": "nobody"}))
+    agents, same = tmp_path / "agents.json", tmp_path / "same.json"
+    agents.write_text(json.dumps({**CHAT, "system": "Be brief.", "max_tokens": 1}))
+    system = {"role": "system", "content": "Be brief."}
+    same.write_text(json.dumps({**CHAT, "messages": [system, *CHAT["messages"]]}))
+    asked: list[tuple[Path, bool, str | None]] = [(body, True, None), (body, False, None), (ids, True, None)]
+    asked += [(wrong, True, None), (agents, True, "messages"), (same, True, None)]
+
+    def told(one: tuple[int, str]) -> Any:
+        found = json.loads(one[1].splitlines()[-1])
+        found["prompt"].pop("api", None)
+        return found
 
     async def scenario() -> list[tuple[int, str]]:
         async with running({}, {}) as engines, routing(configure(*engines)) as rig:
@@ -169,8 +180,8 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
             answer = await rig.chat(TEXT * 20)
             await rig.caught_up(*engines)
             said = []
-            for file, as_json in ((body, True), (body, False), (ids, True), (wrong, True)):
-                options = ExplainOptions(file, router=rig.ops_url)
+            for file, as_json, api in asked:
+                options = ExplainOptions(file, router=rig.ops_url, api=api)
                 capsys.readouterr()  # what the router logged
                 status = await asyncio.to_thread(run_explain, options, as_json=as_json)
                 out = capsys.readouterr()
@@ -181,10 +192,12 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
             return said
 
     said = run(scenario())
-    assert [status for status, _ in said] == [0, 0, 0, 1]
+    assert [status for status, _ in said] == [0, 0, 0, 1, 0, 0]
     assert "a prompt of 349 tokens" in said[1][1]
     assert json.loads(said[2][1].splitlines()[-1])["prompt"]["tokens"] == 5 * BLOCK
     assert "404" in said[3][1]
+    assert told(said[4])["prompt"] == told(said[5])["prompt"]
+    assert told(said[4])["prompt"]["tokens"] > 349  # with its system text
     nobody = ExplainOptions(body, router="http://127.0.0.1:9")
     assert run_explain(nobody, as_json=True) == 2
     assert "http://127.0.0.1:9/kvatlas/explain: " in capsys.readouterr().err
