@@ -30,6 +30,8 @@ LONE_TASKS = frozenset(
         "router/http/server/connection.py",
         # ends by drain(), not by being cancelled; awaited where its block ends
         "router/http/server/side_server.py",
+        # awaited where its function ends, but for prefills that must end by themselves: `close` cancels those
+        "router/proxy/split/together.py",
         # ended by `close`
         "router/replication/redis/client.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it

@@ -16,7 +16,8 @@ with the step's duration in between, and may add or abort requests at any time; 
 With a connector (``transfer/connector.py``) a request may first be loaded from another engine: it holds the
 blocks of its prompt meanwhile, others go on, and it runs once ``loaded`` was called.
 Always true: a request is in exactly one of ``waiting``, ``loading``, ``running``, or finished; those that
-wait hold blocks only if they have been loaded.
+wait hold blocks only if they have been loaded. One that is given up while it is loaded keeps its blocks until
+the load has ended, well or not: as in vLLM, since until then they may be written to.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Scheduler:
         self._clock = clock
         self._waiting: deque[tuple[SimRequest, PoolRequest]] = deque()
         self._loading: dict[SimRequest, PoolRequest] = {}
+        self._left: dict[SimRequest, PoolRequest] = {}
         self._running: dict[SimRequest, PoolRequest] = {}  # in the order of admission
 
     @property
@@ -131,6 +133,7 @@ class Scheduler:
 
     def loaded(self, request: SimRequest, end: int) -> bool:
         """Its prompt is here up to token ``end``; False where the request was given up meanwhile."""
+        self._load_ended(request)
         pooled = self._loading.pop(request, None)
         if pooled is None or self.connector is None or request.transfer is None:
             return False
@@ -143,12 +146,14 @@ class Scheduler:
 
     def load_failed(self, request: SimRequest, *, recompute: bool) -> None:
         """Its prompt will not come: compute it here, or end it with an error."""
+        self._load_ended(request)
         pooled = self._loading.get(request)
         if pooled is None or self.connector is None:
             return
         self.connector.settle(request)
         if not recompute:
             self._drop(request, "error")
+            self._load_ended(request)
             return
         del self._loading[request]
         self._pool.preempt(pooled)
@@ -283,8 +288,15 @@ class Scheduler:
         if pooled is None:
             pooled = next(pooled for waiting, pooled in self._waiting if waiting is request)
             self._waiting = deque(entry for entry in self._waiting if entry[0] is not request)
-        self._pool.finish(pooled)
+            self._pool.finish(pooled)
+        else:
+            self._left[request] = pooled
         self._close(request, reason)
+
+    def _load_ended(self, request: SimRequest) -> None:
+        pooled = self._left.pop(request, None)
+        if pooled is not None:
+            self._pool.finish(pooled)
 
     def _close(self, request: SimRequest, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -42,6 +42,7 @@ _MAY_BE_ZERO = frozenset(
         "leg_overhead_s",
         "linger_s_max",
         "min_remote_tokens",
+        "mooncake_ahead_max",
         "no_connector_s",
         "partitions",
         "port",

@@ -1,13 +1,15 @@
 """What may happen next to one request that goes to two engines: a state machine without sockets or clock.
 
 The proxy tells what came of each request it sent; the course says whether the next placement may be split,
-which engines it leaves out, and which handoff a decode engine may be told of. Always true: a prefill's
-parameters are sent at most once (``Handoff``), no more than ``prefills_max`` prefills are asked for, and
-after that the request is whole, so that it ends.
+which engines it leaves out, and which handoff a decode engine may be told of. A prefill of which a decode
+engine was told early may end long after the request went on without it; that changes nothing any more. Always
+true: a prefill's parameters are sent at most once (``Handoff``), no more than ``prefills_max`` prefills are
+asked for, and after that the request is whole, so that it ends.
 
-    placed --> prefill --handed over--> decode --> answer
+    placed --> prefill --handed over--> decode --> answer      (Mooncake: perhaps both at once)
                  | failed: another prefill engine; none left: whole
                  | refused by 4xx, nothing handed over: whole
+                 | either while a decode engine waits for it: that one's request is closed
                decode | not reached: another decode engine, same handoff while young
                       | too late: prefill again (its blocks are cached)
                       | 500: the blocks could not be fetched: whole, also on the same engine
@@ -25,12 +27,14 @@ _BROKEN = 500
 class Course:
     """Of one request, from its first split placement until its end."""
 
-    __slots__ = ("_handoff", "_settings", "_whole", "failed", "prefills")
+    __slots__ = ("_given", "_handoff", "_settings", "_transfer_id", "_whole", "failed", "prefills")
 
     def __init__(self, settings: PdSettings) -> None:
         self._settings = settings
         self._handoff: Handoff | None = None
         self._whole = False
+        self._transfer_id = ""
+        self._given = False
         self.prefills = 0
         """Prefill engines asked so far."""
         self.failed: frozenset[str] = frozenset()
@@ -51,22 +55,41 @@ class Course:
         """A decode engine has been told of what is held, and nobody else is to be."""
         return self._handoff is not None and self._handoff.sent
 
-    def asked(self) -> None:
-        """A prefill engine is asked."""
+    def asked(self, transfer_id: str) -> None:
+        """A prefill engine is asked; this names what it computes."""
         self.prefills += 1
         self._handoff = None
+        self._transfer_id, self._given = transfer_id, False
 
-    def handed_over(self, handoff: Handoff) -> None:
-        """It holds the blocks."""
-        self._handoff = handoff
+    def given(self, transfer_id: str) -> bool:
+        """This transfer has been handed over, or is not wanted any more."""
+        return self._given or transfer_id != self._transfer_id
 
-    def prefill_failed(self, engine_id: str) -> None:
-        """It is down, busy or broken."""
+    def handed_over(self, transfer_id: str, handoff: Handoff) -> bool:
+        """The prefill engine holds the blocks, or will: where both engines are asked at once. Returns whether
+        a decode engine may be told: at most once for each prefill."""
+        if self.given(transfer_id):
+            return False
+        self._handoff, self._given = handoff, True
+        return True
+
+    def prefill_failed(self, transfer_id: str, engine_id: str) -> None:
+        """The prefill engine is down, busy or broken."""
+        self._withdraw(transfer_id)
         self.failed |= {engine_id}
 
-    def nothing_held(self) -> None:
+    def nothing_held(self, transfer_id: str) -> None:
         """It answered, but holds nothing for anybody: no engine need be asked again."""
+        self._withdraw(transfer_id)
         self._whole = True
+
+    def _withdraw(self, transfer_id: str) -> None:
+        if transfer_id != self._transfer_id:
+            return
+        self._given = True  # also what is found out later
+        if self._handoff is not None:
+            self._handoff.withdraw()
+            self._handoff = None
 
     def decode_failed(self, status: int = 0) -> None:
         """The decode engine was told and failed, by this status or (0) by its connection."""

@@ -7,6 +7,8 @@ that a router that stood still does not take old blocks for fresh ones.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from router.pd.settings import PdSettings
@@ -28,6 +30,8 @@ class Handoff(msgspec.Struct):
     """When its answer had been read."""
     until_s: float
     """Not to be sent from then on."""
+    ahead: bool = False
+    """The blocks are being computed."""
     sent: bool = False
 
     @classmethod
@@ -40,14 +44,19 @@ class Handoff(msgspec.Struct):
         held_since_s: float,
         answered_s: float,
         settings: PdSettings,
+        ahead: bool = False,
     ) -> Handoff:
         """Of an answer that was not there before ``held_since_s``."""
         until_s = held_since_s + settings.lease_s - settings.lease_margin_s
-        return cls(params, source, version, answered_s, until_s)
+        return cls(params, source, version, answered_s, until_s, ahead)
 
     def alive(self, now: float) -> bool:
         """Whether a decode engine may be told of it."""
         return not self.sent and now < self.until_s
+
+    def withdraw(self) -> None:
+        """Nobody else is to be told of it."""
+        self.until_s = -math.inf
 
     def take(self, now: float) -> None:
         """It is sent now. Raises ``HandoffRefusedError`` where it may not be."""

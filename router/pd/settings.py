@@ -19,6 +19,13 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     two it has."""
     mooncake_bootstrap_port: int = 8998
     """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
+    mooncake_ahead_max: int = 0
+    """Most requests of this router that wait at a decode engine for blocks that one prefill engine has yet
+    to compute. That many go to both engines at once, others to one and then to the other; 0: all of them
+    ([what it costs](prefill-decode.md#both-requests-at-once))."""
+    mooncake_abort_s: float = 480.0
+    """The engines' `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: how long a decode engine waits for blocks that will
+    not come."""
     offloading_port: int = 5710
     """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 where there are several."""
     lease_s: float = 30.0

@@ -22,6 +22,10 @@ class PdStats(msgspec.Struct):
     """Decode engines that failed after they had been told of the blocks, which are not given to another."""
     handoffs_kept: int = 0
     """Decode engines that could not be reached, so that another one was told of the same blocks."""
+    ahead: int = 0
+    """Handoffs of which the decode engine was told before the prefill engine had answered."""
+    waits_stuck: int = 0
+    """Of these, prefills that came to nothing: a decode engine waits for them until its own time-out."""
     gap_s: float = 0.0
     """Seconds between the two requests, summed over all handoffs."""
     prefill_s: float = 0.0

@@ -7,7 +7,8 @@ its scheduler), so what is not whole is not handed over.
 Mooncake: both engines are told a name for the transfer, and the decode engine also which engine to ask for
 it, and where that can be found: by the bootstrap server in the prefill engine's pod. The prefill engine's
 answer says nothing of it. It keeps blocks only of an answer that its length ended; a decode engine that asks
-for others waits for minutes (``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``).
+for others waits for minutes (``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``). A decode engine may be told before the
+blocks are there, and waits for them.
 
 OffloadingConnector's ``p2p`` tier: both engines are told a name, the decode engine also where the other one's
 side channel is. Blocks that nobody fetches are dropped after 60 s; who comes later is refused at once.
@@ -30,6 +31,7 @@ Told = bytes | Literal["no connector", "unreadable", "stopped", "ranks"]
 """The parameters for the decode engine, or why there are none: the engine holds nothing for anybody; it is
 not known what it holds; its answer ended otherwise than by its length; it has several ranks, and was asked
 without saying which."""
+Problem = Literal["", "unreadable", "stopped"]
 Query = Callable[[str], Awaitable[bytes]]
 """The body that a bootstrap server (``http://HOST:PORT``) answers to ``GET /query``. Raises ``OSError``."""
 
@@ -50,7 +52,28 @@ class Connector(Protocol):
     async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
         """What its answer of success hands over."""
 
+    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+        """What a decode engine can be told before there is an answer; None: nothing."""
 
+    def problem(self, answer: bytes) -> Problem:
+        """Why an engine holds nothing after this answer, of which a decode engine was told ``ahead``; "": it
+        does."""
+
+
+class _AfterTheAnswer:
+    """Of engines that say where the blocks are, or refuse who comes before them."""
+
+    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+        """See ``Connector``."""
+        return None
+
+    def problem(self, answer: bytes) -> Problem:
+        """See ``Connector``."""
+        return ""
+
+
+_ENGINES_MAX = 4096
+"""Engines of which is remembered that they have Mooncake; others are asked one after the other."""
 _NULL = msgspec.Raw(b"null")
 
 
@@ -111,7 +134,7 @@ def connector_of(settings: PdSettings, query: Query) -> Connector:
     return mooncake if settings.connector == "mooncake" else Learned(NixlPull(), mooncake)
 
 
-class NixlPull:
+class NixlPull(_AfterTheAnswer):
     """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33."""
 
     def asks(self, transfer_id: str) -> bytes:
@@ -148,18 +171,32 @@ class Mooncake:
         return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
 
     async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
-        """See ``Connector``. The engine is looked up each time: one that was started anew has another id."""
+        """See ``Connector``."""
+        found = await self._find(transfer_id, source)
+        return found if found in ("no connector", "unreadable") else self.problem(answer) or found
+
+    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+        """See ``Connector``."""
+        found = await self._find(transfer_id, source)
+        return found if isinstance(found, bytes) else None
+
+    def problem(self, answer: bytes) -> Problem:
+        """See ``Connector``."""
+        try:
+            return "" if _ENDING.decode(answer).cut_short else "stopped"
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return "unreadable"
+
+    async def _find(self, transfer_id: str, source: PrefillHolder) -> Told:
+        """The engine is looked up each time: one that was started anew has another id."""
         host = urlsplit(source.base_url).hostname or ""
         bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
         try:
             entries = _ENTRIES.decode(await self._query(bootstrap))
-            cut_short = _ENDING.decode(answer).cut_short
         except OSError:
             return "no connector"
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
-        if not cut_short:
-            return "stopped"
         if not source.rank and len(entries) > 1:
             return "ranks"
         entry = entries.get(source.rank) if source.rank else next(iter(entries.values()), None)
@@ -176,7 +213,7 @@ class Mooncake:
         )
 
 
-class Offloading:
+class Offloading(_AfterTheAnswer):
     """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33, that of rank 0 on ``port``."""
 
     def __init__(self, port: int) -> None:
@@ -203,6 +240,7 @@ class Learned:
     def __init__(self, nixl: NixlPull, mooncake: Mooncake) -> None:
         self._nixl = nixl
         self._mooncake = mooncake
+        self._have_mooncake: set[str] = set()
 
     def asks(self, transfer_id: str) -> bytes:
         """See ``Connector``."""
@@ -211,4 +249,19 @@ class Learned:
     async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
         """See ``Connector``."""
         told = self._nixl.read(answer)
-        return await self._mooncake.told(answer, transfer_id, source) if told == "no connector" else told
+        self._have_mooncake.discard(source.base_url)
+        if told != "no connector":
+            return told
+        told = await self._mooncake.told(answer, transfer_id, source)
+        if isinstance(told, bytes) and len(self._have_mooncake) < _ENGINES_MAX:
+            self._have_mooncake.add(source.base_url)
+        return told
+
+    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+        """See ``Connector``; None where the engine has not shown yet that it has Mooncake."""
+        known = source.base_url in self._have_mooncake
+        return await self._mooncake.ahead(transfer_id, source) if known else None
+
+    def problem(self, answer: bytes) -> Problem:
+        """See ``Connector``."""
+        return self._mooncake.problem(answer)

@@ -6,7 +6,7 @@ retry. A request that breaks an engine (500, or the connection ends before the f
 other engine and then to none: some requests break every engine they meet. A placement ends exactly once, with
 ``finished`` or ``failed``, also when this is cancelled.
 
-A placement on two engines has the first one asked (``split/legs.py``) while the second one's place is held;
+A placement on two engines has the first one asked (``split/``) while the second one's place is held;
 what the second one may be told, and what comes after a failure, is for the request's ``Course``.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -42,7 +43,8 @@ from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
 from router.proxy.split.bootstrap import Bootstrap
-from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs
+from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs, new_transfer_id
+from router.proxy.split.together import Together
 from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
@@ -100,8 +102,13 @@ class Forwarder:
             proxy_stats=stats,
             clock=clock,
         )
+        self._together = Together(self._legs, pd_stats, clock)
         self._lines = 0
         self._lines_second = 0
+
+    def close(self) -> None:
+        """End what nobody waits for."""
+        self._together.close()
 
     def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """What holds for requests from now on."""
@@ -166,15 +173,24 @@ class Forwarder:
         if out.entry is not None:
             out.entry.placed(placement.uncached_tokens)
         try:
-            if placement.body is not None and course is not None:
-                if placement.prefill is not None:
-                    self._tell(placement.prefill, out)
-                    await self._legs.prefill(placement.prefill, placement.body, out, course)
-                placement.asked()
-            self._tell(placement, out)
-            return await self._attempt(placement, out, carrier, send, course)
+            prefill, body = placement.prefill, placement.body
+            if prefill is not None and body is not None and course is not None:
+                self._tell(prefill, out)
+                if self._together.allowed(prefill):
+                    answer = partial(self._answer, placement, out, carrier, course)
+                    return await self._together.run(placement, out, course, send, answer)
+                await self._legs.prefill(prefill, body, out, course, new_transfer_id())
+            return await self._answer(placement, out, carrier, course, send)
         finally:
             placement.finished(None)
+
+    async def _answer(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None, send: Send
+    ) -> Refusal | UpstreamError | None:
+        if placement.body is not None:
+            placement.asked()
+        self._tell(placement, out)
+        return await self._attempt(placement, out, carrier, send, course)
 
     @staticmethod
     def _tell(placement: Attempt, out: Outbound) -> None:

@@ -3,8 +3,9 @@
 As read in vLLM 0.32; it has not been held against real engines. What differs from NIXL: a prefill engine
 keeps the blocks of an answer that its length ended, and of no other, and says nothing in its answer; a decode
 engine learns from the bootstrap server where an engine is; whoever asks for a transfer that the prefill
-engine does not have, or an engine that is gone, waits until the time is over. Blocks that were let go are
-never read, so there are no wrong answers.
+engine does not have yet, or for an engine that is gone, waits until it is there or the time is over, and
+takes one of few senders there meanwhile; nobody else can end that. Blocks that were let go are never read, so
+there are no wrong answers.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ class MooncakeBooks(KvConnector):
 class MooncakeLink(TransferLink):
     """The side channel, and beside it, where ``bootstrap_port`` is given, the bootstrap server."""
 
+    senders = 20
+    """Loads that are served at a time, those that wait included: twice ``num_workers`` of vLLM."""
+
     def __init__(self, connector: KvConnector, *, bootstrap_port: int | None, **options: object) -> None:
         super().__init__(connector, **options)  # type: ignore[arg-type]
         self._books = connector
@@ -66,6 +70,7 @@ class MooncakeLink(TransferLink):
         self._bootstrap: asyncio.Server | None = None
         self._known: dict[str, Address] = {}
         self._news = asyncio.Event()
+        self._senders = asyncio.Semaphore(self.senders)
 
     async def listen(self, host: str, port: int, advertised: str) -> None:
         """See ``TransferLink``."""
@@ -78,6 +83,11 @@ class MooncakeLink(TransferLink):
         """Where the bootstrap server listens."""
         number: int = self._bootstrap.sockets[0].getsockname()[1] if self._bootstrap else 0
         return number
+
+    @property
+    def busy(self) -> bool:
+        """All senders are taken."""
+        return self._senders.locked()
 
     def close(self) -> None:
         """See ``TransferLink``."""
@@ -119,7 +129,7 @@ class MooncakeLink(TransferLink):
         if message.common != self._common:
             return Reply(error=f"incompatible: {self._common}")
         try:
-            async with asyncio.timeout(self._books.lease_s):
+            async with self._senders, asyncio.timeout(self._books.lease_s):
                 while not self._books.keeps(message.transfer_id):
                     await self._news.wait()
         except TimeoutError:

@@ -59,6 +59,9 @@ class OffloadingBooks(KvConnector):
 class OffloadingLink(MooncakeLink):
     """The side channel."""
 
+    senders = 128
+    """vLLM's ``VLLM_P2P_MAX_PEERS``."""
+
     def __init__(self, connector: OffloadingBooks, **options: Any) -> None:
         super().__init__(connector, bootstrap_port=None, **options)
 

@@ -1,9 +1,10 @@
 """One request on two engines: the first one computes the prompt and keeps it, the second one fetches it.
 
-The first engine's answer is read whole and never passed on; the second one's is the client's. What always
-holds: the attempt at the first engine has ended when ``prefill`` returns or raises, and a client that leaves
-closes the connection, upon which that engine frees what it had computed; the second engine's request is
-written once, and only while the lease is young (``Handoff``).
+The first engine's answer is read whole and never passed on; the second one's is the client's. Where that is
+allowed the second one is told at once what the first one will have (``together.py``). What always holds: the
+attempt at the first engine has ended when ``prefill`` returns or raises; cancelled, it closes the connection,
+upon which that engine frees what it had computed; the second engine's request is written once, and only while
+the lease is young (``Handoff``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import Connector, PrefillHolder, Told
+from router.pd.transfer import Connector, PrefillHolder, Problem, Told
 from router.proxy.answers.relay import engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
@@ -76,13 +77,15 @@ class Legs:
         """Of a request that is placed on two engines for the first time."""
         return Course(self.pd)
 
-    async def prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
+    async def prefill(
+        self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, transfer_id: str
+    ) -> None:
         """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
         to nothing."""
-        course.asked()
+        course.asked(transfer_id)
         self._stats.split += 1
         try:
-            await self._ask_prefill(attempt, body, out, course)
+            await self._ask_prefill(attempt, body, out, course, transfer_id)
         except AgainError as error:
             problem = str(error)
             self._stats.count(self._stats.prefill_failures, problem.replace(" ", "_"))
@@ -93,8 +96,18 @@ class Legs:
             self._proxy_stats.clients_gave_up += attempt.gave_up()
             raise
 
-    async def _ask_prefill(self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course) -> None:
-        transfer_id = f"kvatlas-{random.getrandbits(128):032x}"
+    async def ahead(self, attempt: Attempt, course: Course, transfer_id: str) -> Handoff | None:
+        """While the prompt is being computed: what a decode engine can be told already, if anything; the
+        course knows it then."""
+        params = await self.connector.ahead(transfer_id, _holder(attempt))
+        if params is None:
+            return None
+        handoff = self._handoff(attempt, params, self._clock(), ahead=True)
+        return handoff if course.handed_over(transfer_id, handoff) else None
+
+    async def _ask_prefill(
+        self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, transfer_id: str
+    ) -> None:
         asks = body.prefill(self.connector.asks(transfer_id))
         asked_s = self._quiet.begin()
         usage: Usage | None = None
@@ -104,15 +117,13 @@ class Legs:
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
             held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
-            self._check(attempt, answer, out, course)
+            self._check(attempt, answer, out, course, transfer_id)
             usage = _usage(content)
-            source = PrefillHolder(attempt.base_url, _rank(attempt))
-            told = await self.connector.told(content, transfer_id, source)
-            handoff = self._handoff(attempt, told, course, held_since_s)
-            self._stats.prefill_s += handoff.answered_s - asked_s
+            await self._hand_over(attempt, content, course, transfer_id, held_since_s)
+            self._stats.prefill_s += self._clock() - asked_s
         except UpstreamError as error:
             engine_failed(attempt, error, self._proxy_stats)
-            course.prefill_failed(attempt.engine_id)
+            course.prefill_failed(transfer_id, attempt.engine_id)
             broke = error.sent and error.reason != "overflow"
             raise AgainError(error.reason, broke=broke) from None
         finally:
@@ -121,7 +132,9 @@ class Legs:
                 self._carrier.done(answer)
             attempt.finished(usage)
 
-    def _check(self, attempt: Attempt, answer: Answer, out: Outbound, course: Course) -> None:
+    def _check(
+        self, attempt: Attempt, answer: Answer, out: Outbound, course: Course, transfer_id: str
+    ) -> None:
         """Raises ``AgainError`` for an answer that is no success."""
         status = answer.status
         if status in REFUSALS:
@@ -129,30 +142,42 @@ class Legs:
             wait_s = retry_after_s(head.retry_after, self.proxy.retry_after_s_max)
             if attempt.refused(status, wait_s):
                 self._proxy_stats.count_failure("status")
-            course.prefill_failed(attempt.engine_id)
+            course.prefill_failed(transfer_id, attempt.engine_id)
             raise AgainError("status", broke=status == BROKEN)
         attempt.answered(status)
         if status != 200:
-            course.nothing_held()  # the decode engine will tell the client what is wrong with the request
+            course.nothing_held(transfer_id)  # the decode engine will tell the client what is wrong with it
             raise AgainError("refused")
         attempt.first_byte(status)
 
-    def _handoff(self, attempt: Attempt, told: Told, course: Course, held_since_s: float) -> Handoff:
-        if isinstance(told, str):
-            course.nothing_held()
+    async def _hand_over(
+        self, attempt: Attempt, content: bytes, course: Course, transfer_id: str, held_since_s: float
+    ) -> None:
+        told: Told | Problem
+        if course.given(transfer_id):
+            told = self.connector.problem(content)
+        else:
+            told = await self.connector.told(content, transfer_id, _holder(attempt))
+        if isinstance(told, bytes):
+            course.handed_over(transfer_id, self._handoff(attempt, told, held_since_s))
+        elif told:
+            course.nothing_held(transfer_id)
             if told != "stopped":
                 attempt.held_nothing()
             raise AgainError(told)
-        handoff = Handoff.of(
-            told,
+
+    def _handoff(
+        self, attempt: Attempt, params: bytes, held_since_s: float, *, ahead: bool = False
+    ) -> Handoff:
+        return Handoff.of(
+            params,
             source=attempt.engine_id,
             version=attempt.version,
             held_since_s=held_since_s,
             answered_s=self._clock(),
             settings=self.pd,
+            ahead=ahead,
         )
-        course.handed_over(handoff)
-        return handoff
 
     async def _read(self, answer: Answer) -> bytes:
         content = b""
@@ -176,12 +201,14 @@ class Legs:
             handoff.take(now)
             gap_s = now - handoff.answered_s
             self._stats.handoffs += 1
+            self._stats.ahead += handoff.ahead
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
             if out.record.trace is not None:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         try:
+            timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
             text = body.decode(handoff.params)
             answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
         except HandoffRefusedError:
@@ -218,16 +245,22 @@ def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
     return AgainError(problem)
 
 
+def new_transfer_id() -> str:
+    """A name that no other transfer has."""
+    return f"kvatlas-{random.getrandbits(128):032x}"
+
+
+def _holder(attempt: Attempt) -> PrefillHolder:
+    rank = next((value.decode() for name, value in attempt.engine_headers if name == RANK), "")
+    return PrefillHolder(attempt.base_url, rank)
+
+
 def _without_rank(out: Outbound) -> Outbound:
     """The client's is for the engine that answers."""
     fields = [field for field in out.head.fields if field[0] != RANK]
     if len(fields) == len(out.head.fields):
         return out
     return msgspec.structs.replace(out, head=msgspec.structs.replace(out.head, fields=fields))
-
-
-def _rank(attempt: Attempt) -> str:
-    return next((value.decode() for name, value in attempt.engine_headers if name == RANK), "")
 
 
 def _usage(content: bytes) -> Usage | None:

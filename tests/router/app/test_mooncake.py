@@ -74,6 +74,43 @@ def test_the_answer_is_that_of_one_engine(path: str, connector: Any) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("connector", ["auto", "mooncake"])
+def test_both_may_be_asked_at_once(connector: Any) -> None:
+    """With `auto` from the second request on: the first answer shows which connector it is."""
+
+    async def main() -> None:
+        alone = [await told_alone(PATH, completion(number)) for number in range(3)]
+        pd = msgspec.structs.replace(SPLITS, connector=connector, mooncake_ahead_max=8)
+        async with apart(pd=pd) as (rig, p, (d,)):
+            for number in range(3):
+                with busy(rig):
+                    status, answer = await rig.ask("POST", PATH, completion(number))
+                assert status == 200, answer
+                assert words(answer) == words(alone[number])
+            stats = rig.router.proxy.pd_stats
+            assert (stats.handoffs, stats.ahead) == (3, 3 - (connector == "auto"))
+            assert sorted(one["leg"] for one in await receipts(rig)) == ["decode"] * 3 + ["prefill"] * 3
+            await until(lambda: kept(p) == 0, "what was read is let go")
+            await rig.caught_up(p, d)
+
+    run(main())
+
+
+@pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
+def test_a_prefill_engine_that_dies_while_others_wait_for_it_costs_no_answer(point: str) -> None:
+    async def main() -> None:
+        alone = await told_alone(PATH, completion(1))
+        pd = msgspec.structs.replace(SPLITS, connector="mooncake", mooncake_ahead_max=8)
+        proxy = ProxySettings(first_byte_timeout_s=1.0)
+        async with apart({**P, "dies_at": point}, D, D, proxy=proxy, pd=pd) as (rig, _, _):
+            with busy(rig):
+                status, answer = await rig.ask("POST", PATH, completion(1))
+            assert status == 200, answer
+            assert words(answer) == words(alone)
+
+    run(main())
+
+
 def test_predictions_are_exact_where_they_were_made() -> None:
     async def main() -> None:
         async with apart() as (rig, p, (d,)):
