@@ -194,6 +194,18 @@ def test_rights_are_no_more_than_needed() -> None:
     assert not Rendered(CLUSTER_WIDE).all("Role")
 
 
+def test_roles_are_bound_to_the_routers_account(case: Rendered) -> None:
+    roles = [(d["kind"], d["metadata"]) for kind in ("Role", "ClusterRole") for d in case.all(kind)]
+    bindings = case.all("RoleBinding") + case.all("ClusterRoleBinding")
+    assert len(bindings) == len(roles)
+    for binding, (kind, metadata) in zip(bindings, roles, strict=True):
+        assert binding["kind"] == f"{kind}Binding"
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == (kind, metadata["name"])
+        assert binding["metadata"].get("namespace") == metadata.get("namespace")
+        subjects = [(s["kind"], s["name"], s["namespace"]) for s in binding["subjects"]]
+        assert subjects == [("ServiceAccount", case.pod["serviceAccountName"], "llm")]
+
+
 def test_a_picker_reads_its_pool_alone() -> None:
     for values, pool in (
         (GATEWAY, "qwen"),
