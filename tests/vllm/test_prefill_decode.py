@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -293,7 +293,22 @@ class Watched(NamedTuple):
             tap.connect()  # by an ordinary prompt, without which some machines' decode engines crash
             way.open()
             self.router.wait_until_up(way.url)
+            self._introduce(engine)
         self.router.wait_until_up(self.prefill.url)
+
+    def _introduce(self, decode: VllmEngine) -> None:
+        """It has fetched from the prefill engine: the first time takes so long on a busy machine that vLLM
+        may give it up, upon which a router has the prompt computed once more."""
+        body: dict[str, Any] = {"model": "tiny", "prompt": [random.randrange(10, 1000) for _ in range(40)]}
+        for _ in range(SPLITS_TRIED):
+            with self.apart.client(self.apart.prefill.base_url) as client:
+                asked = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+                held = client.completions.create(**body, max_tokens=1, extra_body=asked).to_dict()
+            with self.apart.client(decode.base_url) as client, suppress(openai.InternalServerError):
+                given = {"kv_transfer_params": held["kv_transfer_params"]}
+                client.completions.create(**body, max_tokens=1, extra_body=given)
+                return
+        raise AssertionError(f"{decode.base_url} never fetched")
 
     def kill(self, url: str) -> None:
         """``kill -9`` of one decode engine."""
