@@ -25,8 +25,10 @@ import runpy
 import signal
 import socket
 import sys
+from typing import Any
 
 MESSAGE_BYTES_MAX = 1 << 18
+NIXL_PAUSE_US = 2000
 PRELOADED = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.core.sched.scheduler",
@@ -43,10 +45,34 @@ def preload() -> None:
     envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     for module in PRELOADED:
         importlib.import_module(module)
+    calm_nixl()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after importing vLLM: a process with threads cannot be forked")
     gc.freeze()
+
+
+def calm_nixl() -> None:
+    """Every NIXL agent has a thread that looks for news all the time (its Python sets the pause between two
+    looks to 0), which a few engines on two cores have no time for. It sleeps between two looks here."""
+    nixl_utils = importlib.import_module("vllm.distributed.nixl_utils")
+    load = nixl_utils._load_nixl_attr
+
+    def patient(name: str) -> Any:
+        value = load(name)
+        bindings = getattr(sys.modules.get(getattr(value, "__module__", "")), "nixlBind", None)
+        if name == "NixlWrapper" and bindings is not None:
+            bindings.nixlAgentConfig = _with_pause(bindings.nixlAgentConfig)
+        return value
+
+    nixl_utils._load_nixl_attr = patient
+
+
+def _with_pause(config: type[Any]) -> type[Any]:
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        config.__setattr__(self, name, NIXL_PAUSE_US if name == "pthrDelay" else value)
+
+    return type("PatientConfig", (config,), {"__setattr__": set_attribute})
 
 
 def serve(channel: socket.socket) -> list[str]:
