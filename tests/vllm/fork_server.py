@@ -55,7 +55,7 @@ def preload() -> None:
 def calm_nixl() -> None:
     """Every NIXL agent has a thread that looks for news all the time (its Python sets the pause between two
     looks to 0), which a few engines on two cores have no time for. It sleeps between two looks here."""
-    nixl_utils = importlib.import_module("vllm.distributed.nixl_utils")
+    nixl_utils: Any = importlib.import_module("vllm.distributed.nixl_utils")
     load = nixl_utils._load_nixl_attr
 
     def patient(name: str) -> Any:
@@ -69,8 +69,10 @@ def calm_nixl() -> None:
 
 
 def _with_pause(config: type[Any]) -> type[Any]:
+    inherited: Any = config.__setattr__
+
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        config.__setattr__(self, name, NIXL_PAUSE_US if name == "pthrDelay" else value)
+        inherited(self, name, NIXL_PAUSE_US if name == "pthrDelay" else value)
 
     return type("PatientConfig", (config,), {"__setattr__": set_attribute})
 
