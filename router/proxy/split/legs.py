@@ -180,12 +180,14 @@ class Legs:
         )
 
     async def _read(self, answer: Answer) -> bytes:
-        content = b""
+        pieces: list[bytes] = []
+        left = self.pd.answer_bytes_max
         while not answer.finished:
-            content += await answer.read()
-            if len(content) > self.pd.answer_bytes_max:
+            pieces.append(await answer.read())
+            left -= len(pieces[-1])
+            if left < 0:
                 raise UpstreamError("reset")
-        return content
+        return b"".join(pieces)
 
     async def fetch(
         self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, timeout_s: float
