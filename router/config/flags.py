@@ -64,14 +64,14 @@ def given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[st
 
 
 def any_model(tokenizer: Path | None) -> dict[str, dict[str, object]]:
+    """``models`` of a configuration with ``--tokenizer``: it is for every model not named."""
     return {} if tokenizer is None else {ANY_MODEL: {"tokenizer": str(tokenizer)}}
 
 
 def index_settings(url: str | None, path: Path | None, namespace: str | None = None) -> IndexSettings:
     """Where the index is, from flags and environment. Raises ``ConfigError``, for a password in a flag."""
-    flags = {"index.url": url, "index.namespace": namespace}
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load(flags=given, index_file=path).config.index
+    flags = given({"index.url": url, "index.namespace": namespace}, None)
+    return load(flags=flags, index_file=path).config.index
 
 
 def start(

@@ -110,6 +110,11 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     trunk_tokens: int
 
     @property
+    def first_token_s(self) -> float:
+        """Until the first token, as far as waiting, computing and loading go."""
+        return self.queue_s + self.prefill_s + self.load_s
+
+    @property
     def service_s(self) -> float:
         """Cost without the wait: what the choice of this engine is worth apart from its load."""
         return self.total_s - self.queue_s

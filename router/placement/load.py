@@ -33,6 +33,9 @@ import msgspec
 
 from router.placement.rates import EngineRates, PrefillSample
 
+_NEWS = 0.1
+"""What the newest value counts in a running mean."""
+
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long evidence is waited for, and what stands in for it."""
@@ -180,7 +183,7 @@ class LoadAccount:
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
         self._last_admit_s = now
-        self._mean_tokens += 0.1 * (ticket.uncached_tokens - self._mean_tokens)
+        self._mean_tokens += _NEWS * (ticket.uncached_tokens - self._mean_tokens)
         self.stats.admitted += 1
         if len(self._awaited) > self._settings.awaited_max:
             self.stats.overflow += 1
@@ -204,7 +207,7 @@ class LoadAccount:
             return None
         self.stats.first_tokens += 1
         if ticket.due_s < math.inf:
-            self._late_s += 0.1 * (max(0.0, now - ticket.due_s) - self._late_s)
+            self._late_s += _NEWS * (max(0.0, now - ticket.due_s) - self._late_s)
             self._late_seen_s = now
         self._advance(now)
         if not ticket.awaited:  # it was overdue: the engine was busy with this one until now
@@ -237,7 +240,7 @@ class LoadAccount:
         if not ticket.ended:
             self.stats.finished += 1
             if not ticket.awaited and ticket not in self._unseen:
-                self._answer_s += 0.1 * (now - ticket.begun_s - self._answer_s)
+                self._answer_s += _NEWS * (now - ticket.begun_s - self._answer_s)
         self._end(ticket, now)
 
     def fail(self, ticket: Ticket, now: float) -> None:

@@ -116,7 +116,7 @@ class Placement(Attempt):
             engine.breaker,
             request,
             now=accounts.now,
-            expected_s=cost.queue_s + cost.prefill_s + cost.load_s + cost.decode_s,
+            expected_s=cost.first_token_s + cost.decode_s,
             uncached_tokens=choice.uncached_tokens,
             engine_headers=() if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),),
             client_headers=client_headers,
@@ -158,7 +158,7 @@ class Placement(Attempt):
             now=self.asked_s,
             streams=self.request.stream,
             load_s=cost.load_s,
-            expected_s=cost.queue_s + cost.prefill_s + cost.load_s,
+            expected_s=cost.first_token_s,
         )
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:

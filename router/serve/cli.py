@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -23,8 +24,8 @@ from router.config.flags import (
     given,
     start,
 )
-from router.config.load import load, parse_engine
-from router.config.schema import EPP_LISTEN, OPS_PORT, ServerConfig
+from router.config.load import Loaded, load, parse_engine
+from router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 
@@ -77,7 +78,6 @@ def serve(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the router in front of vLLM engines."""
-    from router.serve.check import check
     from router.serve.command import serve as run
 
     flags = {
@@ -99,13 +99,7 @@ def serve(
         engines=tuple(parse_engine(text) for text in engine or []),
         models=any_model(tokenizer),
     )
-    return start(
-        read,
-        check,
-        lambda config: run(config, lambda: read().config),
-        print_config=print_config,
-        check_config=check_config,
-    )
+    return _start(run, read, print_config=print_config, check_config=check_config)
 
 
 def epp(
@@ -133,7 +127,6 @@ def epp(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine is to get each request."""
-    from router.serve.check import check
     from router.serve.command import pick
 
     flags = {
@@ -152,10 +145,20 @@ def epp(
         engines=tuple(parse_engine(text) for text in engine or []),
         models=any_model(tokenizer),
     )
-    return start(
-        read,
-        check,
-        lambda config: pick(config, lambda: read().config),
-        print_config=print_config,
-        check_config=check_config,
-    )
+    return _start(pick, read, print_config=print_config, check_config=check_config)
+
+
+def _start(
+    run: Callable[[Config, Callable[[], Config]], int],
+    read: Callable[[], Loaded],
+    *,
+    print_config: bool,
+    check_config: bool,
+) -> int:
+    """As ``start``; what runs can read the configuration again."""
+    from router.serve.check import check
+
+    def running(config: Config) -> int:
+        return run(config, lambda: read().config)
+
+    return start(read, check, running, print_config=print_config, check_config=check_config)

@@ -51,7 +51,7 @@ def record(
     json: Json = False,
 ) -> int:
     """Record what engines publish, history first, into a capture; status 1 if anything is missing in it."""
-    from router.tools.record.command import RecordOptions, run_record  # loaded when run
+    from router.tools.record.command import RecordOptions, run_record
 
     options = RecordOptions(output, seconds, rotate_mb, max_mb, redact)
     return run_record(engine or [], options, as_json=json)
@@ -90,7 +90,7 @@ def replay(
 
     With --index also into a shared index, in a namespace of its own; status 1 if it then shows otherwise.
     """
-    from router.tools.replay.command import ReplayOptions, run_replay  # loaded when run
+    from router.tools.replay.command import ReplayOptions, run_replay
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     published = tuple(publish or ())
@@ -120,7 +120,7 @@ def explain(
     json: Json = False,
 ) -> int:
     """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
-    from router.tools.explain.command import ExplainOptions, run_explain  # loaded when run
+    from router.tools.explain.command import ExplainOptions, run_explain
 
     options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api)
     return run_explain(options, as_json=json)

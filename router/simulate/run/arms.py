@@ -48,19 +48,13 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _KNOBS = {
-    "beta": 1.0,
-    "premium": EVICTION_PREMIUM_MAX,
-    "sequence": 10.0,
-    "scarcity": EVICTION_PREMIUM_MAX,
+    "beta": ("beta", 1.0),
+    "premium": ("eviction_premium", EVICTION_PREMIUM_MAX),
+    "sequence": ("sequence_s", 10.0),
+    "scarcity": ("scarcity_premium", EVICTION_PREMIUM_MAX),
 }
+"""What a knob is called among the policy's settings, and the most it may be."""
 _COUNTS = {"prefill": 1023.0}
-_SETTINGS = {
-    "beta": "beta",
-    "premium": "eviction_premium",
-    "sequence": "sequence_s",
-    "scarcity": "scarcity_premium",
-}
-"""What a knob is called among the policy's settings."""
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 ARMS: dict[str, Arm] = {
@@ -118,7 +112,7 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
 
 def _set(arm: Arm, name: str, knobs: str) -> Arm:
     """With what stands after the colon: ``beta=0.5+premium=0``."""
-    limits = _KNOBS | _HOLD_KNOBS | _COUNTS
+    limits = {key: most for key, (_, most) in _KNOBS.items()} | _HOLD_KNOBS | _COUNTS
     values: dict[str, float] = {}
     for knob in knobs.split("+"):
         key, _, text = knob.partition("=")
@@ -140,5 +134,5 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
     if arm.hold is not None and arm.prefill:
         raise ValueError(f"{name}: requests are held for engines that are alike, so not with prefill=")
     return msgspec.structs.replace(
-        arm, settings=tuple((_SETTINGS[key], value) for key, value in values.items())
+        arm, settings=tuple((_KNOBS[key][0], value) for key, value in values.items())
     )

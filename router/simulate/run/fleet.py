@@ -272,7 +272,7 @@ class FleetSim:
             uncached_tokens=choice.uncached_tokens,
             now=self._now,
             load_s=cost.load_s,
-            expected_s=cost.queue_s + cost.prefill_s + cost.load_s,
+            expected_s=cost.first_token_s,
         )
 
     def _choose(self, candidates: list[Candidate], question: Ask) -> tuple[int, Choice, int | None]:

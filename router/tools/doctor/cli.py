@@ -7,6 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from router.config.flags import TokenizerFlag
+
 
 def doctor(
     *,
@@ -26,9 +28,7 @@ def doctor(
             "checked."
         ),
     ] = None,
-    tokenizer: Annotated[
-        Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
-    ] = None,
+    tokenizer: TokenizerFlag = None,
     config: Annotated[Path | None, Parameter(help="TOML configuration file of the router.")] = None,
     seconds: Annotated[float, Parameter(help="Seconds to listen for live events.")] = 3.0,
     timeout: Annotated[float, Parameter(help="Seconds to wait for each answer.")] = 5.0,

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from router.config.errors import ConfigError
+from router.config.flags import any_model
 from router.config.load import load, parse_engine
 from router.config.schema import Config
-from router.prompts.config import ANY_MODEL
 from router.prompts.reader import ModelDirError
 from router.serve.logs import configure_logging
 from router.tools.console import output_console
@@ -47,8 +47,8 @@ def run_doctor(
         raise ConfigError(f"--seconds: {settings.seconds} is not in 0..{_SECONDS_MAX:g}")
     if not 0 < settings.timeout_s <= _SECONDS_MAX:
         raise ConfigError(f"--timeout: {settings.timeout_s} is not above 0 and up to {_SECONDS_MAX:g}")
-    models = {ANY_MODEL: {"tokenizer": str(tokenizer)}} if tokenizer is not None else {}
-    loaded = load(config, engines=tuple(parse_engine(text) for text in engines), models=models).config
+    found = tuple(parse_engine(text) for text in engines)
+    loaded = load(config, engines=found, models=any_model(tokenizer)).config
     if not loaded.engines and router is None:
         raise ConfigError("nothing to check: give --engine URL (repeatable), --router URL or --config FILE")
     configure_logging("error", "console")
