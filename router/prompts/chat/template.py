@@ -41,9 +41,6 @@ _SHAPES_MAX: Final = 4096
 _CHECKED_CHARS_MAX: Final = 1 << 16
 """Known shapes above this length are not sampled: the check would cost more than it shows."""
 
-_PYTHON_SPACES: Final = "\x1c\x1d\x1e\x1f"
-"""White space to Python's strip, trim and split, but not to Rust's."""
-
 
 class ChatTemplate:
     """A compiled template. ``source`` is Jinja text; raises ``ValueError`` where it is none.
@@ -86,7 +83,9 @@ class ChatTemplate:
 
     def _is_odd(self, text: str) -> bool:
         """Whether the two are known to differ about characters of this text."""
-        return (self._changes_case and not text.isascii()) or any(char in text for char in _PYTHON_SPACES)
+        if "\x1c" in text or "\x1d" in text or "\x1e" in text or "\x1f" in text:
+            return True  # white space to Python's strip, trim and split, but not to Rust's
+        return self._changes_case and not text.isascii()
 
     def _checked(self, text: str | None, context: Context, shapes: frozenset[int]) -> str:
         self._stats.template_checks += 1

@@ -54,7 +54,9 @@ class PrefixCache:
             entry = self._index.get(keys[length - 1])
             if entry is not None:
                 self._entries.move_to_end(id(entry))
-                self._index.update(dict.fromkeys(entry.keys, entry))
+                # Where its first key points to it, it was used last of all that begin like it.
+                if self._index.get(entry.keys[0]) is not entry:
+                    self._index.update(dict.fromkeys(entry.keys, entry))
                 return entry, length
         return None
 

@@ -12,7 +12,8 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -45,6 +46,16 @@ _FASTER: Final = 4
 _ENCODER: Final = msgspec.json.Encoder()
 
 
+class _Frame(NamedTuple):
+    """What a chat's prompt depends on besides its messages, and all of that in few bytes (``scope``).
+    ``special``: special tokens come around it; ``tokenizer``: what makes it."""
+
+    form: ChatForm
+    scope: bytes
+    special: bool
+    tokenizer: str
+
+
 class LocalModel:
     """Renderer, tokenizer and cache of one model; event-loop thread only."""
 
@@ -65,6 +76,8 @@ class LocalModel:
         self._settings = settings
         self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max)
         self.tokenizer = self._load_tokenizer(directory)
+        self._bare: dict[bytes, _Frame] = {}
+        """Of chats that are messages alone, by scope."""
 
     def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
         family = self.renderer.family
@@ -89,22 +102,26 @@ class LocalModel:
 
         Raises ``NotLocalError``, ``ApiError`` 400.
         """
-        self._check(body)
-        form = await self._form_of(body, long=long)
-        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
-        scope = self._chat_scope(scope, body, form, special=special)
+        frame = self._bare.get(scope) if body.is_bare() else None
+        if frame is None or frame.tokenizer != self.tokenizer.name:
+            frame = await self._frame(body, scope, long=long)
+        if len(body.messages) > _MESSAGES_MAX:
+            raise NotLocalError("too_complex")
+        form, scope, special, _ = frame
         keys = message_keys(scope, body.messages)
         parent, shared = self._find(scope, keys, body.messages)
         if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
             self._stats.tokens_reused += len(parent.ids)
             return parent
         known = parent.messages[:shared] if parent is not None else []
-
-        def render() -> tuple[list[KnownMessage], str | list[int]]:
-            return self.renderer.render(body, known, form)
-
-        long = long or _takes_long(body.messages[shared:], known)
-        messages, text = await self._workers.run(render) if long else render()
+        new = body.messages[shared:] if shared else body.messages
+        if len(new) <= _INLINE_MESSAGES and not long:
+            plain = self.renderer.plain(new, form.template)
+            known, new = known + plain, new[len(plain) :]
+        if long or _takes_long(new, known):
+            messages, text = await self._workers.run(partial(self.renderer.render, body, known, form))
+        else:
+            messages, text = self.renderer.render(body, known, form)
         media = tuple([digest for one in messages for digest in one.images])
         entry = Entry(keys, scope, ids_of(()), extras, messages, media)
         whole = not special and body.truncate_prompt_tokens is None
@@ -141,12 +158,24 @@ class LocalModel:
         """A cached prompt of given ids."""
         return cached_ids(self._cache, self._stats, ids, extras, scope)
 
+    async def _frame(self, body: ChatBody, scope: bytes, *, long: bool) -> _Frame:
+        """All but the messages that the prompt depends on. That of a bare chat is kept: there are no more of
+        them than names of models and adapters in the configuration."""
+        self._check(body)
+        form = await self._form_of(body, long=long)
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        whole = self._chat_scope(scope, body, form, special=special)
+        frame = _Frame(form, whole, special, self.tokenizer.name)
+        if self.renderer.family is None and body.is_bare():
+            self._bare[scope] = frame
+        return frame
+
     def _check(self, body: ChatBody) -> None:
         if self.renderer.unreadable is not None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
-        if len(body.messages) > _MESSAGES_MAX or num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
+        if num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
             raise NotLocalError("too_complex")
         self.renderer.check(body)
 
@@ -161,7 +190,6 @@ class LocalModel:
         return self.renderer.form_of(body, key)
 
     def _chat_scope(self, scope: bytes, body: ChatBody, form: ChatForm, *, special: bool) -> bytes:
-        """All but the messages that the prompt depends on."""
         limits = _ENCODER.encode(
             (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
         )
