@@ -20,7 +20,7 @@ Thread-safe: rendering shares nothing that changes but counters and a set of sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 from router.prompts.chat.compiled import (
@@ -62,7 +62,7 @@ class ChatTemplate:
         """Which engine renders now: "minijinja" or "jinja2"."""
         return "jinja2" if self._fast is None else "minijinja"
 
-    def render(self, context: Context, shapes: frozenset[int]) -> str:
+    def render(self, context: Context, shapes: Set[int]) -> str:
         """The prompt text. ``shapes`` names the kinds of value in ``context`` (see ``shape``).
 
         Raises ``TemplateRejectsError`` where the template refuses the conversation.
@@ -87,7 +87,7 @@ class ChatTemplate:
             return True  # white space to Python's strip, trim and split, but not to Rust's
         return self._changes_case and not text.isascii()
 
-    def _checked(self, text: str | None, context: Context, shapes: frozenset[int]) -> str:
+    def _checked(self, text: str | None, context: Context, shapes: Set[int]) -> str:
         self._stats.template_checks += 1
         try:
             expected = self._by_reference(context)

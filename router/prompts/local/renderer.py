@@ -6,6 +6,7 @@ which is cheap, since what a template makes of a message may depend on any other
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import cached_property
 from sys import getsizeof
 from typing import Final, NamedTuple
@@ -218,7 +219,7 @@ class ChatRenderer:
 
 
 def _by_template(
-    conversation: list[Message], shapes: set[int], template: ChatTemplate, context: ChatContext
+    conversation: list[Message], shapes: Set[int], template: ChatTemplate, context: ChatContext
 ) -> str:
     seen = conversation if template.knows_developer else without_developer_role(conversation)
     if not context.continue_final:
