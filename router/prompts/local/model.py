@@ -47,7 +47,7 @@ _ENCODER: Final = msgspec.json.Encoder()
 _NOTHING: Final = ids_of(())
 
 
-class _Frame(NamedTuple):
+class _Kind(NamedTuple):
     """What a chat's prompt depends on besides its messages, and all of that in few bytes (``scope``).
     ``special``: special tokens come around it; ``tokenizer``: what makes it."""
 
@@ -77,7 +77,7 @@ class LocalModel:
         self._settings = settings
         self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max)
         self.tokenizer = self._load_tokenizer(directory)
-        self._bare: dict[bytes, _Frame] = {}
+        self._bare: dict[bytes, _Kind] = {}
         """Of chats that are messages alone, by scope."""
 
     def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
@@ -103,12 +103,12 @@ class LocalModel:
 
         Raises ``NotLocalError``, ``ApiError`` 400.
         """
-        frame = self._bare.get(scope) if body.is_bare() else None
-        if frame is None or frame.tokenizer != self.tokenizer.name:
-            frame = await self._frame(body, scope, long=long)
+        kind = self._bare.get(scope) if body.is_bare() else None
+        if kind is None or kind.tokenizer != self.tokenizer.name:
+            kind = await self._kind_of(body, scope, long=long)
         if len(body.messages) > _MESSAGES_MAX:
             raise NotLocalError("too_complex")
-        form, scope, special, _ = frame
+        form, scope, special, _ = kind
         keys = message_keys(scope, body.messages)
         parent, shared = self._find(scope, keys, body.messages)
         if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
@@ -167,17 +167,17 @@ class LocalModel:
         """A cached prompt of given ids."""
         return cached_ids(self._cache, self._stats, ids, extras, scope)
 
-    async def _frame(self, body: ChatBody, scope: bytes, *, long: bool) -> _Frame:
+    async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
         """All but the messages that the prompt depends on. That of a bare chat is kept: there are no more of
         them than names of models and adapters in the configuration."""
         self._check(body)
         form = await self._form_of(body, long=long)
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         whole = self._chat_scope(scope, body, form, special=special)
-        frame = _Frame(form, whole, special, self.tokenizer.name)
+        kind = _Kind(form, whole, special, self.tokenizer.name)
         if self.renderer.family is None and body.is_bare():
-            self._bare[scope] = frame
-        return frame
+            self._bare[scope] = kind
+        return kind
 
     def _check(self, body: ChatBody) -> None:
         if self.renderer.unreadable is not None:
