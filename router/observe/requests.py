@@ -116,15 +116,17 @@ class RequestTracker:
     def end(self, record: RequestRecord) -> None:
         """Enter what became of a request."""
         self.live.discard(record)
-        engine = record.engine if record.engine and self._here(record.engine) else ""
-        key = record.label, engine, record.outcome
+        engine, outcome = record.engine, record.outcome
+        if engine and not self._here(engine):
+            engine = ""
+        key = record.label, engine, outcome
         self.counts[key] = self.counts.get(key, 0) + 1
         now = self.clock()
         times = record.times
-        if times is not None and record.outcome.startswith("2"):
+        if times is not None and outcome[0] == "2":
             times.whole.observe(now - record.arrived_s)
         if record.trace is not None:
-            failed = record.outcome if record.outcome[0] == "5" or record.broken else ""
+            failed = outcome if outcome[0] == "5" or record.broken else ""
             record.trace.end(record.facts(), failed=failed)
         if self.log:
             _log.info("request", **record.log_fields(now))

@@ -179,6 +179,8 @@ class Breaker:
 
     def begin(self, now: float, *, streams: bool = False) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
+        if now < self.free_until and not streams:
+            return  # neither open nor paused nor silent
         if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
@@ -195,7 +197,8 @@ class Breaker:
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
-        self._roll(now)
+        if now >= self._window_end:
+            self._roll(now)
         self._recent[0 if ok else 1] += 1
         if ok:
             self._in_a_row = 0
@@ -214,8 +217,10 @@ class Breaker:
     def succeeded(self, now: float) -> None:
         """A request was taken: its answer has begun with a status of success."""
         self.record(True, now)
+        paused = self._pause.until > 0.0
         self._pause.succeeded(now)
-        self._told()
+        if paused:
+            self._told()
 
     def refused(self, request: int, wait_s: float, now: float) -> None:
         """The engine refused this request (any number that tells requests apart) and asked to be left alone
@@ -225,8 +230,11 @@ class Breaker:
 
     def heard(self, now: float) -> None:
         """The first byte of an answer came."""
-        self._silence.heard(now)
-        self._told()
+        silence = self._silence
+        waited_for = silence.give_ups or silence.asked_at < math.inf
+        silence.heard(now)
+        if waited_for:
+            self._told()
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
@@ -249,8 +257,6 @@ class Breaker:
         self._told()
 
     def _roll(self, now: float) -> None:
-        if now < self._window_end:
-            return
         half = self._settings.window_s / 2
         self._before = self._recent if now < self._window_end + half else [0, 0]
         self._recent = [0, 0]
