@@ -140,8 +140,8 @@ class Apart:
         choice = _choice(chosen.decode, chosen.weighed, partner)
         if partner is None:
             return choice, Split(chosen.why, local_s=chosen.local_s, remote_s=chosen.remote_s)
-        mates = tuple([side.candidate for side in partner.sides])
-        there = tuple([helpers[candidate.engine_id] for candidate in mates])
+        mates = [side.candidate for side in partner.sides]
+        there = [helpers[candidate.engine_id] for candidate in mates]
         lacks = decode[chosen.decode].lacks
         split = Split(
             body=self._body,
