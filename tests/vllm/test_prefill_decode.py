@@ -430,8 +430,8 @@ def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool)
 
 
 def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched: Watched) -> None:
-    """The client has had a part of it, so nobody else can answer: it is told. Nothing stays held, and the next
-    request goes to the other decode engine."""
+    """The client has had a part of it, so nobody else can answer: it is told. Nothing stays held, and the
+    next request goes to the other decode engine."""
     watched.all_up()
     later, alone = watched.warmed(41, 100)
     prompt, _ = watched.warmed(40, 100)
