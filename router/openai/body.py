@@ -43,6 +43,8 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """The response that it goes on from (Responses API)."""
     priority: int | None = None
     """The whole number that it has there, for engines that schedule by it."""
+    prompt: object | None = None
+    """What its prompt is made of, where that was decoded with the rest."""
 
 
 _ABSENT = msgspec.Raw(b"null")
@@ -131,6 +133,11 @@ def _read(model: bytes, stream: bytes, previous: bytes, priority: bytes, *, guar
         raise invalid_json(error) from None
     number = int(priority) if priority and _WHOLE.fullmatch(priority) else None
     return Peek(name, stream == b"true", guarded, earlier, number)
+
+
+def whole_number(raw: msgspec.Raw) -> int | None:
+    """A number without fraction and of few digits; None for anything else."""
+    return int(bytes(raw)) if _WHOLE.fullmatch(raw) else None
 
 
 def _whole(value: Any) -> int | None:

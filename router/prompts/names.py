@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import msgspec
 
@@ -42,18 +43,17 @@ class ModelTarget:
         return compact(_ENCODER.encode([self.name, extras]))
 
 
+_adapter: Final = lru_cache(maxsize=1024)(ModelTarget)
+"""Kept, since the scope of each is encoded."""
+
+
 class ModelNames:
     """The configured models by served name (``*``: any other); ``is_adapter`` tells LoRA names."""
 
     def __init__(self, models: Mapping[str, ModelPrompts], is_adapter: Callable[[str], bool]) -> None:
         self.models = dict(models)
         self._is_adapter = is_adapter
-        self._named = {
-            adapter: ModelTarget(name, adapter, path)
-            for name, config in reversed(list(models.items()))  # of two with one adapter the first has it
-            for adapter, path in config.lora_paths.items()
-        }
-        self._named.update((name, ModelTarget(name)) for name in models if name != ANY_MODEL)
+        self._named = {name: ModelTarget(name) for name in models if name != ANY_MODEL}
         self._any = ModelTarget(ANY_MODEL) if ANY_MODEL in models else None
         bases = [name for name in models if name != ANY_MODEL] or list(models)
         self._only = ModelTarget(bases[0]) if len(bases) == 1 else None
@@ -67,6 +67,9 @@ class ModelNames:
         found = self._named.get(model)
         if found is not None:
             return found
+        for name, config in self.models.items():  # engines tell of adapters at any time
+            if model in config.lora_paths:
+                return _adapter(name, model, config.lora_paths[model])
         if self._any is not None and not self._is_adapter(model):
             return self._any
         raise NotLocalError("lora_path_unknown" if self.models else "model_unknown")

@@ -41,6 +41,8 @@ _MESSAGES_MAX: Final = 8192
 """Finding and keeping a conversation takes about 1 us per message, all of it on the event loop."""
 _TOOL_VALUES_MAX: Final = 10_000
 """Writing more of them as JSON is one call that holds the interpreter for 10 ms."""
+_KINDS_MAX: Final = 1024
+"""Names whose bare chats are remembered; when full, all are forgotten."""
 _FASTER: Final = 4
 """fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
 _ENCODER: Final = msgspec.json.Encoder()
@@ -168,14 +170,16 @@ class LocalModel:
         return cached_ids(self._cache, self._stats, ids, extras, scope)
 
     async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
-        """All but the messages that the prompt depends on. That of a bare chat is kept: there are no more of
-        them than names of models and adapters in the configuration."""
+        """All but the messages that the prompt depends on. That of a bare chat is kept: there is one for each
+        name of a model or adapter."""
         self._check(body)
         form = await self._form_of(body, long=long)
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         whole = self._chat_scope(scope, body, form, special=special)
         kind = _Kind(form, whole, special, self.tokenizer.name)
         if self.renderer.family is None and body.is_bare():
+            if len(self._bare) >= _KINDS_MAX:
+                self._bare.clear()
             self._bare[scope] = kind
         return kind
 
