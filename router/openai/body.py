@@ -28,7 +28,7 @@ _GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs", "sampling_param
 _HINTS: Final = (b"kv_transfer_params", b"vllm_xargs", b"\\u")
 _HINT_BYTES_MAX: Final = 32
 _WINDOW_BYTES: Final = 1 << 20
-_INLINE_BYTES_MAX: Final = 4 << 20
+INLINE_BYTES_MAX: Final = 4 << 20
 """Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists."""
 
 
@@ -69,7 +69,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 async def peek_any_size(body: bytes) -> Peek:
     """``peek`` for what clients send: a large body is looked at in a thread."""
-    if len(body) <= _INLINE_BYTES_MAX:
+    if len(body) <= INLINE_BYTES_MAX:
         return peek(body)
     try:
         found = await asyncio.to_thread(top_level, body, _SEEN)

@@ -20,7 +20,7 @@ from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
-from router.openai.body import Peek, peek_any_size
+from router.openai.body import INLINE_BYTES_MAX, Peek, peek, peek_any_size
 from router.openai.errors import (
     ApiError,
     bad_request,
@@ -126,7 +126,8 @@ class ProxyApp:
         try:
             client = scope.get("client")
             sent, scope = scope["headers"], self._cleaned(scope)
-            self.requests.trace(record, sent)
+            if self.requests.traces is not None:
+                self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
@@ -185,7 +186,10 @@ class ProxyApp:
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        look = await self._peek(path, method, body)
+        if path in PROMPT_APIS and method == "POST" and 0 < len(body) <= INLINE_BYTES_MAX:
+            look = peek(body)
+        else:
+            look = await self._peek(path, method, body)
         if entry is not None and method == "POST":
             entry.tenant.allow(look.model)
         model = look.model
