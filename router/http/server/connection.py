@@ -357,7 +357,9 @@ class ClientConnection(asyncio.Protocol):
         self._body_due = now + self.settings.body_grace_s
         self.stats.requests += 1
         self._state.total_requests += 1
-        exchange.begin(self.app, self._state.tasks)
+        tasks = self._state.tasks
+        task = exchange.task = self.loop.create_task(exchange.run(self.app, tasks))
+        tasks.add(task)
 
     def answered(self, *, keep_alive: bool) -> None:
         """The current answer is complete: go on with the next request, or close."""

@@ -74,11 +74,11 @@ class Exchange(msgspec.Struct, eq=False):
     _keep_alive: bool
     _expects: bool
     """The client waits to be told to send the body."""
+    task: asyncio.Task[None] | None = None
     started: bool = False
     """Bytes of the answer have been written."""
     _start: Message | None = None
     """Goes out with the first of the body, in one packet."""
-    _task: asyncio.Task[None] | None = None
     _body: list[bytes] = []
     """What waits for the application."""
     _body_bytes: int = 0
@@ -128,15 +128,11 @@ class Exchange(msgspec.Struct, eq=False):
         if self._on_left is not None:
             self._on_left()
 
-    def begin(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
-        """Have the application answer, in a task that is among ``tasks`` until it ends."""
-        self._task = self._connection.loop.create_task(self._run(app, tasks))
-        tasks.add(self._task)
-        self._scope["extensions"] = {EXTENSION: self.on_disconnect}
-
-    async def _run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
+    async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
+        """What ``task`` does; it leaves ``tasks`` at its end."""
         connection = self._connection
         self._begun = True
+        self._scope["extensions"] = {EXTENSION: self.on_disconnect}
         try:
             await app(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -149,9 +145,9 @@ class Exchange(msgspec.Struct, eq=False):
             await self._fail()
         finally:
             self._free()
-            tasks.discard(cast(asyncio.Task[None], self._task))
+            tasks.discard(cast("asyncio.Task[None]", self.task))
             # Both refer back to this: no cycle for the collector to find.
-            self._task = None
+            self.task = None
             del self._scope["extensions"]
         if not self._done and not self._gone:
             connection.abort()
