@@ -117,9 +117,7 @@ class GatewayCarrier:
             fields = read_answer_headers(headers, self._request_id, self._own).fields
             self._speaker.show(headers, fields)
             self._end_if_complete(answer)
-        if not self.passes or answer.complete:
-            self._bell.ring()
-        # else the proxy is woken with the body: without it it would only hold up the way of what comes next
+        self._bell.ring()
 
     def on_body(self, said: m.ProcessingRequest) -> None:
         """A piece of it."""
