@@ -24,7 +24,9 @@ from benchmarks.routing import put
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.run.arms import arms_of
-from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.rows import FleetRun
+from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request
 

@@ -34,7 +34,7 @@ from router.placement.candidate import PolicySettings
 from router.simulate.models import MODELS, groups_of
 from router.simulate.outcome import result_of
 from router.simulate.run.arms import arms_of
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_for
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request

@@ -144,7 +144,9 @@ class PromptHashes(list[BlockHash]):
 
     def first(self, num_hashes: int) -> PromptHashes:
         """The hashes of a prompt that begins alike, in a list of its own."""
-        return PromptHashes(self[:num_hashes], None if self.found is None else self.found.first(num_hashes))
+        made = PromptHashes(self, None if self.found is None else self.found.first(num_hashes))
+        del made[num_hashes:]
+        return made
 
 
 class HashChain:

@@ -14,8 +14,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
 from router.api.admin.actions import FleetActions
@@ -25,31 +23,24 @@ from router.api.front import Application, Front
 from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
-from router.config.schema import Config, ModelConfig
+from router.config.schema import Config
 from router.epp.server import PickerServer
-from router.feeds.audit import ResidencyAudit
-from router.feeds.base import FeedStats
-from router.feeds.manager import FeedControl, FeedManager
 from router.fleet.calls import EngineCalls, hold_engine_tls
 from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import EngineAddress, endpoint_of
+from router.fleet.identity import endpoint_of
 from router.fleet.poller import FleetPoller
-from router.fleet.status import Fleet
+from router.following import Following
 from router.http.server.lifespan import lifespan
 from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
-from router.index.learn.layout import ModelFacts
-from router.index.models import Scopes
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt
 from router.placement.load import OthersLoad
-from router.prompts.adapters import AdapterPaths
-from router.prompts.config import ModelPrompts
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
@@ -58,8 +49,6 @@ from router.workers.crew import Crew
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 from router.workers.view import WholeView, worker_families
-
-_OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
 class Router:
@@ -78,23 +67,27 @@ class Router:
         self.shared = (
             SharedIndex(config.index, self._own_load, clock=clock) if config.index.is_shared else None
         )
-        self.scopes = Scopes(self._facts, None if self.shared is None else self.shared.index_of)
-        self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
-        self._following: FeedControl = self.feeds
         if self.shared is not None:
-            self.shared.attach(self.feeds, self.scopes)
             self.accounts.inflight = self.shared.inflight
-            self._following = self.shared
+        self.following = Following(
+            config,
+            self.accounts,
+            self.shared,
+            clock=clock,
+            leaving=(
+                lambda engine: self.proxy.requests.forget(engine.engine_id),
+                lambda engine: self.proxy.client.forget(engine.engine.base_url),
+            ),
+        )
+        self.fleet, self.scopes = self.following.fleet, self.following.scopes
         self.gate = self._open_gate()
         if self.shared is not None and self.gate is not None:
             self.shared.share_limits(self.gate, "" if seat is None else seat.folder.name)
         self.gossip = None if seat is None else self._gossip(seat)
-        self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
         self.listen_stats: ListenStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
         """Hears of other limits of client connections."""
         self.draining: Callable[[], bool] = lambda: False
-        self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
         self.poller: FleetPoller[Engine] | None = None
         self.roster = Roster(engines_max=_engines_max(config))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
@@ -114,9 +107,8 @@ class Router:
         self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """What else works in the background, for as long as the router does."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._adapters = AdapterPaths(config.adapters())
         self.reader = PromptReader(
-            self.prompts_of(config),
+            self.following.prompts_of(config),
             config.prompts,
             self.calls.post,
             engine_url=self._engine_url,
@@ -254,9 +246,10 @@ class Router:
             asyncio.TaskGroup() as tasks,
         ):
             self._tasks = tasks
-            poller = self.poller = FleetPoller(self.fleet, self, self.config.fleet, session)
+            works = self.following.begin(tasks)
+            poller = self.poller = FleetPoller(self.fleet, self.following, self.config.fleet, session)
             self._assign()
-            works = [poller.run(), self.fleet_sources.run(), self._audit.detect(), self._audit.audit_all()]
+            works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight()]
             works += [work() for work in self.works]
             if self.shared is not None:
@@ -277,7 +270,7 @@ class Router:
                     task.cancel()
                 if self.shared is not None:
                     await self.shared.close()
-                self._following.stop_all()
+                self.following.end()
                 if self.accounts.access is not None:
                     await asyncio.to_thread(self.accounts.access.close)
                 if self.traces is not None:
@@ -393,70 +386,10 @@ class Router:
             settled=None if self.crew is None else self.crew.roster.changed,
         )
 
-    # -- what the fleet poller tells ------------------------------------------------------------------
-
-    def engine_up(self, engine: Engine) -> None:
-        """See ``FleetListener``."""
-        base, address = engine.base_model, engine.engine
-        if base is None or self._tasks is None:
-            return
-        self._learn_adapters(engine, base)
-        if not self._following.follows(address, base):  # new, moved, or another model: known anew
-            self._following.stop(engine.engine_id)
-            self.scopes.remove(engine.engine_id)
-        engine.residency = self.scopes.assign(engine.engine_id, base)
-        if not engine.publishes_events:
-            engine.begin_shadow(self.config.model(base).shadow_spec())
-        elif not self._following.follows(address, base):
-            engine.shadow = None
-            self._following.follow(address, base, self._tasks)
-
-    def engine_down(self, engine: Engine) -> None:
-        """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
-        engine.reset()
-
-    def engine_asleep(self, engine: Engine) -> None:
-        """See ``FleetListener``. Going to sleep empties vLLM's cache."""
-        engine.reset(cleared=True)
-
-    def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
-        """See ``FleetListener``."""
-        engine.load.report(running=running, waiting=waiting, now=self.clock())
-
-    def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
-        """The one place where engines are made, and where it is said what they leave behind when they go."""
-        return Engine(
-            address,
-            self.accounts,
-            fleet_changed=fleet_changed,
-            elsewhere=None if self.shared is None else self.shared.lookup,
-            leaving=(
-                lambda engine: self._following.stop(engine.engine_id),
-                lambda engine: self.scopes.remove(engine.engine_id),
-                lambda engine: self._audit.forget(engine.engine_id),
-                lambda engine: self.proxy.requests.forget(engine.engine_id),
-                lambda engine: self.proxy.client.forget(engine.engine.base_url),
-                self._forget_adapters,
-            ),
-            events_due=self.feeds.computed,
-        )
-
-    def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
-        """A feed began, or was stopped."""
-        engine = self.fleet.get(engine_id)
-        if engine is not None:
-            engine.feed = stats
-
     def _own_load(self, now: float) -> dict[str, OthersLoad]:
         """What this router alone has in flight, for other replicas."""
         loads = ((engine.engine_id, engine.load.own(now)) for engine in self.fleet)
         return {engine_id: load for engine_id, load in loads if load is not None}
-
-    def audit(self, status: Engine) -> None:
-        """See ``ResidencyAudit``."""
-        self._audit.audit(status)
-
-    # -- what the prompt reader asks ------------------------------------------------------------------
 
     def _engine_url(self, model: str | None) -> str | None:
         """The least loaded engine of this model: none is to tokenize for the whole fleet."""
@@ -465,59 +398,14 @@ class Router:
         loads = [(engine.load.at(now), engine.engine.base_url) for engine in ready]
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 
-    def _learn_adapters(self, engine: Engine, base: str) -> None:
-        cards = [card for card in engine.models if card.parent is not None and card.root]
-        self._adapters.learn(base, {card.id: card.root or "" for card in cards})
-
-    def _forget_adapters(self, engine: Engine) -> None:
-        """The engine left: adapters that no other one has are forgotten."""
-        if engine.base_model is not None:
-            others = (other for other in self.fleet if other is not engine)
-            self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
-
-    def _facts(self, model: str) -> ModelFacts:
-        return msgspec.structs.replace(self.config.model(model).facts(), lora_paths=self._adapters.of(model))
-
-    def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
-        """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
-        return {
-            name: msgspec.structs.replace(
-                config.model(name).prompts(), lora_paths=self._adapters.named(name, configured)
-            )
-            for name, configured in config.adapters().items()
-        }
-
     def take(self, config: Config) -> None:
-        """Another configuration is running: engines of models of which other facts are known are followed
-        anew, adapters have the paths that it says."""
+        """Another configuration is running."""
         before, self.config = self.config, config
-        self._adapters.configure(config.adapters())
-        served = [engine for engine in self.fleet if engine.base_model is not None]
-        other = {
-            base
-            for base in {engine.base_model or "" for engine in served}
-            if _cache_facts(before, base) != _cache_facts(config, base)
-        }
-        for engine in served:
-            self._learn_adapters(engine, engine.base_model or "")
-            if engine.base_model in other:
-                self._following.stop(engine.engine_id)
-                engine.residency = engine.shadow = None
-        for base in other:
-            self.scopes.relearn(base)
-        for engine in served:
-            if engine.base_model in other and engine.up:
-                self.engine_up(engine)
+        self.following.take(config)
         if config.engines != before.engines:
             self.roster.engines_max = _engines_max(config)
             self.fleet_sources.set_static(config.engines)
             self._assign()
-
-
-def _cache_facts(config: Config, model: str) -> tuple[bool, ModelConfig]:
-    """All but how prompts are read: what the index was laid out by. Paths of adapters enter as they are."""
-    rest = msgspec.structs.replace(config.model(model), **dict.fromkeys(_OF_PROMPTS))
-    return model in config.models, rest
 
 
 def _engines_max(config: Config) -> int:

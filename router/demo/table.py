@@ -89,8 +89,8 @@ def _compare(ours: Tally, baseline: Tally) -> str:
 
 def _held(routers: Sequence[Router], status: EngineStatus) -> str:
     """Share of the KV blocks that hold cached content, as the router that follows the engine knows it."""
-    following = next((r for r in routers if status.engine_id in r.feeds.stats), routers[0])
-    engine = following.scopes.engine(status.engine_id)
+    follower = _follower(routers, status.engine_id)
+    engine = routers[follower or 0].scopes.engine(status.engine_id)
     share = None if engine is None else engine.cached_share(status.pool_blocks)
     return "-" if share is None else f"{share:.0%}"
 
@@ -99,8 +99,13 @@ def _feed(routers: Sequence[Router], engine: Engine) -> str:
     """State of the feed, and which of several routers follows it."""
     if len(routers) == 1:
         return engine.feed_state
-    who = next((str(n) for n, r in enumerate(routers, 1) if engine.engine_id in r.feeds.stats), "nobody")
-    return f"{engine.feed_state} at {who}"
+    follower = _follower(routers, engine.engine_id)
+    return f"{engine.feed_state} at {'nobody' if follower is None else follower + 1}"
+
+
+def _follower(routers: Sequence[Router], engine_id: str) -> int | None:
+    """Which of the routers has the engine's feed."""
+    return next((n for n, r in enumerate(routers) if engine_id in r.following.feeds.stats), None)
 
 
 def _exact(sums: list[EngineReceipts]) -> str:

@@ -28,7 +28,7 @@ _GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs", "sampling_param
 _HINTS: Final = (b"kv_transfer_params", b"vllm_xargs", b"\\u")
 _HINT_BYTES_MAX: Final = 32
 _WINDOW_BYTES: Final = 1 << 20
-INLINE_BYTES_MAX: Final = 4 << 20
+_INLINE_BYTES_MAX: Final = 4 << 20
 """Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists."""
 
 
@@ -43,6 +43,8 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """The response that it goes on from (Responses API)."""
     priority: int | None = None
     """The whole number that it has there, for engines that schedule by it."""
+    prompt: object | None = None
+    """What its prompt is made of, where that was decoded with the rest."""
 
 
 _ABSENT = msgspec.Raw(b"null")
@@ -69,7 +71,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 async def peek_any_size(body: bytes) -> Peek:
     """``peek`` for what clients send: a large body is looked at in a thread."""
-    if len(body) <= INLINE_BYTES_MAX:
+    if len(body) <= _INLINE_BYTES_MAX:
         return peek(body)
     try:
         found = await asyncio.to_thread(top_level, body, _SEEN)
@@ -131,6 +133,11 @@ def _read(model: bytes, stream: bytes, previous: bytes, priority: bytes, *, guar
         raise invalid_json(error) from None
     number = int(priority) if priority and _WHOLE.fullmatch(priority) else None
     return Peek(name, stream == b"true", guarded, earlier, number)
+
+
+def whole_number(raw: msgspec.Raw) -> int | None:
+    """A number without fraction and of few digits; None for anything else."""
+    return int(bytes(raw)) if _WHOLE.fullmatch(raw) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -59,6 +59,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     claim: Claim = NO_CLAIM
     """Read only where requests may have to wait."""
+    prompt: Any = None
+    """What its prompt is made of, decoded from this body; whoever reads it takes it away."""
 
 
 class Usage(msgspec.Struct, gc=False):

@@ -1,16 +1,21 @@
-"""Request bodies by path: which API's fields they are read as."""
+"""Request bodies by path: which API's fields they are read as. A chat is decoded once, for the proxy's look
+and for its prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from router.openai import apis
+from router.openai.body import Peek, whole_number
 from router.prompts.affinity import chat_pieces, completion_pieces
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
 from router.prompts.chat.cohere import CohereBody, decode_cohere
 from router.prompts.chat.responses import ResponsesBody, decode_responses
 from router.prompts.request import (
+    NULL,
     BatchBody,
     ChatBody,
     CompletionBody,
@@ -21,6 +26,7 @@ from router.prompts.request import (
     decode_completion,
     decode_generate,
 )
+from router.prompts.sizes import VALUES_MAX
 
 Converted = MessagesBody | ResponsesBody | CohereBody
 """What the engine turns into a chat."""
@@ -35,6 +41,8 @@ _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
     apis.GENERATE: decode_generate,
     apis.COHERE: decode_cohere,
 }
+_DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
+"""Larger bodies may have too many values to be decoded: each takes two bytes."""
 _FIRST_FIELD: Final = {apis.COMPLETION: b'"prompt"', apis.RESPONSES: b'"input"'}
 
 
@@ -44,6 +52,36 @@ def decode_body(path: str, body: bytes) -> Parsed:
     if decode is None:
         raise NotLocalError("endpoint")
     return decode(body)
+
+
+class _Chat(ChatBody, gc=False, kw_only=True):
+    """A chat with all that is looked at in its request."""
+
+    model: str | None = None
+    stream: bool | None = False
+    kv_transfer_params: Any = msgspec.UNSET
+    vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    priority: msgspec.Raw = NULL
+
+
+_CHAT: Final = msgspec.json.Decoder(_Chat)
+
+
+def peek_chat(path: str, body: bytes) -> Peek | None:
+    """A first look together with what the prompt is made of; None for anything but a chat that is not large
+    and has nothing unusual in it, which ``peek`` looks at."""
+    if path != apis.CHAT or len(body) > _DECODED_BYTES_MAX:
+        return None
+    try:
+        chat = _CHAT.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if not chat.kv_transfer_params is chat.vllm_xargs is chat.sampling_params is msgspec.UNSET:
+        return None
+    chat.kv_transfer_params = None
+    priority = None if chat.priority is NULL else whole_number(chat.priority)
+    return Peek(chat.model, chat.stream is True, priority=priority, prompt=chat)
 
 
 def pieces_of(parsed: Parsed) -> Iterator[bytes]:

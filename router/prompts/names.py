@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import msgspec
 
-from publisher.block_hash import PromptExtras
+from publisher.block_hash import NO_EXTRAS, PromptExtras
 from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.request import NotLocalError
 from router.prompts.sizes import compact
@@ -15,22 +16,35 @@ from router.prompts.sizes import compact
 _ENCODER = msgspec.json.Encoder()
 
 
-class ModelTarget(msgspec.Struct, frozen=True):
+class ModelTarget:
     """The model a request is for: its configuration's name, and the adapter."""
 
-    name: str
-    lora_name: str | None = None
-    lora_path: str | None = None
+    __slots__ = ("_unsalted", "_unsalted_scope", "lora_name", "name")
+
+    def __init__(self, name: str, lora_name: str | None = None, lora_path: str | None = None) -> None:
+        self.name = name
+        self.lora_name = lora_name
+        self._unsalted = NO_EXTRAS if lora_name is None else PromptExtras(lora_name, lora_path)
+        self._unsalted_scope = self._scope(self._unsalted)
 
     def extras(self, salt: Any) -> PromptExtras:
         """What hashes cover besides tokens and images. Raises ``NotLocalError`` for no valid salt."""
-        if salt is not None and not (isinstance(salt, str) and salt):
+        if salt is None:
+            return self._unsalted
+        if not (isinstance(salt, str) and salt):
             raise NotLocalError("field")
-        return PromptExtras(self.lora_name, self.lora_path, salt)
+        return msgspec.structs.replace(self._unsalted, cache_salt=salt)
 
     def scope(self, extras: PromptExtras) -> bytes:
         """What separates prompts of equal text: the model, and what hashes cover besides tokens."""
+        return self._unsalted_scope if extras is self._unsalted else self._scope(extras)
+
+    def _scope(self, extras: PromptExtras) -> bytes:
         return compact(_ENCODER.encode([self.name, extras]))
+
+
+_adapter: Final = lru_cache(maxsize=1024)(ModelTarget)
+"""Kept, since the scope of each is encoded."""
 
 
 class ModelNames:
@@ -39,20 +53,23 @@ class ModelNames:
     def __init__(self, models: Mapping[str, ModelPrompts], is_adapter: Callable[[str], bool]) -> None:
         self.models = dict(models)
         self._is_adapter = is_adapter
+        self._named = {name: ModelTarget(name) for name in models if name != ANY_MODEL}
+        self._any = ModelTarget(ANY_MODEL) if ANY_MODEL in models else None
+        bases = [name for name in models if name != ANY_MODEL] or list(models)
+        self._only = ModelTarget(bases[0]) if len(bases) == 1 else None
 
     def target(self, model: str | None) -> ModelTarget:
         """Which configuration a model name means. Raises ``NotLocalError`` where none does."""
-        models = self.models
         if model is None:
-            bases = [name for name in models if name != ANY_MODEL] or list(models)
-            if len(bases) != 1:
+            if self._only is None:
                 raise NotLocalError("model_unknown")
-            return ModelTarget(bases[0])
-        if model in models and model != ANY_MODEL:
-            return ModelTarget(model)
-        for name, config in models.items():
+            return self._only
+        found = self._named.get(model)
+        if found is not None:
+            return found
+        for name, config in self.models.items():  # engines tell of adapters at any time
             if model in config.lora_paths:
-                return ModelTarget(name, model, config.lora_paths[model])
-        if ANY_MODEL in models and not self._is_adapter(model):
-            return ModelTarget(ANY_MODEL)
-        raise NotLocalError("lora_path_unknown" if models else "model_unknown")
+                return _adapter(name, model, config.lora_paths[model])
+        if self._any is not None and not self._is_adapter(model):
+            return self._any
+        raise NotLocalError("lora_path_unknown" if self.models else "model_unknown")

@@ -63,16 +63,15 @@ class Prompt:
         return known
 
     def _chain(self, scheme: HashScheme) -> list[BlockHash]:
-        chain = self._entry.chains.get(scheme)
+        entry, stats = self._entry, self._stats
+        chain = entry.chains.get(scheme)
         if chain is None:
-            chain = HashChain(scheme, self.extras)
-        elif len(chain.hashes) == self.num_blocks(scheme):
-            self._stats.blocks_reused += len(chain.hashes)
-            return chain.hashes
-        self._stats.blocks_reused += len(chain.hashes)
-        self._stats.blocks_hashed += max(0, self.num_blocks(scheme) - len(chain.hashes))
-        hashes = chain.extend(self._entry.ids)
-        self._entry.chains[scheme] = chain
+            chain = HashChain(scheme, entry.extras)
+        known = len(chain.hashes)
+        hashes = chain.extend(entry.ids)
+        stats.blocks_reused += known
+        stats.blocks_hashed += len(hashes) - known
+        entry.chains[scheme] = chain
         return hashes
 
     def num_blocks(self, scheme: HashScheme) -> int:

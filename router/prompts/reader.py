@@ -184,7 +184,7 @@ class PromptReader:
         parsed: Parsed | None = None
         try:
             try:
-                parsed = decode_body(path, request.body)
+                parsed, request.prompt = request.prompt or decode_body(path, request.body), None
                 prompt = await self._read_local(request, path, parsed)
             except NotLocalError as miss:
                 if miss.reason == "too_complex":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from operator import attrgetter, is_
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
@@ -59,6 +60,18 @@ class ChatBody(ChatFields, gc=False, kw_only=True):
 
     orders_tool_calls: ClassVar[bool] = True
     messages: list[msgspec.Raw]
+
+    def is_bare(self) -> bool:
+        """Whether the prompt depends on the messages alone: nothing else that reaches it was given."""
+        return all(map(is_, _around_messages(self), _BARE))
+
+
+_OF_THE_ANSWER: Final = frozenset({"max_tokens", "max_completion_tokens", "prompt_logprobs", "echo"})
+"""Fields that say what is answered; the first two count where a prompt is truncated."""
+_around_messages: Final = attrgetter(
+    "orders_tool_calls", *(name for name in ChatFields.__struct_fields__ if name not in _OF_THE_ANSWER)
+)
+_BARE: Final = _around_messages(ChatBody(messages=[]))
 
 
 class BatchBody(ChatFields, gc=False, kw_only=True):
@@ -127,6 +140,16 @@ _BATCH = msgspec.json.Decoder(BatchBody)
 _GENERATE = msgspec.json.Decoder(GenerateBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _ANY = msgspec.json.Decoder()
+
+
+class PlainMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """What most messages are: a role, of which only the text is told."""
+
+    role: Literal["user", "assistant"]
+    content: str
+
+
+_PLAIN = msgspec.json.Decoder(PlainMessage)
 _INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
@@ -174,6 +197,14 @@ def decode_batch(body: bytes) -> BatchBody:
 def decode_generate(body: bytes) -> GenerateBody:
     """See ``decode_fields``."""
     return decode_fields(body, _GENERATE)
+
+
+def plain_message(raw: msgspec.Raw) -> PlainMessage | None:
+    """A message that is plain: two values, however long; None for any other, whatever it is."""
+    try:
+        return _PLAIN.decode(raw)
+    except _INVALID:
+        return None
 
 
 def decode_message(raw: msgspec.Raw, index: int) -> dict[str, Any]:

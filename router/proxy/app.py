@@ -20,7 +20,7 @@ from router.http.client.pool import UpstreamClient
 from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
-from router.openai.body import INLINE_BYTES_MAX, Peek, peek, peek_any_size
+from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
     ApiError,
     bad_request,
@@ -36,6 +36,7 @@ from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
+from router.prompts.bodies import peek_chat
 from router.proxy.aliases import Aliases, with_model
 from router.proxy.carrier import Outbound
 from router.proxy.forward import Forwarder, Placer
@@ -186,10 +187,7 @@ class ProxyApp:
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        if path in PROMPT_APIS and method == "POST" and 0 < len(body) <= INLINE_BYTES_MAX:
-            look = peek(body)
-        else:
-            look = await self._peek(path, method, body)
+        look, seen = await self._peek(path, method, body), body
         if entry is not None and method == "POST":
             entry.tenant.allow(look.model)
         model = look.model
@@ -203,6 +201,8 @@ class ProxyApp:
             method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
         request.trace = record.trace
+        if body is seen:
+            request.prompt = look.prompt
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         if path.startswith(RESPONSES):
@@ -270,7 +270,7 @@ class ProxyApp:
         if not completion and not may_be_object(body):
             return _NO_PEEK
         try:
-            return await peek_any_size(body)
+            return peek_chat(path, body) or await peek_any_size(body)
         except ApiError:
             if completion:
                 raise

@@ -145,7 +145,7 @@ async def apply(router: Router, config: Config) -> None:
         file = KeyFile(Path(keys.file), clock=router.clock)
     aliases = Aliases.of(config.alias_shares())
     if config.models != before.models:
-        await router.reader.set_models(router.prompts_of(config))
+        await router.reader.set_models(router.following.prompts_of(config))
     # Nothing fails and nothing waits from here on.
     if gate is not None and file is not None:
         gate.configure(file, forward=keys.forward)

@@ -24,7 +24,7 @@ from router.simulate.plan import Plan, check_layout, run_plan
 from router.simulate.plot import PlotError, check_plot, draw
 from router.simulate.report import facts_of, report_json, show
 from router.simulate.run.arms import Arm, arms_of
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
 from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
 from router.simulate.timing import Timing

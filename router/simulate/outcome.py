@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from router.simulate.run.fleet import FleetRun, Row
+from router.simulate.run.rows import FleetRun, Row
 
 WARM_SHARE = 0.2
 WINDOWS = 20

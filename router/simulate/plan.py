@@ -18,7 +18,7 @@ from publisher.groups import GroupSpec
 from publisher.pool.layout import pool_layout
 from router.simulate.outcome import Outcome, Result, compare
 from router.simulate.run.arms import Arm
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.study import Job, Placed, Workloads, round_robin, run_all, speed_for
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)

@@ -20,7 +20,9 @@ from publisher.groups import Family, GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.outcome import Result, result_of
 from router.simulate.run.arms import ARMS, Arm
-from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.rows import FleetRun
+from router.simulate.run.setup import FleetSetup
 from router.simulate.workload.requests import Request, WorkloadError
 
 POOL_BLOCKS_MIN = 64

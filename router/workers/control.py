@@ -53,7 +53,7 @@ class ControlPort:
     async def _answer(self, request: Request) -> Response:
         asked = request.method, request.url.path
         if asked == ("GET", "/worker/metrics"):
-            return Response(self._view.own_page())
+            return Response(msgspec.msgpack.encode(await self._view.own_page()))
         if asked == ("GET", ROSTER_PATH):
             return Response(self._roster.state())
         if asked == ("PUT", ROSTER_PATH):

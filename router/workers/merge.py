@@ -49,21 +49,10 @@ class WorkerPage(msgspec.Struct, array_like=True):
     families: list[WorkerFamily]
 
 
-def page_of(slot: int, life: int, found: Iterable[Metric]) -> WorkerPage:
-    """A worker's own families, ready to be sent."""
-    return WorkerPage(
-        slot,
-        life,
-        [
-            WorkerFamily(
-                family.name,
-                family.documentation,
-                family.type,
-                [(s.name, tuple(s.labels.items()), float(s.value)) for s in family.samples],
-            )
-            for family in found
-        ],
-    )
+def family_of(family: Metric) -> WorkerFamily:
+    """A worker's own family, ready to be sent."""
+    samples = [(s.name, tuple(s.labels.items()), float(s.value)) for s in family.samples]
+    return WorkerFamily(family.name, family.documentation, family.type, samples)
 
 
 def is_alike(name: str, *, shared_index: bool) -> bool:

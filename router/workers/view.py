@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -11,14 +13,14 @@ from prometheus_client.metrics_core import Metric
 
 from router.api.answers import LiveRequest, PrefixView, ReceiptView
 from router.api.metrics.families import of_stats
-from router.api.metrics.page import Sources, families, page_steps
+from router.api.metrics.page import Sources, families, in_steps, page_steps
 from router.api.views import OwnView
 from router.http.server.stats import ListenStats
 from router.observe.histogram import Histogram
-from router.openai.members import at_leisure
+from router.openai.members import at_leisure, at_once
 from router.workers.calls import SiblingCalls
 from router.workers.gossip import WorkerGossipStats
-from router.workers.merge import CountLedger, WorkerPage, merged, page_of
+from router.workers.merge import CountLedger, WorkerPage, family_of, merged
 from router.workers.seat import WorkerSeat
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
@@ -35,10 +37,14 @@ class WholeView:
         self._calls = calls
         self._ledger: CountLedger | None = None
         self._lives: dict[int, int] = {}
+        self._asking = asyncio.Lock()
+        self._merger = ThreadPoolExecutor(1, "kvatlas-metrics")
+        """With both, answers are merged in the order in which they were asked for: counts never fall."""
 
-    def own_page(self) -> bytes:
+    async def own_page(self) -> WorkerPage:
         """This worker's part of ``metrics``, for a sibling."""
-        return msgspec.msgpack.encode(page_of(self._seat.slot, self._seat.life, families(self._sources)))
+        found = await at_leisure(in_steps(family_of, families(self._sources)))
+        return WorkerPage(self._seat.slot, self._seat.life, found)
 
     async def own_part(self, name: str) -> bytes | None:
         """This worker's part of what the method of this name shows; None: there is none."""
@@ -52,17 +58,22 @@ class WholeView:
         return None if part is None else msgspec.json.encode(await part())
 
     async def metrics(self) -> bytes:
-        """See ``OpsView``."""
-        answers = await self._calls.ask_all("/worker/metrics")
-        pages = [page_of(self._seat.slot, self._seat.life, families(self._sources))]
-        pages += [_PAGE.decode(answer) for answer in answers.values()]
+        """See ``OpsView``. Pages are merged in a thread: those of many engines take long."""
+        async with self._asking:
+            answers = await self._calls.ask_all("/worker/metrics")
+            own = await self.own_page()
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._merger, self._page, own, list(answers.values()))
+
+    def _page(self, own: WorkerPage, answers: list[bytes]) -> bytes:
+        pages = [own, *map(_PAGE.decode, answers)]
         if self._ledger is None:
             self._ledger = CountLedger(self._seat.ledger)
         found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered
         found += crew_families(self._seat.count, answered, self._lives)
-        return await at_leisure(page_steps(found))
+        return at_once(page_steps(found))
 
     async def engines(self) -> list[Any]:
         """See ``OpsView``."""

@@ -26,7 +26,8 @@ import pytest
 from router.simulate.advise.command import ObservedFleet, see
 from router.simulate.fit import fit_capture
 from router.simulate.run.arms import ARMS
-from router.simulate.run.fleet import FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
 from router.simulate.workload.access_log import Captured
 from router.simulate.workload.requests import Asked

@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -41,6 +42,7 @@ from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 from router.replication.service import SharedIndex
 
+T = TypeVar("T")
 _TURN_S = 0.005
 """Of the page, between two pauses."""
 
@@ -149,14 +151,22 @@ def families(sources: Sources) -> Iterator[Metric]:
 def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
     """Steps to the page of these families, in Prometheus text format, each read when its turn comes. Others
     may go on (``router.openai.members.at_leisure``) after the first that ends so long after a pause."""
-    texts: list[bytes] = []
+    texts = yield from in_steps(_text, found, pause_every_s=pause_every_s)
+    return b"".join(texts)
+
+
+def in_steps(
+    work: Callable[[Metric], T], found: Iterable[Metric], *, pause_every_s: float = _TURN_S
+) -> Generator[None, None, list[T]]:
+    """What ``work`` makes of each family, in the same steps."""
+    made: list[T] = []
     began_s = time.perf_counter()
     for family in found:
-        texts.append(_text(family))
+        made.append(work(family))
         if time.perf_counter() - began_s >= pause_every_s:
             yield
             began_s = time.perf_counter()
-    return b"".join(texts)
+    return made
 
 
 def _text(family: Metric) -> bytes:

@@ -52,7 +52,7 @@ def parse_message(
     role = message["role"]
     wrap = content_format == "openai"
     if len(message) == 2 and role in _PLAIN_ROLES and isinstance(text := message.get("content"), str):
-        return {"role": role, "content": [{"type": "text", "text": text}] if wrap else text}
+        return text_message(role, text, content_format)
     shown = images if wrap and role == "user" else None
     parts = list(_parts(role, message.get("content"), shown))
     result: Message = {"role": role}
@@ -73,6 +73,11 @@ def parse_message(
             raise NotLocalError("message_shape")
         result["tools"] = None
     return result
+
+
+def text_message(role: str, text: str, content_format: str) -> Message:
+    """A message of a user or assistant that has a text and nothing else."""
+    return {"role": role, "content": [{"type": "text", "text": text}] if content_format == "openai" else text}
 
 
 def _parts(role: str, content: str | list[Any] | None, images: list[bytes] | None) -> Iterator[Any]:

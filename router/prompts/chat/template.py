@@ -20,7 +20,7 @@ Thread-safe: rendering shares nothing that changes but counters and a set of sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 from router.prompts.chat.compiled import (
@@ -40,9 +40,6 @@ _SHAPES_MAX: Final = 4096
 """Shapes remembered; when full, all are forgotten and checked again."""
 _CHECKED_CHARS_MAX: Final = 1 << 16
 """Known shapes above this length are not sampled: the check would cost more than it shows."""
-
-_PYTHON_SPACES: Final = "\x1c\x1d\x1e\x1f"
-"""White space to Python's strip, trim and split, but not to Rust's."""
 
 
 class ChatTemplate:
@@ -65,7 +62,7 @@ class ChatTemplate:
         """Which engine renders now: "minijinja" or "jinja2"."""
         return "jinja2" if self._fast is None else "minijinja"
 
-    def render(self, context: Context, shapes: frozenset[int]) -> str:
+    def render(self, context: Context, shapes: Set[int]) -> str:
         """The prompt text. ``shapes`` names the kinds of value in ``context`` (see ``shape``).
 
         Raises ``TemplateRejectsError`` where the template refuses the conversation.
@@ -86,9 +83,11 @@ class ChatTemplate:
 
     def _is_odd(self, text: str) -> bool:
         """Whether the two are known to differ about characters of this text."""
-        return (self._changes_case and not text.isascii()) or any(char in text for char in _PYTHON_SPACES)
+        if "\x1c" in text or "\x1d" in text or "\x1e" in text or "\x1f" in text:
+            return True  # white space to Python's strip, trim and split, but not to Rust's
+        return self._changes_case and not text.isascii()
 
-    def _checked(self, text: str | None, context: Context, shapes: frozenset[int]) -> str:
+    def _checked(self, text: str | None, context: Context, shapes: Set[int]) -> str:
         self._stats.template_checks += 1
         try:
             expected = self._by_reference(context)

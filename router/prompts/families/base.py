@@ -40,8 +40,6 @@ class TextTokenizer(Protocol):
 
     def encode_cut(self, text: str) -> tuple[list[int], Encoded]: ...
 
-    def with_special_tokens(self, ids: Ids) -> Ids: ...
-
 
 class Family(Protocol):
     """How one family's chats become tokens. ``name`` is for people and says with which package."""

@@ -118,10 +118,6 @@ class Mistral:
         """No place is known to be safe."""
         return False
 
-    def with_special_tokens(self, ids: Ids) -> Ids:
-        """With the beginning-of-text token, as completions have it."""
-        return array("I", [self._tokenizer.bos_id]) + ids
-
 
 def _is_plain_text(part: Any) -> bool:
     return isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text"

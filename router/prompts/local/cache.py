@@ -1,9 +1,9 @@
 """Prompts seen before, found again by their beginning, so that only what is new is computed.
 
-An entry (``entry.py``) is indexed under a chain of keys, one
-per prefix (per message of a chat, per chunk of tokens otherwise); a key points to the newest prompt with
-that prefix. Keys only propose: the caller compares the content before it reuses anything. An entry whose
-last key is taken over by a longer prompt is dropped at once, since the longer one contains it.
+An entry (``entry.py``) is indexed under a chain of keys, one per prefix: per message of a chat, else per
+chunk of the text or ids. A key points to the newest prompt with that prefix. Keys only propose: the caller
+compares the content before it reuses anything. An entry whose last key is taken over by a longer prompt is
+dropped at once, since the longer one contains it.
 
 Always true: the estimated size of all entries is at most ``bytes_max``, and of one at most a quarter of it
 (larger ones are not kept); every index key points to a live entry. Event-loop thread only.
@@ -31,8 +31,8 @@ _CHAIN_BYTES_PER_TOKEN: Final = 8
 the index (8 B)."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
-CHUNK_TOKENS: Final = 256
-"""Prompts without messages are indexed by such chunks."""
+CHUNK_BYTES: Final = 1024
+"""Prompts without messages are indexed by such chunks of their text, or of their ids: 256 of them."""
 
 
 class PrefixCache:
@@ -54,9 +54,20 @@ class PrefixCache:
             entry = self._index.get(keys[length - 1])
             if entry is not None:
                 self._entries.move_to_end(id(entry))
-                self._index.update(dict.fromkeys(entry.keys, entry))
+                # Where its first key points to it, it was used last of all that begin like it.
+                if self._index.get(entry.keys[0]) is not entry:
+                    self._index.update(dict.fromkeys(entry.keys, entry))
                 return entry, length
         return None
+
+    def find_in(self, scope: bytes, keys: list[int]) -> Entry | None:
+        """The entry of this scope proposed for a prompt without messages."""
+        found = self.find(keys)
+        if found is None or found[0].scope != scope:
+            self._stats.prefix_misses += 1
+            return None
+        self._stats.prefix_hits += 1
+        return found[0]
 
     def put_next(self, entry: Entry, parent: Entry, num_tokens: int) -> None:
         """``put`` for a prompt that shares its first tokens with one found here: takes over their hashes."""
@@ -108,12 +119,19 @@ def message_keys(scope: bytes, raws: Sequence[msgspec.Raw]) -> list[int]:
 
 
 def token_keys(scope: bytes, ids: Ids) -> list[int]:
-    """One key per whole chunk of ``CHUNK_TOKENS`` ids, and one for the rest of a shorter or uneven prompt."""
-    key = xxhash.xxh3_64_intdigest(scope, 1)
-    data, step = ids.tobytes(), CHUNK_TOKENS * ids.itemsize
+    """One key per whole chunk of ids, and one for the rest of a shorter or uneven prompt."""
+    return _chunk_keys(xxhash.xxh3_64_intdigest(scope, 1), ids.tobytes())
+
+
+def text_keys(scope: bytes, text: str) -> list[int]:
+    """The same of a prompt's text."""
+    return _chunk_keys(xxhash.xxh3_64_intdigest(scope, 2), text.encode(errors="surrogatepass"))
+
+
+def _chunk_keys(key: int, data: bytes) -> list[int]:
     keys = []
-    for start in range(0, len(data), step):
-        key = xxhash.xxh3_64_intdigest(data[start : start + step], key)
+    for start in range(0, len(data), CHUNK_BYTES):
+        key = xxhash.xxh3_64_intdigest(data[start : start + CHUNK_BYTES], key)
         keys.append(key)
     return keys
 
@@ -140,14 +158,11 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
     if not ids:
         raise NotLocalError("empty")
     keys = token_keys(scope, ids)
-    found = cache.find(keys)
+    parent = cache.find_in(scope, keys)
     entry = Entry(keys, scope, ids, extras)
-    if found is None or found[0].scope != scope:
-        stats.prefix_misses += 1
+    if parent is None:
         cache.put(entry)
         return entry
-    parent = found[0]
-    stats.prefix_hits += 1
     shared = common_tokens(parent.ids, ids)
     stats.tokens_reused += shared
     if shared == len(ids) == len(parent.ids) and parent.extras == extras:

@@ -12,7 +12,8 @@ Always true: the result is what the engine computes, or ``NotLocalError`` is rai
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -21,7 +22,7 @@ from router.prompts.chat.context import context_key
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.families.base import TextTokenizer
 from router.prompts.families.missing import MissingFamily
-from router.prompts.local.cache import PrefixCache, cached_ids, common_tokens, message_keys
+from router.prompts.local.cache import PrefixCache, cached_ids, common_tokens, message_keys, text_keys
 from router.prompts.local.entry import Entry, KnownMessage
 from router.prompts.local.renderer import ChatForm, ChatRenderer
 from router.prompts.local.workers import Workers
@@ -40,9 +41,22 @@ _MESSAGES_MAX: Final = 8192
 """Finding and keeping a conversation takes about 1 us per message, all of it on the event loop."""
 _TOOL_VALUES_MAX: Final = 10_000
 """Writing more of them as JSON is one call that holds the interpreter for 10 ms."""
+_KINDS_MAX: Final = 1024
+"""Names whose bare chats are remembered; when full, all are forgotten."""
 _FASTER: Final = 4
 """fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
 _ENCODER: Final = msgspec.json.Encoder()
+_NOTHING: Final = ids_of(())
+
+
+class _Kind(NamedTuple):
+    """What a chat's prompt depends on besides its messages, and all of that in few bytes (``scope``).
+    ``special``: special tokens come around it; ``tokenizer``: what makes it."""
+
+    form: ChatForm
+    scope: bytes
+    special: bool
+    tokenizer: str
 
 
 class LocalModel:
@@ -65,6 +79,8 @@ class LocalModel:
         self._settings = settings
         self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max)
         self.tokenizer = self._load_tokenizer(directory)
+        self._bare: dict[bytes, _Kind] = {}
+        """Of chats that are messages alone, by scope."""
 
     def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
         family = self.renderer.family
@@ -89,34 +105,36 @@ class LocalModel:
 
         Raises ``NotLocalError``, ``ApiError`` 400.
         """
-        self._check(body)
-        form = await self._form_of(body, long=long)
-        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
-        scope = self._chat_scope(scope, body, form, special=special)
+        kind = self._bare.get(scope) if body.is_bare() else None
+        if kind is None or kind.tokenizer != self.tokenizer.name:
+            kind = await self._kind_of(body, scope, long=long)
+        if len(body.messages) > _MESSAGES_MAX:
+            raise NotLocalError("too_complex")
+        form, scope, special, _ = kind
         keys = message_keys(scope, body.messages)
         parent, shared = self._find(scope, keys, body.messages)
         if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
             self._stats.tokens_reused += len(parent.ids)
             return parent
         known = parent.messages[:shared] if parent is not None else []
-
-        def render() -> tuple[list[KnownMessage], str | list[int]]:
-            return self.renderer.render(body, known, form)
-
-        long = long or _takes_long(body.messages[shared:], known)
-        messages, text = await self._workers.run(render) if long else render()
+        new = body.messages[shared:] if shared else body.messages
+        if len(new) <= _INLINE_MESSAGES and not long:
+            plain = self.renderer.plain(new, form.template)
+            known, new = known + plain, new[len(plain) :]
+        if long or _takes_long(new, known):
+            messages, text = await self._workers.run(partial(self.renderer.render, body, known, form))
+        else:
+            messages, text = self.renderer.render(body, known, form)
         media = tuple([digest for one in messages for digest in one.images])
         entry = Entry(keys, scope, ids_of(()), extras, messages, media)
-        whole = not special and body.truncate_prompt_tokens is None
-        if media and (not whole or form.context.continue_final):
+        whole = body.truncate_prompt_tokens is None
+        if media and (special or not whole or form.context.continue_final):
             raise NotLocalError("multimodal")
         if isinstance(text, list):  # the family's own ids, complete
             entry.ids = ids_of(text)
             return self._keep(entry, parent, 0)
-        entry.cut, entry.ids, known_tokens = await self._tokenize(text, parent if whole else None)
+        entry.cut, entry.ids, known_tokens = await self._tokenize(text, parent, special=special)
         if not whole:
-            if special:
-                entry.ids = self.tokenizer.with_special_tokens(entry.ids)
             entry.ids = self._truncated(entry.ids, body, special)
             entry.cut = None  # of ids that are no longer there
         return self._keep(entry, parent, known_tokens)
@@ -132,21 +150,45 @@ class LocalModel:
         if not isinstance(prompt, str):
             ids = truncated(ids_of(prompt), body, max_model_len=self._config.max_model_len, from_text=False)
             return self.entry_of_ids(ids, extras, scope)
-        special = _flag(body.add_special_tokens)
-        _, ids, _ = await self._tokenize(prompt, None)
-        ids = self.tokenizer.with_special_tokens(ids) if special else ids
-        return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        if body.truncate_prompt_tokens is not None:
+            _, ids, _ = await self._tokenize(prompt, None, special=special)
+            return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
+        form = (_ENCODER.encode(special), self.tokenizer.name.encode())
+        scope = compact(b"\0".join((scope, *form)))
+        keys = text_keys(scope, prompt)
+        parent = self._cache.find_in(scope, keys)
+        if parent is not None and parent.cut is not None and parent.cut.text == prompt:
+            self._stats.tokens_reused += len(parent.ids)
+            return parent
+        entry = Entry(keys, scope, ids_of(()), extras)
+        entry.cut, entry.ids, known_tokens = await self._tokenize(prompt, parent, special=special)
+        return self._keep(entry, parent, known_tokens)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
         """A cached prompt of given ids."""
         return cached_ids(self._cache, self._stats, ids, extras, scope)
+
+    async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
+        """All but the messages that the prompt depends on. That of a bare chat is kept: there is one for each
+        name of a model or adapter."""
+        self._check(body)
+        form = await self._form_of(body, long=long)
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        whole = self._chat_scope(scope, body, form, special=special)
+        kind = _Kind(form, whole, special, self.tokenizer.name)
+        if self.renderer.family is None and body.is_bare():
+            if len(self._bare) >= _KINDS_MAX:
+                self._bare.clear()
+            self._bare[scope] = kind
+        return kind
 
     def _check(self, body: ChatBody) -> None:
         if self.renderer.unreadable is not None:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
-        if len(body.messages) > _MESSAGES_MAX or num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
+        if num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
             raise NotLocalError("too_complex")
         self.renderer.check(body)
 
@@ -161,7 +203,6 @@ class LocalModel:
         return self.renderer.form_of(body, key)
 
     def _chat_scope(self, scope: bytes, body: ChatBody, form: ChatForm, *, special: bool) -> bytes:
-        """All but the messages that the prompt depends on."""
         limits = _ENCODER.encode(
             (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
         )
@@ -178,33 +219,46 @@ class LocalModel:
         self._stats.prefix_hits += 1
         return found
 
-    async def _tokenize(self, text: str, parent: Entry | None) -> tuple[CutText, Ids, int]:
+    async def _tokenize(self, text: str, parent: Entry | None, *, special: bool) -> tuple[CutText, Ids, int]:
         """Cut and tokenize a text; what ``parent``'s has up to the last cut both share is taken over.
 
-        The last number is how many tokens that are.
+        The last number is how many tokens that are. ``special``: with special tokens around it.
         """
+        prefix, suffix = self._frame(special=special)
         before = None if parent is None else parent.cut
         kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
-        begin = before.starts[kept] if before is not None and kept else 0
-        rest = text[begin:] if begin else text
-        if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
-            starts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
+        if parent is not None and before is not None and kept:
+            begin, reused = before.starts[kept], before.counts[kept]
+            starts, counts, ids = before.starts[:kept], before.counts[:kept], parent.ids[:reused]
+            rest = text[begin:]
         else:
-            starts, tail = self.tokenizer.encode_cut(rest)
+            begin, reused = 0, 0
+            starts, counts, ids = [], [], prefix[:]
+            rest = text
+        if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
+            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
+        else:
+            cuts, tail = self.tokenizer.encode_cut(rest)
         self._stats.tokens_new += len(tail.ids)
-        if parent is None or before is None or not kept:
-            return CutText(text, starts, tail.offsets[:-1]), tail.ids, 0
-        reused = before.counts[kept]
-        starts = before.starts[:kept] + [begin + start for start in starts]
-        counts = before.counts[:kept] + [reused + count for count in tail.offsets[:-1]]
-        ids = parent.ids[:reused]
-        ids.extend(tail.ids)  # one copy less than a sum
+        starts += [begin + cut for cut in cuts]
+        known = len(ids)
+        counts += [known + count for count in tail.offsets[:-1]]
+        ids += tail.ids
+        ids += suffix
         return CutText(text, starts, counts), ids, reused
 
+    def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
+        """What comes before and after a text's own ids. Raises ``NotLocalError`` where that is no plain
+        frame."""
+        if not special:
+            return _NOTHING, _NOTHING
+        prefix, suffix = self.tokenizer.prefix, self.tokenizer.suffix
+        if prefix is None or suffix is None:
+            raise NotLocalError("field")
+        return prefix, suffix
+
     def _truncated(self, ids: Ids, body: ChatBody | CompletionBody, special: bool) -> Ids:
-        frame = 0
-        if special and self.tokenizer.prefix is not None and self.tokenizer.suffix is not None:
-            frame = len(self.tokenizer.prefix) + len(self.tokenizer.suffix)
+        frame = sum(map(len, self._frame(special=special)))
         return truncated(ids, body, max_model_len=self._config.max_model_len, from_text=True, frame=frame)
 
     def _keep(self, entry: Entry, parent: Entry | None, known: int) -> Entry:

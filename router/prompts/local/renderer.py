@@ -6,7 +6,9 @@ which is cheap, since what a template makes of a message may depend on any other
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import cached_property
+from sys import getsizeof
 from typing import Final, NamedTuple
 
 import msgspec
@@ -15,20 +17,31 @@ from router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext, ContextCache, Key, chat_context, parse_tools
 from router.prompts.chat.conversions import TemplateTraits
-from router.prompts.chat.messages import Message, parse_message, without_developer_role
+from router.prompts.chat.messages import Message, parse_message, text_message, without_developer_role
 from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
 from router.prompts.config import ModelPrompts
 from router.prompts.families.base import Family, family_of
 from router.prompts.families.missing import MissingFamily
 from router.prompts.local.entry import KnownMessage
 from router.prompts.model_dir import ModelDir, load_chat_template
-from router.prompts.request import ChatBody, NotLocalError, decode_message
+from router.prompts.request import ChatBody, NotLocalError, decode_message, plain_message
 from router.prompts.sizes import kept_bytes, num_values
 from router.prompts.stats import PromptStats
 
 _MESSAGE_BYTES: Final = 200
 """Of a known message besides its text and what it became."""
 _IMAGE_BYTES: Final = 80
+
+
+def _of_plain(role: str, form: str) -> tuple[int, int]:
+    empty = text_message(role, "", form)
+    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - getsizeof("")
+
+
+_PLAIN: Final = {
+    (role, form): _of_plain(role, form) for role in ("user", "assistant") for form in ("string", "openai")
+}
+"""Of plain messages, their shape, and their bytes besides raw JSON and text."""
 
 
 class ChatForm(NamedTuple):
@@ -142,6 +155,26 @@ class ChatRenderer:
             self._contexts.put(key, template, context)
         return ChatForm(template, context)
 
+    def plain(self, raws: list[msgspec.Raw], template: ChatTemplate | Family) -> list[KnownMessage]:
+        """The first of these messages, as far as they have a role and a text alone: few steps for each."""
+        made: list[KnownMessage] = []
+        if not isinstance(template, ChatTemplate):
+            return made
+        form = self._content_format(template)
+        for raw in raws:
+            said = plain_message(raw)
+            if said is None:
+                break
+            text = said.content
+            shape, size = _PLAIN[said.role, form]
+            message = text_message(said.role, text, form)
+            made.append(KnownMessage(raw.copy(), message, shape, 1, size + len(raw) + getsizeof(text)))
+        return made
+
+    def _content_format(self, template: ChatTemplate) -> str:
+        form = self._config.chat_template_content_format
+        return template.content_format if form == "auto" else form
+
     def render(
         self, body: ChatBody, known: list[KnownMessage], form: ChatForm
     ) -> tuple[list[KnownMessage], str | list[int]]:
@@ -157,7 +190,7 @@ class ChatRenderer:
         try:
             if not isinstance(template, ChatTemplate):
                 return messages, template.render(conversation, context)
-            shapes = frozenset([context.shape, *[one.shape for one in messages]])
+            shapes = {context.shape, *[one.shape for one in messages]}
             return messages, _by_template(conversation, shapes, template, context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
@@ -169,13 +202,8 @@ class ChatRenderer:
         images: list[bytes] = []
         shape = 0
         if isinstance(template, ChatTemplate):
-            form = self._config.chat_template_content_format
-            message = parse_message(
-                given,
-                template.content_format if form == "auto" else form,
-                orders_calls=orders_calls,
-                images=images,
-            )
+            form = self._content_format(template)
+            message = parse_message(given, form, orders_calls=orders_calls, images=images)
             shape = message_shape(message)
         else:
             message = template.parse(given)
@@ -191,11 +219,13 @@ class ChatRenderer:
 
 
 def _by_template(
-    conversation: list[Message], shapes: frozenset[int], template: ChatTemplate, context: ChatContext
+    conversation: list[Message], shapes: Set[int], template: ChatTemplate, context: ChatContext
 ) -> str:
     seen = conversation if template.knows_developer else without_developer_role(conversation)
-
-    def render(messages: list[Message]) -> str:
-        return template.render({**context.names, "messages": messages}, shapes)
-
-    return continue_final(seen, template.source, render) if context.continue_final else render(seen)
+    if not context.continue_final:
+        return template.render({**context.names, "messages": seen}, shapes)
+    return continue_final(
+        seen,
+        template.source,
+        lambda messages: template.render({**context.names, "messages": messages}, shapes),
+    )

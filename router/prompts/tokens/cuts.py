@@ -5,8 +5,9 @@ itself. A *barrier* is an added token whose every occurrence is such a cut, what
 is matched on the raw text, takes no white space along, and no other added token can overlap an
 occurrence of it from the left (or, where that one is matched first, from the right) or be longer at the same
 place. So a text may be cut before each barrier, and a piece's ids depend on nothing outside it: a next turn
-tokenizes only what follows the last barrier it shares with the turn before. At load this is checked with
-probe texts as well; where they differ there are no barriers.
+tokenizes only what follows the last cut it shares with the turn before. Long pieces are cut between words as
+well, where the tokenizer is of a kind that parts them anyway (``word_cuts.py``). At load both are tried on
+probe texts; where they change anything there are none.
 
 Probing depends on the tokenizer alone and takes up to a second, so what is found of one is kept.
 """
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 
 from router.prompts.tokens.barriers import barrier_pattern, find_barriers
 from router.prompts.tokens.ids import Ids
+from router.prompts.tokens.word_cuts import PIECE_CHARS, between_words, parts_words, word_cuts
 
 _WINDOW_CHARS: Final = 1 << 17
 """Scanned in one go, about 1 ms: a regular expression holds the GIL."""
@@ -32,30 +34,40 @@ _PROBE_PIECES: Final = (
     *("", " ", "\n", "\t", "  two", "word", " word ", "\n\n x"),
     *("é", "e\u0301", "日本", "12345", "'s", "<|"),
 )
+_BETWEEN_WORDS: Final = [
+    (f"{left}x {right}", len(left) + 1) for left in _PROBE_PIECES for right in _PROBE_PIECES
+]
 _PROBED_BARRIERS_MAX: Final = 6
 """Barriers differ only by their text; more would only make loading slower."""
 
 
 class Cuts(NamedTuple):
     """What was found of one tokenizer. ``prefix`` and ``suffix``: what ``add_special_tokens`` puts before and
-    after any text; None, None where it does more."""
+    after any text; None, None where it does more. ``words``: texts may be cut between words."""
 
     barrier: re.Pattern[str] | None
     barrier_chars_max: int
+    words: bool
     prefix: Ids | None
     suffix: Ids | None
 
     def split(self, text: str) -> list[int]:
-        """Where ``text`` may be cut: 0, and the character offset of every barrier."""
+        """Where ``text`` is cut: 0, the character offset of every barrier, and places in long pieces."""
+        starts = self._at_barriers(text)
+        return list(word_cuts(text, starts)) if self.words and len(text) > PIECE_CHARS else starts
+
+    def may_cut(self, text: str, at: int) -> bool:
+        """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
+        if self.barrier is not None and self.barrier.match(text, at) is not None:
+            return True
+        return self.words and between_words(text, at)
+
+    def _at_barriers(self, text: str) -> list[int]:
         if self.barrier is None:
             return [0]
         if len(text) <= _WINDOW_CHARS:
             return [0, *[match.start() for match in self.barrier.finditer(text, 1)]]
         return [0, *self._barrier_starts(self.barrier, text)]
-
-    def may_cut(self, text: str, at: int) -> bool:
-        """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
-        return self.barrier is not None and self.barrier.match(text, at) is not None
 
     def _barrier_starts(self, barrier: re.Pattern[str], text: str) -> Iterator[int]:
         """Where barriers begin, but for one at 0; window by window, so that other threads get their turn."""
@@ -71,8 +83,15 @@ class Cuts(NamedTuple):
 def cuts_of(tokenizer: Tokenizer) -> Cuts:
     """Find barriers and special tokens, and try both on probe texts."""
     barriers = find_barriers(tokenizer)
-    found = Cuts(barrier_pattern(barriers), max(map(len, barriers), default=0), *_added_around(tokenizer))
-    return found if _probes_agree(tokenizer, found, barriers) else found._replace(barrier=None)
+    frame = _added_around(tokenizer)
+    found = Cuts(
+        barrier_pattern(barriers), max(map(len, barriers), default=0), parts_words(tokenizer), *frame
+    )
+    if not all(_is_same(tokenizer, text, found.split(text)) for text in _around_barriers(barriers)):
+        found = found._replace(barrier=None)
+    if not (found.words and all(_is_same(tokenizer, text, [0, at]) for text, at in _BETWEEN_WORDS)):
+        found = found._replace(words=False)
+    return found
 
 
 def whole(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
@@ -81,13 +100,9 @@ def whole(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int
     return ids
 
 
-def _probes_agree(tokenizer: Tokenizer, cuts: Cuts, barriers: list[str]) -> bool:
-    for text in _probe_texts(barriers):
-        starts = [*cuts.split(text), len(text)]
-        cut = [token for a, b in pairwise(starts) for token in whole(tokenizer, text[a:b])]
-        if cut != whole(tokenizer, text):
-            return False
-    return True
+def _is_same(tokenizer: Tokenizer, text: str, starts: list[int]) -> bool:
+    cut = [token for a, b in pairwise([*starts, len(text)]) for token in whole(tokenizer, text[a:b])]
+    return cut == whole(tokenizer, text)
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[Ids | None, Ids | None]:
@@ -102,7 +117,7 @@ def _added_around(tokenizer: Tokenizer) -> tuple[Ids | None, Ids | None]:
     return None, None
 
 
-def _probe_texts(barriers: list[str]) -> list[str]:
+def _around_barriers(barriers: list[str]) -> list[str]:
     """Texts with barriers between, before and after pieces that normalizers and splitters care about."""
     texts = []
     for number, barrier in enumerate(barriers[:_PROBED_BARRIERS_MAX]):

@@ -16,7 +16,6 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.cuts import cuts_of, whole
 from router.prompts.tokens.fast import FastEncoder, NoFastEncoder, fast_encoder
@@ -106,9 +105,3 @@ class PromptTokenizer:
     def adds_nothing(self) -> bool:
         """Texts have no special tokens around them."""
         return self.prefix is not None and self.suffix is not None and not self.prefix and not self.suffix
-
-    def with_special_tokens(self, ids: Ids) -> Ids:
-        """As ``add_special_tokens=True`` has it. Raises ``NotLocalError`` where that is no plain frame."""
-        if self.prefix is None or self.suffix is None:
-            raise NotLocalError("field")
-        return self.prefix + ids + self.suffix

@@ -32,7 +32,7 @@ from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.outcome import NothingServedError
 from router.simulate.report import retention_text
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes
 from router.simulate.study import Workloads, pool_blocks, round_robin, run_all, speed_for
 from router.simulate.timing import Timing

@@ -19,7 +19,7 @@ from router.simulate.advise.trials import (
     more_tiers,
     retention_name,
 )
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import TierSetup, TierSpec
 
 GAIN_MIN = 0.03

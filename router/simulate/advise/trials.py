@@ -19,7 +19,7 @@ from router.placement.candidate import PolicySettings
 from router.simulate.outcome import WARM_SHARE, Outcome
 from router.simulate.plan import check_layout
 from router.simulate.run.arms import ARMS, Arm
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import (
     KV_KIB_PER_TOKEN,
     TierSetup,

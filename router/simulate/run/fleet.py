@@ -8,7 +8,6 @@ its inputs and the seed alone.
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -18,85 +17,26 @@ import msgspec
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
-from publisher.groups import Family, GroupSpec
+from publisher.groups import Family
 from router.admission.queue.fair import GENERATED_WORTH
-from router.pd.settings import PdSettings
-from router.placement.candidate import Ask, Candidate, Choice, Hit, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, Choice, Hit, ask
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load import LoadAccount, Ticket
 from router.placement.policies import ArmState, policy
 from router.placement.rates import FleetRates, RateSettings
-from router.placement.shadow import ShadowSpec
 from router.simulate.run.apart import Leg, Roles
 from router.simulate.run.arms import Arm
+from router.simulate.run.calendar import Calendar
 from router.simulate.run.engine import RequestRun, SimEngine
 from router.simulate.run.holding import Holding
-from router.simulate.run.router_view import Blind, ExactRules, History, RouterView, Truth, history_blocks
-from router.simulate.run.tier_setup import TierSetup
+from router.simulate.run.router_view import router_view
+from router.simulate.run.rows import FleetRun, Row
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tiers import tiers_of
-from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 256
-
-
-class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. ``num_blocks``: pages of each engine's pool; ``retention`` None is dense."""
-
-    groups: tuple[GroupSpec, ...]
-    num_blocks: int
-    engines: int = 8
-    retention: int | None = 0
-    timing: Timing = Timing()
-    speed: float = 1.0
-    """Arrivals come so many times as fast as the workload says."""
-    seed: int = 0
-    learn_rates: bool = False
-    """Learn each engine's prefill rate as the router does; else every arm is told the true one. Learning from
-    wrong predictions misleads an arm about load as well, so with it on arms differ in two things at once."""
-    policy: PolicySettings = PolicySettings()
-    tiers: TierSetup | None = None
-    """Memory outside the GPUs. Arms that see it are told what loads take."""
-    pd: PdSettings = PdSettings()
-    """What transfers take, for arms that have prefill and decode apart."""
-
-
-class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What became of one request. Tokens and seconds; ``ttft_s`` is -1 for one that no engine could hold."""
-
-    index: int
-    arrived_s: float
-    engine: int
-    prompt_tokens: int
-    predicted: int
-    """What the arm believed at the decision."""
-    hit: int
-    ttft_s: float
-    queue_s: float
-    preempted: int
-    cpu: int = 0
-    """Of the hit, loaded from host memory; ``storage``: from the store."""
-    storage: int = 0
-    answer_s: float = -1.0
-    """To the last token; ``per_token_s``: between two of them, -1 for an answer of one."""
-    per_token_s: float = -1.0
-    fetched: int = 0
-    """Tokens that came from the engine that computed the prompt for this one."""
-
-
-class FleetRun(msgspec.Struct):
-    """Rows in the workload's order, and what the engines did."""
-
-    rows: list[Row]
-    busy_s: list[float]
-    computed_tokens: list[int]
-    preemptions: int
-    ended_s: float
-    moved_bytes: int = 0
-    """Loaded from outside the GPUs."""
-    left_out_blocks: int = 0
-    """Not written into the store, for too many waited."""
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -153,7 +93,7 @@ class FleetSim:
             )
             for pool, outside in zip(pools, self._tiers, strict=True)
         ]
-        self._view = self._make_view(pools, mean_prompt_tokens)
+        self._view = router_view(arm, setup, pools, self._tiers, mean_prompt_tokens=mean_prompt_tokens)
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
@@ -161,8 +101,7 @@ class FleetSim:
         self._inflight = InflightPrefixes()
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
-        self._calendar: list[tuple[float, int]] = []
-        self._noted: list[float] = [float("inf")] * setup.engines
+        self._calendar = Calendar(setup.engines)
         self._now = 0.0
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
@@ -199,30 +138,6 @@ class FleetSim:
             chunk_tokens_max=setup.timing.chunk_tokens,
             events=False,
         )
-
-    def _make_view(self, pools: list[HybridBlockPool], mean_prompt_tokens: float) -> RouterView:
-        setup, count = self._setup, len(pools)
-        unit = self._scheme.hash_block_size
-        match self._arm.view:
-            case "truth":
-                return Truth(pools, self._tiers if self._arm.tiers else None)
-            case "history":
-                return History(count, unit, None)
-            case "capped-history":
-                capacity = history_blocks(setup.groups, setup.num_blocks, mean_prompt_tokens, setup.retention)
-                return History(count, unit, capacity)
-            case "rules":
-                spec = ShadowSpec(
-                    groups=setup.groups,
-                    num_blocks=setup.num_blocks,
-                    scheme=self._scheme,
-                    retention_interval=setup.retention,
-                    chunk_tokens_max=setup.timing.chunk_tokens,
-                    assumed=(),
-                )
-                return ExactRules(count, spec)
-            case "blind":
-                return Blind(count)
 
     def _arrive(self, index: int, request: Request) -> None:
         holding = self._holding
@@ -372,27 +287,20 @@ class FleetSim:
         calendar, holding = self._calendar, self._holding
         while True:
             wake_s = float("inf") if holding is None else holding.wake_s(self._now)
-            next_s = min(wake_s, calendar[0][0] if calendar else wake_s)
+            engine_s = calendar.next_s()
+            next_s = min(wake_s, engine_s)
             if next_s > until_s or next_s == float("inf"):
                 return
+            self._now = next_s
             if wake_s > next_s:
-                _, engine = heapq.heappop(calendar)
-                if next_s != self._noted[engine]:
-                    continue
-                self._now = next_s
-                self._noted[engine] = float("inf")
+                engine = calendar.take()
                 self._engines[engine].advance()
                 self._note(engine)
-            self._now = next_s
             if holding is not None:
                 holding.release(self._now, self._place)
 
     def _note(self, engine: int) -> None:
-        next_s = self._engines[engine].next_s
-        if next_s != self._noted[engine]:
-            self._noted[engine] = next_s
-            if next_s < float("inf"):
-                heapq.heappush(self._calendar, (next_s, engine))
+        self._calendar.note(engine, self._engines[engine].next_s)
 
     def _first_token(self, visit: RequestRun, now: float) -> None:
         opened = self._open[visit.index]

@@ -15,6 +15,8 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec
+from router.simulate.run.arms import Arm
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tiers import EngineTiers
 
 
@@ -164,3 +166,35 @@ def history_blocks(
             span = group.sliding_window or group.attention_chunk_size or group.block_size
             pages += min(dense, kept * -(-span // group.block_size))
     return max(1, int(num_blocks * full / pages)) if full else num_blocks
+
+
+def router_view(
+    arm: Arm,
+    setup: FleetSetup,
+    pools: list[HybridBlockPool],
+    tiers: Sequence[EngineTiers | None],
+    *,
+    mean_prompt_tokens: float,
+) -> RouterView:
+    """What this arm's router knows of the engines."""
+    count, scheme = len(pools), pools[0].scheme
+    match arm.view:
+        case "truth":
+            return Truth(pools, tiers if arm.tiers else None)
+        case "history":
+            return History(count, scheme.hash_block_size, None)
+        case "capped-history":
+            capacity = history_blocks(setup.groups, setup.num_blocks, mean_prompt_tokens, setup.retention)
+            return History(count, scheme.hash_block_size, capacity)
+        case "rules":
+            spec = ShadowSpec(
+                groups=setup.groups,
+                num_blocks=setup.num_blocks,
+                scheme=scheme,
+                retention_interval=setup.retention,
+                chunk_tokens_max=setup.timing.chunk_tokens,
+                assumed=(),
+            )
+            return ExactRules(count, spec)
+        case "blind":
+            return Blind(count)

@@ -13,7 +13,9 @@ from router.placement.cost import within_bound
 from router.placement.policies import ArmState, Policy, policy
 from router.simulate.run import fleet
 from router.simulate.run.arms import ARMS
-from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.rows import FleetRun
+from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
 from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Request, continued

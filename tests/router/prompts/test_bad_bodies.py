@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.openai.apis import CHAT
 from router.openai.body import Peek, peek
 from router.openai.errors import ApiError, model_not_found
+from router.prompts.bodies import peek_chat
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
+from router.prompts.request import ChatBody, decode_chat
+from router.prompts.sizes import VALUES_MAX
 from tests.support.examples import examples
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, reader, say
 
@@ -38,6 +42,51 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> PromptReader:
 )
 def test_peek_is_as_lenient_as_the_engine(body: bytes, expected: Peek) -> None:
     assert peek(body) == expected
+
+
+_FIELDS = st.fixed_dictionaries(
+    {"messages": st.just([say("user", "hello")])},
+    optional={
+        "model": st.sampled_from(["m", None, 5, "\ud800", ["m"]]),
+        "stream": st.sampled_from([True, False, None, 1, "true"]),
+        "priority": st.sampled_from([3, -1, 10**17, 10**18, 10**30, 1.0, "2", None]),
+        "previous_response_id": st.just("r"),
+        "kv_transfer_params": st.sampled_from([None, {}, {"x": 1}]),
+        "vllm_xargs": st.sampled_from([None, {"a": "b"}]),
+        "sampling_params": st.sampled_from([None, {}]),
+        "max_tokens": st.sampled_from([5, None, "x"]),
+        "echo": st.sampled_from([True, None]),
+        "tools": st.sampled_from([None, [], "x"]),
+        "temperature": st.sampled_from([0.5, float("nan"), {}]),
+    },
+)
+
+
+@settings(max_examples=examples(500))
+@given(fields=_FIELDS)
+def test_a_chat_that_is_decoded_once_is_what_two_looks_see(fields: dict[str, Any]) -> None:
+    body = json.dumps(fields).encode()
+    found = peek_chat(CHAT, body)
+    if found is None:  # to be looked at twice
+        return
+    seen = peek(body)
+    assert (found.model, found.stream, found.guarded) == (seen.model, seen.stream, seen.guarded)
+    assert found.priority == seen.priority
+    chat = decode_chat(body)
+    assert isinstance(found.prompt, ChatBody)
+    for name in ChatBody.__struct_fields__:
+        assert getattr(found.prompt, name) == getattr(chat, name)
+    assert found.prompt.is_bare() == chat.is_bare() == ("tools" not in fields)
+
+
+def test_only_a_chat_with_nothing_unusual_is_decoded_once() -> None:
+    plain = json.dumps({"model": "m", "messages": [], "priority": 2}).encode()
+    found = peek_chat(CHAT, plain)
+    assert found is not None
+    assert (found.model, found.priority) == ("m", 2)
+    assert peek_chat(COMPLETION, plain) is None
+    assert peek_chat(CHAT, json.dumps({"messages": [], "kv_transfer_params": {}}).encode()) is None
+    assert peek_chat(CHAT, json.dumps({"messages": ["x" * 2 * VALUES_MAX]}).encode()) is None
 
 
 BROKEN = [

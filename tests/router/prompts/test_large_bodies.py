@@ -85,7 +85,7 @@ def test_large_and_small_bodies_are_looked_at_alike(monkeypatch: pytest.MonkeyPa
         b" {} ",
     ]
     small = [peek(body) for body in bodies]
-    monkeypatch.setattr(body_module, "INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(body_module, "_INLINE_BYTES_MAX", 0)
     large = [asyncio.run(peek_any_size(body)) for body in bodies]
     assert [(look.model, look.stream) for look in large] == [(look.model, look.stream) for look in small]
     assert [look.guarded for look in large] == [True, False, False, False]  # of escapes it cannot be told
@@ -96,7 +96,7 @@ def test_large_and_small_bodies_are_looked_at_alike(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_name_that_no_model_has_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(body_module, "_INLINE_BYTES_MAX", 0)
     found = asyncio.run(peek_any_size(b'{"model": "' + "\u00e9".encode() * 100_000 + b'"}'))
     assert found.model is not None
     assert set(found.model) == {"\u00e9"}

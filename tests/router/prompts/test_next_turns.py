@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
 from router.prompts.local.cache import PrefixCache, common_tokens, message_keys, token_keys
@@ -21,6 +22,7 @@ from router.prompts.tokens.truncation import ids_of
 from tests.support.examples import examples
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
+    byte_level_tokenizer,
     chat,
     local_reader,
     metaspace_tokenizer,
@@ -237,6 +239,61 @@ def test_completions_share_hashes_by_tokens(folder: Path) -> None:
         assert prompt.hashes(SCHEME) == block_hashes(ids, SCHEME)
     assert reader.stats.blocks_reused > 3 * reader.stats.blocks_hashed / 2
     reader._cache.check_integrity()
+    reader.close()
+
+
+WORDS = "The router asks which engine holds the longest prefix of this prompt, and sends it there. "
+
+
+def test_a_long_message_that_ends_otherwise_is_tokenized_from_near_there_on(folder: Path) -> None:
+    reader, other = fresh(folder), fresh(folder)
+    bodies = [chat(say("system", "Be brief."), say("user", WORDS * 400 + end)) for end in ("One.", "Two?")]
+    read_exact(reader, bodies[0])
+    tokens, jobs = reader.stats.tokens_new, reader.stats.worker_jobs
+    after = read_exact(reader, bodies[1])
+    assert after.token_ids == forgetful_prompt(other, bodies[1]).token_ids
+    assert reader.stats.tokens_new - tokens < 1000 < len(after.token_ids)
+    assert reader.stats.worker_jobs == jobs, "so little needs no thread"
+    reader.close()
+    other.close()
+
+
+@pytest.mark.parametrize("kind", [byte_level_tokenizer(), metaspace_tokenizer()])
+@pytest.mark.parametrize("special", [True, False])
+def test_completions_of_a_growing_text_are_those_of_the_whole(
+    tmp_path: Path, kind: str, special: bool
+) -> None:
+    reader = local_reader(model_dir(tmp_path, "chatml", tokenizer=kind))
+    reference = Tokenizer.from_str(kind)
+    rng = random.Random(8)
+    text = WORDS * 40
+    for turn in range(30):
+        cut = len(text) - rng.choice((0, 0, 1, 700, 2500))
+        text = text[:cut] + "".join(rng.choices([*CHUNKS, WORDS], k=rng.randint(1, 20)))
+        for salt in (None, "x"):
+            fields = {"prompt": text, "add_special_tokens": special, "cache_salt": salt}
+            if turn % 7 == 3:
+                fields["truncate_prompt_tokens"] = 600
+            prompt = read_exact(reader, fields, "/v1/completions")
+            expected = reference.encode(text, add_special_tokens=special).ids
+            if turn % 7 != 3:
+                assert prompt.token_ids.tolist() == expected
+            elif not special:
+                assert prompt.token_ids.tolist() == expected[-600:]
+            assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
+    reader._cache.check_integrity()
+    reader.close()
+
+
+def test_completions_of_a_growing_text_compute_only_what_is_new(folder: Path) -> None:
+    reader, path = fresh(folder), "/v1/completions"
+    read_exact(reader, {"prompt": WORDS * 400}, path).hashes(SCHEME)
+    tokens, blocks = reader.stats.tokens_new, reader.stats.blocks_hashed
+    grown = read_exact(reader, {"prompt": WORDS * 400 + "And now?"}, path)
+    grown.hashes(SCHEME)
+    assert reader.stats.tokens_new - tokens < 1000 < len(grown.token_ids)
+    assert reader.stats.blocks_hashed - blocks < 10
+    assert read_exact(reader, {"prompt": WORDS * 400 + "And now?"}, path).token_ids is grown.token_ids
     reader.close()
 
 

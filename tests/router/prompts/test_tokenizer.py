@@ -52,8 +52,10 @@ def test_pieces_give_the_ids_of_the_whole_text(kind: str, fast: bool) -> None:
     def check(text: str) -> None:
         expected = whole.encode(text, add_special_tokens=False).ids
         assert list(cut.encode(text)) == expected
+        assert cut.prefix is not None
+        assert cut.suffix is not None
         framed = whole.encode(text, add_special_tokens=True).ids
-        assert list(cut.with_special_tokens(cut.encode(text))) == framed
+        assert [*cut.prefix, *expected, *cut.suffix] == framed
 
     check()
 

@@ -11,7 +11,9 @@ from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.simulate.run.arms import arms_of
 from router.simulate.run.engine import RequestRun, SimEngine
-from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.rows import FleetRun
+from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import TierSetup
 from router.simulate.run.tiers import tiers_of
 from router.simulate.timing import Timing

@@ -18,7 +18,9 @@ from router.simulate.advise.trials import ALIKE, splits, trials
 from router.simulate.outcome import Outcome
 from router.simulate.run.arms import arms_of
 from router.simulate.run.engine import Fetch, RequestRun
-from router.simulate.run.fleet import FleetRun, FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.rows import FleetRun
+from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
 from router.simulate.verdict import SplitVerdict, verdict
 from router.simulate.workload.requests import Request, block_hashes

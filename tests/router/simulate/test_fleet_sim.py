@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from router.simulate.run.arms import ARMS
-from router.simulate.run.fleet import FleetSetup, FleetSim
+from router.simulate.run.fleet import FleetSim
+from router.simulate.run.setup import FleetSetup
 from router.simulate.workload.generate import agents, chat
 from router.simulate.workload.requests import continued
 from tests.router.simulate.support import FAST, HYBRID, fleet_run, request

@@ -6,7 +6,7 @@ import pytest
 
 from router.simulate.outcome import NothingServedError, compare, result_of
 from router.simulate.plan import over_seeds
-from router.simulate.run.fleet import FleetRun, Row
+from router.simulate.run.rows import FleetRun, Row
 
 
 def row(index: int, ttft_s: float, *, hit: int = 0, predicted: int = 0, tokens: int = 100) -> Row:

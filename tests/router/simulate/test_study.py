@@ -11,7 +11,7 @@ from router.simulate.models import ModelError, groups_of
 from router.simulate.outcome import result_of
 from router.simulate.plan import Plan, check_layout, run_plan
 from router.simulate.run.arms import arms_of
-from router.simulate.run.fleet import FleetSetup
+from router.simulate.run.setup import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_all, run_one, speed_for
 from router.simulate.workload.requests import Request, WorkloadError
 from router.simulate.workload.sources import WorkloadSource

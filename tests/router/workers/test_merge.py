@@ -11,13 +11,13 @@ from prometheus_client.metrics_core import Metric
 
 from router.api.metrics.page import page_steps
 from router.openai.members import at_once
-from router.workers.merge import CountLedger, WorkerPage, merged, page_of
+from router.workers.merge import CountLedger, WorkerPage, family_of, merged
 
 
 def page(slot: int, life: int, requests: float = 0.0, *more: Metric) -> WorkerPage:
     counter = CounterMetricFamily("kvatlas_requests", "text", labels=["model"])
     counter.add_metric(["m"], requests)
-    return page_of(slot, life, [counter, *more])
+    return WorkerPage(slot, life, [family_of(one) for one in (counter, *more)])
 
 
 def value(found: list[Metric], name: str, **labels: str) -> float:

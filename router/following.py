@@ -1,0 +1,173 @@
+"""The fleet, and what this router knows of each engine's cache: the one listener of the fleet's poller.
+
+An engine that comes up is followed (its feed, here or on the replica that holds the lease), or shadowed where
+it publishes no events; one that leaves is forgotten. Always true: an engine is followed for one model at one
+address; what was known of it under another one is gone before it is followed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from router.config.schema import Config, ModelConfig
+from router.feeds.audit import ResidencyAudit
+from router.feeds.base import FeedStats
+from router.feeds.manager import FeedControl, FeedManager
+from router.fleet.identity import EngineAddress
+from router.fleet.status import Fleet
+from router.index.learn.layout import ModelFacts
+from router.index.models import Scopes
+from router.placement.engine import Accounts, Engine
+from router.prompts.adapters import AdapterPaths
+from router.prompts.config import ModelPrompts
+from router.replication.service import SharedIndex
+
+_OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
+
+
+class Following:
+    """Implements ``FleetListener``. ``leaving`` are told of each engine that goes, besides those here."""
+
+    def __init__(
+        self,
+        config: Config,
+        accounts: Accounts,
+        shared: SharedIndex | None,
+        *,
+        clock: Callable[[], float],
+        leaving: tuple[Callable[[Engine], None], ...],
+    ) -> None:
+        self._config = config
+        self._accounts = accounts
+        self._shared = shared
+        self._clock = clock
+        self._leaving = leaving
+        self._adapters = AdapterPaths(config.adapters())
+        self.scopes = Scopes(self._facts, None if shared is None else shared.index_of)
+        self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
+        self._control: FeedControl = self.feeds
+        if shared is not None:
+            shared.attach(self.feeds, self.scopes)
+            self._control = shared
+        self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
+        self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def begin(self, tasks: asyncio.TaskGroup) -> list[Coroutine[Any, Any, None]]:
+        """From now on feeds run in ``tasks``. Returns what is to work beside them."""
+        self._tasks = tasks
+        return [self._audit.detect(), self._audit.audit_all()]
+
+    def end(self) -> None:
+        """Stop every feed; none begins until the next ``begin``."""
+        self._control.stop_all()
+        self._tasks = None
+
+    def audit(self, engine: Engine) -> None:
+        """See ``ResidencyAudit``."""
+        self._audit.audit(engine)
+
+    def engine_up(self, engine: Engine) -> None:
+        """See ``FleetListener``."""
+        base, address = engine.base_model, engine.engine
+        if base is None or self._tasks is None:
+            return
+        self._learn_adapters(engine, base)
+        if not self._control.follows(address, base):  # new, moved, or another model: known anew
+            self._control.stop(engine.engine_id)
+            self.scopes.remove(engine.engine_id)
+        engine.residency = self.scopes.assign(engine.engine_id, base)
+        if not engine.publishes_events:
+            engine.begin_shadow(self._config.model(base).shadow_spec())
+        elif not self._control.follows(address, base):
+            engine.shadow = None
+            self._control.follow(address, base, self._tasks)
+
+    def engine_down(self, engine: Engine) -> None:
+        """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
+        engine.reset()
+
+    def engine_asleep(self, engine: Engine) -> None:
+        """See ``FleetListener``. Going to sleep empties vLLM's cache."""
+        engine.reset(cleared=True)
+
+    def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
+        """See ``FleetListener``."""
+        engine.load.report(running=running, waiting=waiting, now=self._clock())
+
+    def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
+        """The one place where engines are made, and where it is said what they leave behind when they go."""
+        return Engine(
+            address,
+            self._accounts,
+            fleet_changed=fleet_changed,
+            elsewhere=None if self._shared is None else self._shared.lookup,
+            leaving=(
+                lambda engine: self._control.stop(engine.engine_id),
+                lambda engine: self.scopes.remove(engine.engine_id),
+                lambda engine: self._audit.forget(engine.engine_id),
+                *self._leaving,
+                self._forget_adapters,
+            ),
+            events_due=self.feeds.computed,
+        )
+
+    def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
+        """A feed began, or was stopped."""
+        engine = self.fleet.get(engine_id)
+        if engine is not None:
+            engine.feed = stats
+
+    def _learn_adapters(self, engine: Engine, base: str) -> None:
+        cards = [card for card in engine.models if card.parent is not None and card.root]
+        self._adapters.learn(base, {card.id: card.root or "" for card in cards})
+
+    def _forget_adapters(self, engine: Engine) -> None:
+        """The engine left: adapters that no other one has are forgotten."""
+        if engine.base_model is not None:
+            others = (other for other in self.fleet if other is not engine)
+            self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
+
+    def _facts(self, model: str) -> ModelFacts:
+        return msgspec.structs.replace(self._config.model(model).facts(), lora_paths=self._adapters.of(model))
+
+    def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
+        """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
+        return {
+            name: msgspec.structs.replace(
+                config.model(name).prompts(), lora_paths=self._adapters.named(name, configured)
+            )
+            for name, configured in config.adapters().items()
+        }
+
+    def take(self, config: Config) -> None:
+        """Another configuration is running: engines of models of which other facts are known are followed
+        anew, adapters have the paths that it says."""
+        before, self._config = self._config, config
+        self._adapters.configure(config.adapters())
+        served = [engine for engine in self.fleet if engine.base_model is not None]
+        other = {
+            base
+            for base in {engine.base_model or "" for engine in served}
+            if _cache_facts(before, base) != _cache_facts(config, base)
+        }
+        for engine in served:
+            self._learn_adapters(engine, engine.base_model or "")
+            if engine.base_model in other:
+                self._control.stop(engine.engine_id)
+                engine.residency = engine.shadow = None
+        for base in other:
+            self.scopes.relearn(base)
+        for engine in served:
+            if engine.base_model in other and engine.up:
+                self.engine_up(engine)
+
+
+def _cache_facts(config: Config, model: str) -> tuple[bool, ModelConfig]:
+    """All but how prompts are read: what the index was laid out by. Paths of adapters enter as they are."""
+    rest = msgspec.structs.replace(config.model(model), **dict.fromkeys(_OF_PROMPTS))
+    return model in config.models, rest
