@@ -147,6 +147,8 @@ class Fleet(Generic[E]):
         self._ready: dict[str | None, list[E]] = {}
         self._adapters: frozenset[str] | None = None
         self._roles: bool | None = None
+        self.changes = 0
+        """How often anything of what is asked here may have changed."""
         self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
     def __iter__(self) -> Iterator[E]:
@@ -242,6 +244,7 @@ class Fleet(Generic[E]):
         self._ready.clear()
         self._adapters = None
         self._roles = None
+        self.changes += 1
 
     @property
     def has_roles(self) -> bool:

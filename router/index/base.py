@@ -13,13 +13,15 @@ Always true for every backend (one contract suite checks them all):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from publisher.events import BlockHash
+from router.index.media import GPU
 
 Words = npt.NDArray[np.uint64]
 """Bit sets of engines, 64 to a word."""
@@ -41,22 +43,43 @@ class Slot(NamedTuple):
     bit: int
 
 
-class Runs(NamedTuple):
-    """Rows of a look-up where they come in few stretches of equal ones: where each starts, its row, and which
-    of the row's words is that of a plane and word."""
+class Runs(msgspec.Struct, gc=False):
+    """Rows of a look-up where they come in few stretches of equal ones: where each starts, its row (not to be
+    changed), and which of the row's words is that of a plane and word."""
 
     starts: list[int]
     rows: list[list[int]]
     columns: Mapping[tuple[Plane, int], int]
+    only_gpu: bool
+    """Whether all columns are of GPUs."""
 
 
-class Rows(NamedTuple):
-    """Answer of a look-up over N hashes: for each (plane, word) N bit sets of 64 engines each."""
+class Rows(msgspec.Struct, gc=False):
+    """Answer of a look-up over N hashes: for each (plane, word) N bit sets of 64 engines each.
+
+    Made of these ``columns`` (``known``), or of ``runs``, the same in short: columns are worked out of those
+    where they are asked for.
+    """
 
     num_hashes: int
-    columns: dict[tuple[Plane, int], Words]
+    known: dict[tuple[Plane, int], Words] | None = None
     runs: Runs | None = None
-    """The same in short, where that is known."""
+
+    @property
+    def columns(self) -> dict[tuple[Plane, int], Words]:
+        if self.known is None:
+            self.known = {} if self.runs is None else _columns(self.runs, self.num_hashes)
+        return self.known
+
+    @property
+    def places(self) -> Iterable[tuple[Plane, int]]:
+        """What there are columns of."""
+        return self.columns if self.runs is None else self.runs.columns
+
+    @property
+    def only_gpu(self) -> bool:
+        """Nobody ever stored anything elsewhere."""
+        return self.runs.only_gpu if self.runs is not None else only_gpu(self.columns)
 
     def plane(self, plane: Plane, word: int) -> Words:
         """The N bit sets of one plane; zeros where nobody ever stored anything in it."""
@@ -71,6 +94,20 @@ class Rows(NamedTuple):
             if (plane.medium, word) == (medium, slot.word)
         )
         return any(int(np.bitwise_or.reduce(column)) >> slot.bit & 1 for column in mine)
+
+
+def only_gpu(places: Iterable[tuple[Plane, int]]) -> bool:
+    """Whether all of these are columns of GPUs."""
+    return all(plane.medium == GPU for plane, _ in places)
+
+
+def _columns(runs: Runs, num_hashes: int) -> dict[tuple[Plane, int], Words]:
+    ends = [*runs.starts[1:], num_hashes]
+    lengths = [end - start for start, end in zip(runs.starts, ends, strict=False)]
+    rows = np.array(runs.rows, np.uint64).repeat(lengths, axis=0)
+    if not len(rows):
+        return {key: np.zeros(0, np.uint64) for key in runs.columns}
+    return {key: rows[:, at] for key, at in runs.columns.items()}
 
 
 class IndexStats(NamedTuple):

@@ -16,8 +16,9 @@ from router.index.base import Rows, Slot
 from router.index.learn.layout import CacheLayout
 from router.index.learn.prefixes import LearnedKeys
 from router.index.media import CPU, GPU, STORAGE
-from router.index.rules.hits import WordHits, evaluate
+from router.index.rules.hits import WordHits, WordRule, evaluate
 from router.index.rules.offload import Reach, loaded, reach, usable
+from router.index.rules.runs import Ends
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 
@@ -87,37 +88,48 @@ NOWHERE = Slot(-1, 0)
 class _Row:
     """Seats of one layout, word and mode, whose hits are worked out together."""
 
-    __slots__ = ("bits", "by_bit", "engine_ids", "layout", "mode", "seats", "word")
+    __slots__ = ("_bits", "_by_bit", "_engine_ids", "_mode", "_nothing", "_rule", "layout", "seats", "word")
 
     def __init__(self, seats: list[Seat]) -> None:
         first = seats[0]
-        self.layout, self.word, self.mode = first.layout, first.slot.word, first.mode
+        self.layout, self.word, self._mode = first.layout, first.slot.word, first.mode
         self.seats = seats
-        self.engine_ids = [seat.engine_id for seat in seats]
-        self.by_bit = {seat.slot.bit: seat.engine_id for seat in seats}
-        self.bits = sum([1 << bit for bit in self.by_bit])
+        self._rule = WordRule(self.layout, self.word)
+        self._nothing = EngineHit(self._mode, alignment=self.layout.alignment)
+        self._engine_ids = [seat.engine_id for seat in seats]
+        self._by_bit = {seat.slot.bit: seat.engine_id for seat in seats}
+        self._bits = sum([1 << bit for bit in self._by_bit])
 
-    def hits(self, found: WordHits) -> dict[str, EngineHit]:
-        """From what was found of the word. Engines that hold as much share theirs."""
-        mode, alignment, by_bit = self.mode, self.layout.alignment, self.by_bit
-        answers = dict.fromkeys(self.engine_ids, EngineHit(mode, alignment=alignment))
-        without_trunk = 0
-        for _, bits in found.hit_ends:
-            without_trunk |= bits
-        for _, bits in found.trunk_ends:
-            without_trunk &= ~bits
-        for trunk, reached in (*found.trunk_ends, (0, without_trunk)):
-            left = reached & self.bits
-            for end, bits in (*found.hit_ends, (0, left)):
-                alike = bits & left
-                if alike:
-                    hit = EngineHit(mode, end, trunk_tokens=trunk, alignment=alignment)
-                    left ^= alike
-                    while alike:
-                        bit = alike.bit_length() - 1
-                        answers[by_bit[bit]] = hit
-                        alike ^= 1 << bit
+    def hits(self, rows: Rows, num_tokens: int) -> dict[str, EngineHit]:
+        """Of what lies on GPUs. Engines that hold as much share theirs."""
+        hit_ends, trunk_ends = self._rule.ends(rows, num_tokens)
+        answers = dict.fromkeys(self._engine_ids, self._nothing)
+        left = self._bits
+        for trunk, bits in trunk_ends:
+            reached = bits & left
+            if reached:
+                left ^= reached
+                self._enter(answers, hit_ends, trunk, reached)
+        if left:  # some families hit without a full-attention prefix
+            self._enter(answers, hit_ends, 0, left)
         return answers
+
+    def _enter(self, answers: dict[str, EngineHit], hit_ends: Ends, trunk: int, left: int) -> None:
+        """The hits of engines that have the same trunk."""
+        for end, bits in hit_ends:
+            alike = bits & left
+            if alike:
+                left ^= alike
+                self._share(answers, alike, end, trunk)
+        if trunk and left:
+            self._share(answers, left, 0, trunk)
+
+    def _share(self, answers: dict[str, EngineHit], alike: int, end: int, trunk: int) -> None:
+        hit, by_bit = EngineHit(self._mode, end, 0, 0, trunk, self.layout.alignment), self._by_bit
+        while alike:
+            bit = alike.bit_length() - 1
+            answers[by_bit[bit]] = hit
+            alike ^= 1 << bit
 
 
 class SeatRows:
@@ -136,16 +148,16 @@ class SeatRows:
 
     def hits(self, found: Rows, num_tokens: int, *, detail: bool) -> dict[str, EngineHit]:
         """The hit of each seat from the rows of its scheme's hashes; ``detail``: by spec class too."""
-        offload = any([plane.medium != GPU for plane, _ in found.columns])  # noqa: C419  # a list is faster
         answers: dict[str, EngineHit] = {}
         for row in self._rows:
-            gpu = evaluate(found, row.layout, num_tokens, word=row.word, detail=detail)
-            if offload or detail:
+            if detail or not found.only_gpu:
+                gpu = evaluate(found, row.layout, num_tokens, word=row.word, detail=detail)
                 reaches = reach(found, row.layout, num_tokens, row.word, gpu, detail=detail)
                 for seat in row.seats:
                     answers[seat.engine_id] = _loading(seat, gpu, reaches, detail=detail)
             else:
-                answers = {**answers, **row.hits(gpu)} if answers else row.hits(gpu)
+                hits = row.hits(found, num_tokens)
+                answers = {**answers, **hits} if answers else hits
         return answers
 
 

@@ -46,6 +46,7 @@ Always true: the result depends on the arguments alone, not on the order of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -76,8 +77,8 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     weighed: list[Weighed] = []
     loads = False
     for candidate in candidates:
-        hit, queue_s, load_s = candidate.hit, candidate.queue_s, 0.0
-        cached, trunk, rate = hit.whole_tokens, hit.trunk_tokens, candidate.prefill_s_per_token
+        hit, queue_s, rate = candidate.hit, candidate.queue_s, candidate.prefill_s_per_token
+        cached, trunk, load_s, credit_s = hit.whole_tokens, hit.trunk_tokens, 0.0, 0.0
         cached = most if cached > most else cached  # noqa: FURB136
         if cached > hit.soon_tokens:
             loads = True
@@ -85,10 +86,12 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             load_s = settings.load_s_per_token * (near - hit.soon_tokens)
             load_s += settings.storage_load_s_per_token * (cached - near)
         trunk = most if trunk > most else trunk  # noqa: FURB136
-        trunk = cached if trunk < cached else trunk  # noqa: FURB136
-        prefill_s = rate * (prompt_tokens - cached)
-        decode_s = candidate.decode_interference_s * candidate.running
-        credit_s = beta * rate * (trunk - cached)
+        if trunk > cached:
+            credit_s = beta * rate * (trunk - cached)
+        else:
+            trunk = cached
+        uncached = prompt_tokens - cached
+        prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
         eviction_s = premium * (prefill_s - credit_s)
         total_s = queue_s + prefill_s + eviction_s + load_s + decode_s - credit_s
         weighed.append(
@@ -101,7 +104,7 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
                 credit_s,
                 eviction_s,
                 total_s,
-                prompt_tokens - cached,
+                uncached,
                 trunk,
             )
         )
@@ -178,27 +181,63 @@ def _pick(
     """Position of the choice, and why; candidates go by their positions."""
     if len(weighed) == 1:
         return 0, "only"
-    queues, totals = [w[_QUEUE] for w in weighed], [w[_TOTAL] for w in weighed]
-    shortest, best = min(queues), min(totals)
-    allowed: Sequence[int] = range(len(totals))
-    cheapest, least = totals.index(best), best
-    if queues[cheapest] != shortest:
-        least = min([total for total, queue in zip(totals, queues, strict=True) if queue == shortest])
+    cheapest = trunk = 0
+    best = second = shortest = least = math.inf  # least: the lowest cost where the queue is shortest
+    for place, each in enumerate(weighed):
+        queue_s, total_s, its_trunk = each[_QUEUE], each[_TOTAL], each[_TRUNK]
+        if total_s < best:
+            second, best, cheapest = best, total_s, place
+        elif total_s < second:
+            second = total_s
+        if queue_s < shortest:
+            shortest, least = queue_s, total_s
+        elif queue_s == shortest and total_s < least:
+            least = total_s
+        trunk = its_trunk if its_trunk > trunk else trunk  # noqa: FURB136
+    cold = trunk <= settings.cold_fraction * prompt_tokens
+    if not cold and weighed[cheapest][_QUEUE] - shortest <= settings.queue_gap_s:
+        own_rate = candidates[cheapest].prefill_s_per_token
+        if second > best + _tie_s(own_rate, prompt_tokens, settings):
+            return cheapest, "cheapest"  # within the bound, and by any engine's rate without an equal
     bound = _Bound(shortest, least, settings)
+    return _weigh_up(candidates, weighed, cheapest, bound, prompt_tokens, settings, key, cold=cold)
+
+
+def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
+    """Costs that differ by no more are equal, where the fastest engine has this rate."""
+    share_s = settings.tie_fraction * (1 + settings.eviction_premium) * prompt_tokens * rate
+    return share_s if share_s > settings.tie_s else settings.tie_s  # noqa: FURB136
+
+
+def _weigh_up(
+    candidates: Sequence[Candidate],
+    weighed: list[Weighed],
+    cheapest: int,
+    bound: _Bound,
+    prompt_tokens: int,
+    settings: PolicySettings,
+    key: int,
+    *,
+    cold: bool,
+) -> tuple[int, Reason]:
+    """``_pick`` where there may be a bound to keep, engines to probe, or equals."""
+    queues, totals = [w[_QUEUE] for w in weighed], [w[_TOTAL] for w in weighed]
+    best = totals[cheapest]
+    allowed: Sequence[int] = range(len(totals))
     reason: Reason = "cheapest"
-    if queues[cheapest] != shortest and not bound.allows(queues[cheapest], best):
+    if not bound.allows(queues[cheapest], best):
         allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]  # one of the shortest always is
         best = min([totals[i] for i in allowed])
         reason = "bounded"
-    due = _due_probes(candidates, weighed, settings, prompt_tokens)
-    if due:
+    if cold:
+        # Engines without work for long. A prompt that is not cold is no probe: no saving is given up.
+        due = [i for i, candidate in enumerate(candidates) if candidate.idle_s >= settings.probe_interval_s]
         dearest = best + settings.probe_cost_max_s
         due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
-    if due:
-        return _settle(weighed, due, key), "probe"
+        if due:
+            return _settle(weighed, due, key), "probe"
     fastest = min([c.prefill_s_per_token for c in candidates])
-    whole_s = (1 + settings.eviction_premium) * prompt_tokens * fastest
-    limit = best + max(settings.tie_s, settings.tie_fraction * whole_s)
+    limit = best + _tie_s(fastest, prompt_tokens, settings)
     equals = [i for i in allowed if totals[i] <= limit]
     if len(equals) == 1:
         return equals[0], reason
@@ -215,16 +254,6 @@ def _settle(weighed: list[Weighed], equals: list[int], key: int) -> int:
     if len(longest) == 1:
         return longest[0]
     return longest[favourite([weighed[i][_ENGINE] for i in longest], key)]
-
-
-def _due_probes(
-    candidates: Sequence[Candidate], weighed: list[Weighed], settings: PolicySettings, prompt_tokens: int
-) -> list[int]:
-    """Engines without work for long; none unless the prompt is cold, so that no saving is given up."""
-    if max([w[_TRUNK] for w in weighed]) > settings.cold_fraction * prompt_tokens:
-        return []
-    interval = settings.probe_interval_s
-    return [i for i, candidate in enumerate(candidates) if candidate.idle_s >= interval]
 
 
 # Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of

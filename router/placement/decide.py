@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
@@ -29,14 +29,25 @@ from router.pd.course import Course
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
-from router.placement.candidate import Ask, Candidate, Choice, PolicySettings, ask
-from router.placement.engine import NO_LOOK, Accounts, Engine, Look, PromptView, SharedView
+from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.engine import (
+    NO_LOOK,
+    NO_PARTY,
+    Accounts,
+    Engine,
+    Look,
+    Party,
+    PromptView,
+    SharedView,
+    party_of,
+)
 from router.placement.holding.hold import Hold
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
 from router.placement.split.apart import Answerers, Apart
 from router.placement.split.legs import DecodePlacement, PrefillPlacement, SidecarPlacement
+from router.placement.split.pairs import Pick
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -204,18 +215,19 @@ class Planner:
         course: Course | None = None,
     ) -> Decision:
         """``read``: what the prompt has been found to be, where that is known."""
+        fleet = self._fleet
         engines = self._holders(request, self._askable(request.model, exclude), exclude)
-        apart = self._apart(request, exclude, course) if self._fleet.has_roles else None
+        apart = self._apart(request, exclude, course) if fleet.has_roles else None
         asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
-        state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
+        changes = fleet.changes
         if read is None and request.method == "POST" and request.path in PROMPT_APIS:
             if request.trace is not None:
                 request.trace.phase("read prompt")
             read = await self._reader.read(request)
-        schemes: dict[HashScheme, None] = {}
+        party = NO_PARTY
         if isinstance(read, Prompt):
-            schemes = _schemes(asked_of)
-            for scheme in schemes:
+            party = party_of(asked_of)
+            for scheme in party.schemes:
                 await self._reader.hashes(read, scheme)
         if apart is not None:
             await apart.read_body(read)
@@ -224,31 +236,48 @@ class Planner:
         look = NO_LOOK if self._shared is None else await self._look(self._shared, read, asked_of, rehearsal)
         if self.hold is not None:
             self.hold.others(look.load)
-        same = asked_of is engines
-        engines = _still_there(engines)
-        asked_of = engines if same else _still_there(asked_of)
-        if not engines:  # they left while the prompt was being read
-            raise no_ready_engine("The engines that serve this model have just been removed; retry shortly.")
+        if fleet.changes != changes:  # some may have left while the prompt was being read
+            engines = [engine for engine in engines if not engine.closed]
+            if not engines:
+                raise no_ready_engine(
+                    "The engines that serve this model have just been removed; retry shortly."
+                )
+        return self._choose(request, read, party, engines, look, apart, rehearsal=rehearsal)
+
+    def _choose(
+        self,
+        request: InboundRequest,
+        read: Prompt | TextAffinity | None,
+        party: Party,
+        engines: Sequence[Engine],
+        look: Look,
+        apart: Apart | None,
+        *,
+        rehearsal: bool,
+    ) -> Decision:
+        """The decision, once everything is known that has to be waited for."""
         now = self._accounts.now()
         if isinstance(read, Prompt):
-            asked = self._asked(read, asked_of, schemes, look, now, detail=rehearsal)
-            question = self._question(read, next(iter(schemes)))
+            asked = self._asked(read, party, look, now, detail=rehearsal)
+            question = self._question(read, party.schemes[0])
         else:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
             question = Ask(asked.tokens, key, read.keys[0] if read is not None and read.keys else key)
-        candidates = tuple([engine.candidate(asked, now) for engine in engines])
-
-        def pick(among: Sequence[Candidate]) -> Choice:
-            return self._policy(among, question, self._settings, state)
-
-        split = None
+        candidates: list[Candidate] = []
+        for engine in engines:
+            candidates.append(engine.candidate(asked, now))  # noqa: PERF401  # a frame less
+        state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
-            choice = pick(candidates)
-        else:
-            able = Answerers(read, engines, candidates, look.problem)
-            choice, split = apart.decide(able, asked, question, pick, now)
-        return Decision(read, asked.tokens, tuple(engines), candidates, choice, look.problem, split=split)
+            choice = self._policy(candidates, question, self._settings, state)
+            return Decision(read, asked.tokens, engines, candidates, choice, look.problem)
+        able = Answerers(read, engines, candidates, look.problem)
+        choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
+        return Decision(read, asked.tokens, engines, candidates, choice, look.problem, split=split)
+
+    def _picking(self, question: Ask, state: ArmState) -> Pick:
+        """The policy, for some of the candidates."""
+        return lambda among: self._policy(among, question, self._settings, state)
 
     def _apart(self, request: InboundRequest, exclude: frozenset[str], course: Course | None) -> Apart:
         apart = Apart(request, course, self._pd, self._settings)
@@ -275,6 +304,11 @@ class Planner:
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         now = self._accounts.now()
+        for engine in untried:
+            if now >= engine.breaker.free_until:
+                break
+        else:
+            return untried
         closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
         if closed:
             return closed
@@ -304,6 +338,8 @@ class Planner:
         known. Any other one would say that there is none."""
         if request.among is not None:
             engines = self._among(request.among, engines)
+        elif request.pinned is None and request.earlier_response is None:
+            return engines
         if request.pinned is not None:
             return _pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)
@@ -323,45 +359,29 @@ class Planner:
             raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
         return found
 
-    def _asked(
-        self,
-        prompt: Prompt,
-        engines: list[Engine],
-        schemes: Iterable[HashScheme],
-        look: Look,
-        now: float,
-        *,
-        detail: bool,
-    ) -> PromptView:
+    def _asked(self, prompt: Prompt, party: Party, look: Look, now: float, *, detail: bool) -> PromptView:
         """The prompt before these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
-        held, by_model, guessed = look.hits, dict[str, list[str]](), False
-        for engine in engines:
-            model, name = engine.base_model, engine.engine_id
-            if engine.shadow is not None:
-                guessed = True
-            if model is not None and engine.engine.events is not None and name not in look.hits:
-                ids = by_model.get(model)
-                if ids is None:
-                    by_model[model] = [name]
-                else:
-                    ids.append(name)
-        for model, ids in by_model.items():
+        held = look.hits
+        for model, names in party.by_model.items():
+            ids = names if not look.hits else [name for name in names if name not in look.hits]
             told = look.stores.get(model)
             predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
             held = {**held, **predicted} if held else predicted
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
-        last = tokens - 1
-        for scheme in schemes:
-            unit, found = scheme.hash_block_size, self._accounts.inflight.common(prompt.hashes(scheme), now)
+        last, inflight = tokens - 1, self._accounts.inflight
+        for scheme in party.schemes:
+            unit, found = scheme.hash_block_size, inflight.common(prompt.hashes(scheme), now)
             for engine_id, blocks in found.blocks.items():
-                common[engine_id] = min(blocks * unit, last)
+                shared = blocks * unit
+                common[engine_id] = shared if shared < last else last  # noqa: FURB136
             for engine_id, blocks in found.coming.items():
-                coming[engine_id] = min(blocks * unit, last)
-        shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if guessed else None
+                shared = blocks * unit
+                coming[engine_id] = shared if shared < last else last  # noqa: FURB136
+        shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows)
 
     def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
@@ -398,22 +418,3 @@ def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
     if not found:
         raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
     return found
-
-
-def _still_there(engines: list[Engine]) -> list[Engine]:
-    return [engine for engine in engines if not engine.closed]
-
-
-def _schemes(engines: list[Engine]) -> dict[HashScheme, None]:
-    """The hash schemes of these engines, the first one's first."""
-    schemes: dict[HashScheme, None] = {}
-    last = None
-    for engine in engines:
-        residency = engine.residency
-        scheme = None if residency is None else residency.writer.scheme
-        if scheme is None:
-            scheme = engine.scheme
-        if scheme is not last:  # most of a fleet have the same object
-            schemes[scheme] = None
-            last = scheme
-    return schemes

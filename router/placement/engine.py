@@ -11,7 +11,7 @@ not learn is ``unknown``, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -139,6 +139,18 @@ class PromptView(msgspec.Struct, gc=False):
     """Hits worked out so far: engines that hold and share as much, and missed nothing, have the same."""
 
 
+class Party(msgspec.Struct, gc=False):
+    """Some engines, by what one prompt is to be looked up with: their hash schemes, the first one's first,
+    and the ids of those that publish events, by model. ``guessed``: some have shadows."""
+
+    schemes: list[HashScheme] = []
+    by_model: dict[str, list[str]] = {}
+    guessed: bool = False
+
+
+NO_PARTY = Party()
+
+
 class Engine(EngineStatus):
     """See the module. ``leaving`` are told when it closes, each once, the engine being whole until then."""
 
@@ -243,8 +255,7 @@ class Engine(EngineStatus):
         name = self.engine_id
         rate, interference_s = self.rates.at(now)
         others = asked.others.get(name, NO_OTHERS) if asked.others else NO_OTHERS
-        queue_s, running, waiting, idle_s = self.load.ahead(now, others, rate)
-        late_s = self.load.late_s(now)
+        queue_s, running, waiting, idle_s, late_s = self.load.ahead(now, others, rate)
         return Candidate(
             name, self.hit(asked), queue_s, running, waiting, idle_s, rate, interference_s, late_s
         )
@@ -300,6 +311,31 @@ class Engine(EngineStatus):
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks
+
+
+def party_of(engines: Iterable[Engine]) -> Party:
+    """These engines as one prompt is looked up for them."""
+    party = Party()
+    schemes, by_model = party.schemes, party.by_model
+    last = None
+    for engine in engines:
+        residency, model = engine.residency, engine.base_model
+        scheme = None if residency is None else residency.writer.scheme
+        if scheme is None:
+            scheme = engine.scheme
+        if scheme is not last:  # most of a fleet have the same object
+            last = scheme
+            if scheme not in schemes:
+                schemes.append(scheme)
+        if engine.shadow is not None:
+            party.guessed = True
+        if model is not None and engine.engine.events is not None:
+            ids = by_model.get(model)
+            if ids is None:
+                by_model[model] = [engine.engine_id]
+            else:
+                ids.append(engine.engine_id)
+    return party
 
 
 def _expected(held: EngineHit, feed: FeedStats | None) -> tuple[int, int, int]:

@@ -280,29 +280,38 @@ class LoadAccount:
     def at(self, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
         """The load of the engine now. ``others`` is what other replicas told. The engine's gauges, where
         fresh, show their requests too, so the larger of both counts."""
-        queue_s, running, waiting, idle_s = self.ahead(now, others, self.rates.prefill_s_per_token(now))
+        queue_s, running, waiting, idle_s, _ = self.ahead(now, others, self.rates.prefill_s_per_token(now))
         own = self._running + len(self._awaited)
         return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
 
-    def ahead(self, now: float, others: OthersLoad, rate: float) -> tuple[float, int, int, float]:
-        """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load.
-        ``rate`` is the engine's prefill rate at ``now``."""
+    def ahead(self, now: float, others: OthersLoad, rate: float) -> tuple[float, int, int, float, float]:
+        """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load, and
+        ``late_s``. ``rate`` is the engine's prefill rate at ``now``."""
         # Plain comparisons: this runs once per engine and request.
         queue_s, own_waiting = 0.0, 0
         if self._awaited:
             self._advance(now, rate)
             if self._awaited:
                 queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
-        running, waiting, tokens = others.running, others.waiting, float(others.tokens)
-        if now - self._gauges_s <= self._settings.gauge_fresh_s:
-            seen, queued = self._foreign_running, self._foreign_waiting
-            running = seen if seen > running else running  # noqa: FURB136
-            waiting = queued if queued > waiting else waiting  # noqa: FURB136
-            seen_tokens = queued * self._mean_tokens
-            tokens = seen_tokens if seen_tokens > tokens else tokens  # noqa: FURB136
-        queue_s += tokens * rate
-        queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
-        return queue_s, self._running + running, own_waiting + waiting, now - self._last_admit_s
+                queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
+        running, waiting, late_s = self._running, own_waiting, self._late_s
+        if others is not NO_OTHERS or self._foreign_running or self._foreign_waiting:
+            more_running, more_waiting, tokens = self._elsewhere(others, now)
+            queue_s += tokens * rate
+            running += more_running
+            waiting += more_waiting
+        if late_s and now - self._late_seen_s > self._settings.late_fresh_s:
+            late_s = 0.0
+        return queue_s, running, waiting, now - self._last_admit_s, late_s
+
+    def _elsewhere(self, others: OthersLoad, now: float) -> tuple[int, int, float]:
+        """Running, waiting and tokens to compute of requests that are not ours."""
+        foreign_running, foreign_waiting = self._foreign(now)
+        return (
+            max(others.running, foreign_running),
+            max(others.waiting, foreign_waiting),
+            max(float(others.tokens), foreign_waiting * self._mean_tokens),
+        )
 
     def own(self, now: float) -> OthersLoad | None:
         """What this router alone has in flight there, for other replicas; None where there is nothing."""

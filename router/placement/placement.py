@@ -7,7 +7,7 @@ teaches (rates, shadows, receipts) is entered only while the engine is in the fl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -55,8 +55,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     read: Prompt | TextAffinity | None
     prompt_tokens: int
-    engines: tuple[Engine, ...]
-    candidates: tuple[Candidate, ...]
+    engines: Sequence[Engine]
+    candidates: Sequence[Candidate]
     choice: Choice
     index_problem: str = ""
     """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""

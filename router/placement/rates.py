@@ -109,9 +109,14 @@ class EngineRates:
 
     def at(self, now: float) -> tuple[float, float]:
         """``prefill_s_per_token`` and ``decode_interference_s``, as every decision asks for them."""
-        fleet, slope = self._fleet, self._interference_s
-        rate = fleet.prefill_s_per_token if self._rate is None else self.prefill_s_per_token(now)
-        return rate, fleet.decode_interference_s if slope is None else slope
+        rate, slope = self._rate, self._interference_s
+        if rate is not None and slope is not None:
+            return self.prefill_s_per_token(now), slope
+        fleet_rate, _, fleet_slope = self._fleet.medians or self._fleet.fit()
+        return (
+            fleet_rate if rate is None else self.prefill_s_per_token(now),
+            fleet_slope if slope is None else slope,
+        )
 
     @property
     def decode_interference_s(self) -> float:
@@ -192,7 +197,8 @@ class FleetRates:
     def __init__(self, settings: RateSettings | None = None) -> None:
         self.settings = settings or RateSettings()
         self._engines: dict[EngineRates, None] = {}  # those that have learned something
-        self._medians: tuple[float, float, float] | None = None
+        self.medians: tuple[float, float, float] | None = None
+        """Prefill, overhead and interference; None: to be worked out (``fit``)."""
 
     def engine(self) -> EngineRates:
         """The rates of one more engine."""
@@ -201,37 +207,38 @@ class FleetRates:
     def learned(self, engine: EngineRates) -> None:
         """An engine's estimates have changed."""
         self._engines[engine] = None
-        self._medians = None
+        self.medians = None
 
     def left(self, engine: EngineRates) -> None:
         """The engine counts no longer."""
         if engine in self._engines:
             del self._engines[engine]
-            self._medians = None
+            self.medians = None
 
     @property
     def prefill_s_per_token(self) -> float:
         """See ``EngineRates``."""
-        return (self._medians or self._fit())[0]
+        return (self.medians or self.fit())[0]
 
     @property
     def overhead_s(self) -> float:
         """See ``EngineRates``."""
-        return (self._medians or self._fit())[1]
+        return (self.medians or self.fit())[1]
 
     @property
     def decode_interference_s(self) -> float:
         """See ``EngineRates``."""
-        return (self._medians or self._fit())[2]
+        return (self.medians or self.fit())[2]
 
-    def _fit(self) -> tuple[float, float, float]:
+    def fit(self) -> tuple[float, float, float]:
+        """Work out ``medians``."""
         settings, learned = self.settings, [engine.learned for engine in self._engines]
         rates = [rate for rate, _, _ in learned if rate is not None]
         overheads = [overhead for _, overhead, _ in learned if overhead is not None]
         slopes = [slope for _, _, slope in learned if slope is not None]
-        self._medians = (
+        self.medians = (
             median(rates) if rates else settings.prefill_s_per_token,
             median(overheads) if overheads else 0.0,
             median(slopes) if slopes else settings.decode_interference_s,
         )
-        return self._medians
+        return self.medians

@@ -20,6 +20,7 @@ operations per class whatever the number of engines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from router.index.rules.eagle import (
     longest,
     order_matters,
 )
-from router.index.rules.runs import Ends, RunClass, run_ends
+from router.index.rules.runs import Ends, RunClass, RunColumns, run_columns, run_ends
 
 _ALL = np.uint64((1 << WORD_BITS) - 1)
 
@@ -136,10 +137,9 @@ def evaluate(
     unless ``detail`` is asked for.
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
-    boundaries = max(0, num_tokens - 1) // alignment
     if rows.runs is not None and plan.by_runs is not None and not detail:
-        ends = min(boundaries, rows.num_hashes)
-        return WordHits(*run_ends(rows.runs, plan.by_runs, ends, alignment, word), [])
+        return WordHits(*WordRule(layout, word).ends(rows, num_tokens), [])
+    boundaries = max(0, num_tokens - 1) // alignment
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
         tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
@@ -149,6 +149,31 @@ def evaluate(
     trunk = _largest(_joint([valid[i] for i in plan.full], boundaries), alignment) if plan.full else hit
     by_class = [_by_bit(_largest(v, alignment)) for v in valid] if detail else []
     return WordHits(hit, trunk, by_class)
+
+
+class WordRule:
+    """The hit rules of one layout for the engines of one word; kept where many prompts are asked about."""
+
+    __slots__ = ("_columns", "_layout", "_plan", "_runs", "_word")
+
+    def __init__(self, layout: CacheLayout, word: int) -> None:
+        self._layout = layout
+        self._word = word
+        self._plan = _plan(layout, loading=False)
+        self._columns: Mapping[tuple[Plane, int], int] | None = None  # those that _runs is of
+        self._runs = RunColumns(None, None)
+
+    def ends(self, rows: Rows, num_tokens: int) -> tuple[Ends, Ends]:
+        """``hit_ends`` and ``trunk_ends`` of what ``evaluate`` says of GPU hits."""
+        runs, classes, layout = rows.runs, self._plan.by_runs, self._layout
+        if runs is None or classes is None:
+            hits = evaluate(rows, layout, num_tokens, word=self._word)
+            return hits.hit_ends, hits.trunk_ends
+        if runs.columns is not self._columns:
+            self._columns, self._runs = runs.columns, run_columns(classes, runs.columns, self._word)
+        alignment, held = layout.alignment, rows.num_hashes
+        boundaries = (num_tokens - 1) // alignment if num_tokens else 0
+        return run_ends(runs, self._runs, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
 
 
 def _valid(

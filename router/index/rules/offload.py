@@ -53,7 +53,7 @@ class Reach(NamedTuple):
 
 def tiers(rows: Rows) -> tuple[Tier, ...]:
     """The connectors that hold anything anywhere, in the order in which they are asked."""
-    return _tiers(frozenset(plane.medium for plane, _ in rows.columns if plane.medium != GPU))
+    return _tiers(frozenset(plane.medium for plane, _ in rows.places if plane.medium != GPU))
 
 
 @lru_cache(maxsize=256)

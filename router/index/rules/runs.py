@@ -9,13 +9,17 @@ which is asked for the rest: EAGLE, blocks of several sizes, chunks, states, man
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from router.index.base import Plane, Runs
+import msgspec
+
+from router.index.base import WORD_BITS, Plane, Runs
 
 Ends = list[tuple[int, int]]
-"""Tokens, and the engines (as bits of a word) whose prefix ends there; without those that have none."""
+"""Tokens, and the engines (as bits of a word) whose prefix ends there, longest first; without those that have
+none."""
+_ALL = (1 << WORD_BITS) - 1
 
 
 class RunClass(NamedTuple):
@@ -26,62 +30,78 @@ class RunClass(NamedTuple):
     needed: int
 
 
-def run_ends(
-    runs: Runs, classes: Sequence[RunClass], boundaries: int, unit: int, word: int
-) -> tuple[Ends, Ends]:
-    """Where the hits and the full-attention prefixes of the 64 engines of ``word`` end, longest first.
+class RunColumns(msgspec.Struct, frozen=True, gc=False):
+    """Where the words of some classes stand in the rows of an index: those of full attention, and those of
+    each window with the blocks that it needs. None: nobody ever stored anything of it."""
+
+    full: list[int] | None
+    windows: list[tuple[list[int], int]] | None
+
+
+def run_columns(
+    classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], word: int
+) -> RunColumns:
+    """For the 64 engines of ``word``."""
+    full: list[int] | None = []
+    windows: list[tuple[list[int], int]] | None = []
+    for planes, needed in classes:
+        at = [columns[plane, word] for plane in planes if (plane, word) in columns]
+        whole = len(at) == len(planes)
+        if needed:
+            windows = [*windows, (at, needed)] if whole and windows is not None else None
+        else:
+            full = full + at if whole and full is not None else None
+    return RunColumns(full, windows)
+
+
+def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[Ends, Ends]:
+    """Where hits and full-attention prefixes end, longest first.
 
     Boundaries 1..``boundaries`` are ``unit`` tokens apart.
     """
-    full = [_presence(runs, c, word) for c in classes if not c.needed]
-    windows = [(_presence(runs, c, word), c.needed) for c in classes if c.needed]
-    trunks = _trunks(full, runs.starts, boundaries)
-    ends = [*runs.starts[1:], boundaries]
+    # Plain loops: this runs once per request.
+    starts, rows = runs.starts, runs.rows
+    full, windows = its.full, its.windows
+    if full is None:
+        return [], []
+    trunks = _trunks(runs, full, boundaries)
     hits: Ends = []
     trunk_ends: Ends = []
     found = reached = 0
+    end = boundaries if len(trunks) == len(starts) else starts[len(trunks)]
+    end = end if end < boundaries else boundaries  # noqa: FURB136
     for number in range(len(trunks) - 1, -1, -1):
-        end = ends[number] if ends[number] < boundaries else boundaries  # noqa: FURB136
         trunk = trunks[number]
-        if trunk & ~reached:
-            trunk_ends.append((end * unit, trunk & ~reached))
-            reached |= trunk
-        valid = trunk & ~found
-        for held, needed in windows:
+        if trunk != reached:  # what holds more holds less
+            trunk_ends.append((end * unit, trunk ^ reached))
+            reached = trunk
+        valid = trunk ^ found
+        for columns, needed in windows or ():
             at = number
             while valid:
-                valid &= held[at]
-                if runs.starts[at] <= end - needed or not at:
+                row = rows[at]
+                for column in columns:
+                    valid &= row[column]
+                if starts[at] <= end - needed or not at:
                     break
                 at -= 1
-        if valid:
+        if valid and windows is not None:
             hits.append((end * unit, valid))
             found |= valid
             if found == trunks[0]:
                 break
+        end = starts[number]
     return hits, trunk_ends if full else hits
 
 
-def _trunks(full: list[list[int]], starts: list[int], boundaries: int) -> list[int]:
+def _trunks(runs: Runs, full: Sequence[int], boundaries: int) -> list[int]:
     """Per run, up to the last one in which a hit can end: the engines that hold everything up to its end."""
     trunks: list[int] = []
-    trunk = (1 << 64) - 1
-    for number, start in enumerate(starts):
-        for held in full:
-            trunk &= held[number]
+    trunk = _ALL
+    for start, row in zip(runs.starts, runs.rows, strict=True):
+        for column in full:
+            trunk &= row[column]
         if not trunk or start >= boundaries:
             break
         trunks.append(trunk)
     return trunks
-
-
-def _presence(runs: Runs, its: RunClass, word: int) -> list[int]:
-    """Per run: the engines that hold it in every group of the class."""
-    held: list[int] | None = None
-    for plane in its.planes:
-        column = runs.columns.get((plane, word))
-        if column is None:
-            return [0] * len(runs.starts)
-        here = [row[column] for row in runs.rows]
-        held = here if held is None or held == here else [a & b for a, b in zip(held, here, strict=True)]
-    return held or []

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import chain, compress, count, repeat
-from operator import ne
+from itertools import groupby, repeat
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from publisher.block_hash import PromptHashes
 from publisher.events import BlockHash
-from router.index.base import IndexStats, Plane, Rows, Runs, Slot, Words
+from router.index.base import IndexStats, Plane, Rows, Runs, Slot, Words, only_gpu
 from router.index.store.recall import HASHES_MIN, Recall
 from router.index.store.rows import Patterns, Steps, slot_position
 
@@ -59,6 +58,7 @@ class MemoryIndex:
         self._patterns = Patterns()
         self._recall = Recall()
         self._columns: dict[tuple[Plane, int], int] = {}
+        self._only_gpu = True
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
         self._lanes: dict[str, dict[Plane, _Lane]] = {}
@@ -160,7 +160,8 @@ class MemoryIndex:
         if len(hashes) < HASHES_MIN:
             # So few are gone through faster than an array is made of them.
             numbers = list(map(self._row_of.get, hashes, repeat(0)))
-            starts = list(compress(count(), map(ne, numbers, chain((-1,), numbers))))
+            starts = _starts(numbers)
+            firsts = [numbers[at] for at in starts]
         else:
             found_rows: npt.NDArray[np.integer[Any]]
             if isinstance(hashes, PromptHashes):
@@ -168,12 +169,13 @@ class MemoryIndex:
             else:
                 found_rows = self._numbers(hashes)
             starts = [0, *((found_rows[1:] != found_rows[:-1]).nonzero()[0] + 1).tolist()]
-            numbers = found_rows
+            numbers, firsts = found_rows, found_rows[starts].tolist()
+        if len(starts) <= _RUNS_MAX:
+            words = self._patterns.words
+            rows = [words[row] for row in firsts]
+            return Rows(len(hashes), None, Runs(starts, rows, self._columns, self._only_gpu))
         found = self._patterns.matrix.take(numbers, axis=0)
-        runs = None
-        if 0 < len(starts) <= _RUNS_MAX and len(hashes):
-            runs = Runs(starts, found.take(starts, axis=0).tolist(), self._columns)
-        return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()}, runs)
+        return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()})
 
     def _numbers(self, hashes: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
         """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""
@@ -264,7 +266,9 @@ class MemoryIndex:
         word, bit = slot_position(self._slots[engine_id])
         column = self._columns.get((plane, word))
         if column is None:
-            column = self._columns[plane, word] = self._patterns.add_column()
+            column = self._patterns.add_column()
+            self._columns = {**self._columns, (plane, word): column}  # answers given keep the ones they have
+            self._only_gpu = only_gpu(self._columns)
         lane = lanes[plane] = _Lane(self._patterns.steps(column, bit))
         return lane
 
@@ -304,3 +308,13 @@ class MemoryIndex:
                 lane.set.clear()
                 lane.clear.clear()
         self._rows_max = max(_ROWS_MAX, 2 * self._patterns.count)
+
+
+def _starts(numbers: list[int]) -> list[int]:
+    """Where each stretch of equal numbers starts."""
+    starts: list[int] = []
+    at = 0
+    for number, _ in groupby(numbers):
+        at = numbers.index(number, at)
+        starts.append(at)
+    return starts

@@ -12,9 +12,14 @@ compared by content wherever it matters).
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from router.index.base import WORD_BITS, Words
+
+_WORDS_MAX: Final = 4096
+"""Rows kept as lists too; prompts of minutes meet a few hundred."""
 
 
 class Steps(dict[int, int]):
@@ -42,6 +47,23 @@ class Steps(dict[int, int]):
         return step
 
 
+class RowWords(dict[int, list[int]]):
+    """Row number -> its words, of those that are looked up; not to be changed."""
+
+    __slots__ = ("_patterns",)
+
+    def __init__(self, patterns: Patterns) -> None:
+        super().__init__()
+        self._patterns = patterns
+
+    def __missing__(self, row: int) -> list[int]:
+        if len(self) >= _WORDS_MAX:
+            self.clear()
+        words: list[int] = self._patterns.row(row).tolist()
+        self[row] = words
+        return words
+
+
 class Patterns:
     """The table of rows and the steps between them."""
 
@@ -53,6 +75,7 @@ class Patterns:
         """Steps computed since ``keep_only``: what the lanes together remember, at most."""
         self._numbers: dict[bytes, int] = {self._matrix[0].tobytes(): 0}
         self._columns = 0
+        self.words = RowWords(self)
 
     @property
     def matrix(self) -> Words:
@@ -66,6 +89,7 @@ class Patterns:
 
     def add_column(self) -> int:
         """A new column of zeros; returns its number."""
+        self.words.clear()
         if self._columns == self._matrix.shape[1]:
             wider = np.zeros((self._matrix.shape[0], 2 * self._columns), np.uint64)
             wider[:, : self._columns] = self._matrix
@@ -90,6 +114,7 @@ class Patterns:
     def drop(self, column: int, bit: int) -> None:
         """Clear one lane in every row at once: no block is touched, whatever it held."""
         self._matrix[: self.count, column] &= ~np.uint64(1 << bit)
+        self.words.clear()
         self._numbers = {self._matrix[0].tobytes(): 0}
 
     def empty_rows(self) -> frozenset[int]:
@@ -104,6 +129,7 @@ class Patterns:
         old = self._matrix
         self._matrix = np.zeros((max(64, 2 * len(used)), old.shape[1]), np.uint64)
         self.count, self.steps_made = 1, 0
+        self.words.clear()
         self._numbers = {self._matrix[0].tobytes(): 0}
         return {number: self.number_of(old[number]) for number in used} | {0: 0}
 

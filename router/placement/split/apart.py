@@ -108,9 +108,11 @@ class Apart:
             return pick(able.candidates), Split(self.why)
         engines = zip(able.engines, able.candidates, strict=True)
         decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
-        handoff = None if self._course is None else self._course.handoff(now)
-        taken = None if handoff is None else self._take_over(decode, handoff, question)
-        return taken or self._plan(able, decode, asked, question, pick, now)
+        if self._course is not None and (handoff := self._course.handoff(now)) is not None:
+            taken = self._take_over(decode, handoff, question)
+            if taken is not None:
+                return taken
+        return self._plan(able, decode, asked, question, pick, now)
 
     def _plan(
         self,
@@ -138,8 +140,8 @@ class Apart:
         choice = _choice(chosen.decode, chosen.weighed, partner)
         if partner is None:
             return choice, Split(chosen.why, local_s=chosen.local_s, remote_s=chosen.remote_s)
-        mates = tuple([side.candidate for side in partner.sides])
-        there = tuple([helpers[candidate.engine_id] for candidate in mates])
+        mates = [side.candidate for side in partner.sides]
+        there = [helpers[candidate.engine_id] for candidate in mates]
         lacks = decode[chosen.decode].lacks
         split = Split(
             body=self._body,

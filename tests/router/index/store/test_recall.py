@@ -44,7 +44,7 @@ def same(left: Rows, right: Rows) -> bool:
 
 
 def summed_up(rows: Rows) -> bool:
-    if rows.runs is None:
+    if rows.runs is None or not rows.num_hashes:
         return True
     ends = [*rows.runs.starts[1:], rows.num_hashes]
     runs = list(zip(rows.runs.starts, ends, rows.runs.rows, strict=True))
