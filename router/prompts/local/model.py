@@ -126,18 +126,16 @@ class LocalModel:
         else:
             messages, text = self.renderer.render(body, known, form)
         media = tuple([digest for one in messages for digest in one.images])
-        entry = Entry(keys, scope, ids_of(()), extras, messages, media)
         whole = body.truncate_prompt_tokens is None
         if media and (special or not whole or form.context.continue_final):
             raise NotLocalError("multimodal")
         if isinstance(text, list):  # the family's own ids, complete
-            entry.ids = ids_of(text)
-            return self._keep(entry, parent, 0)
-        entry.cut, entry.ids, known_tokens = await self._tokenize(text, parent, special=special)
+            return self._keep(Entry(keys, scope, ids_of(text), extras, messages, media), parent, 0)
+        cut, ids, known_tokens = await self._tokenize(text, parent, special=special)
         if not whole:
-            entry.ids = self._truncated(entry.ids, body, special)
-            entry.cut = None  # of ids that are no longer there
-        return self._keep(entry, parent, known_tokens)
+            ids = self._truncated(ids, body, special)
+        kept = cut if whole else None  # its ids are no longer there
+        return self._keep(Entry(keys, scope, ids, extras, messages, media, kept), parent, known_tokens)
 
     async def completion(
         self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
@@ -161,9 +159,8 @@ class LocalModel:
         if parent is not None and parent.cut is not None and parent.cut.text == prompt:
             self._stats.tokens_reused += len(parent.ids)
             return parent
-        entry = Entry(keys, scope, ids_of(()), extras)
-        entry.cut, entry.ids, known_tokens = await self._tokenize(prompt, parent, special=special)
-        return self._keep(entry, parent, known_tokens)
+        cut, ids, known_tokens = await self._tokenize(prompt, parent, special=special)
+        return self._keep(Entry(keys, scope, ids, extras, cut=cut), parent, known_tokens)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
         """A cached prompt of given ids."""
