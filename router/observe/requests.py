@@ -116,9 +116,8 @@ class RequestTracker:
     def end(self, record: RequestRecord) -> None:
         """Enter what became of a request."""
         self.live.discard(record)
-        engine, outcome = record.engine, record.outcome
-        if engine and not self._here(engine):
-            engine = ""
+        engine = record.engine if record.engine and self._here(record.engine) else ""
+        outcome = record.outcome
         key = record.label, engine, outcome
         self.counts[key] = self.counts.get(key, 0) + 1
         now = self.clock()
@@ -189,9 +188,10 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.attempts += 1
         self.waited_s += waited_s
         if self.attempts == 1:
-            tracker = self.tracker
-            self.label = tracker.label(self.model)
-            times = tracker.times(self.label)
+            tracker, model = self.tracker, self.model
+            times = tracker.models.get(model)
+            self.label = model if times is not None else tracker.label(model)
+            times = times or tracker.times(self.label)
             if completion:
                 self.times = times
                 times.overhead.observe(tracker.clock() - self.read_s - waited_s)

@@ -12,8 +12,8 @@ in large bodies, the text is looked through (``members``).
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
-from typing import Any, Final
+from collections.abc import Generator
+from typing import Final
 
 import msgspec
 
@@ -47,21 +47,25 @@ _MUST_BE: Final = {
     b"kv_transfer_params": frozenset({b""}),
 }
 """Values with which a request may go to two engines; with any other one it stays whole, for this field."""
-_WANTED: Final = _REPLACED.keys() | _MUST_BE.keys()
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
 _NEAR_BYTES: Final = 1024
 WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
 
-_Spans = dict[bytes, list[tuple[int, int]]]
-_Fields = msgspec.defstruct(
-    "_Fields",
-    [(name.decode(), msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in sorted(_WANTED)],
-    gc=False,
-)
-_NAMES: Final = tuple(sorted(_WANTED))
+_Edit = tuple[int, int, bytes]
+_Found = tuple[bytes, int, int]
+"""Name, start of the value, its end."""
+_Bound = tuple[bytes, _Edit]
+_UNSAID: Final = msgspec.Raw(b"")
+_NAMES: Final = (*_MUST_BE, *_REPLACED)
+_Fields = msgspec.defstruct("_Fields", [(name.decode(), msgspec.Raw, _UNSAID) for name in _NAMES], gc=False)
 _DECODER: Final = msgspec.json.Decoder(_Fields)
-_MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _WANTED}
+_FREE: Final = (_UNSAID,) * len(_MUST_BE)
+"""Of a request that says nothing of the fields on which it depends whether it stays whole."""
+_AT: Final = {name: place for place, name in enumerate(_NAMES)}
+_EDITED: Final = tuple((_AT[name], name, new, msgspec.Raw(new)) for name, new in _REPLACED.items())
+_ONE, _NO_PARAMS = msgspec.Raw(b"1"), msgspec.Raw(b"{}")
+_MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _REPLACED}
 _END: Final = re.compile(rb"[ \t\r\n]*\}")
 _START: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 
@@ -73,22 +77,14 @@ class SplitBody(msgspec.Struct, frozen=True):
     whole: str = ""
     start: int = 0
     """Behind the object's opening brace."""
-    lengths_at: int = 0
-    """Where the field that bounds the answer goes, if there is none."""
-    missing: bytes = b""
-    """Name of that field; empty where there is one."""
-    edits: tuple[tuple[int, int, bytes], ...] = ()
+    edits: tuple[_Edit, ...] = ()
     """Start, end and new text, in order."""
 
     def prefill(self, asks: bytes) -> bytes:
         """For the prefill engine, with these ``kv_transfer_params``."""
-        edits: Sequence[tuple[int, int, bytes]] = self.edits
-        if self.missing:
-            comma = b"" if _END.match(self.text, self.lengths_at) else b","
-            edits = sorted([*edits, (self.lengths_at, self.lengths_at, b'"%b":1%b' % (self.missing, comma))])
         view, done = memoryview(self.text), self.start
         pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % asks]
-        for start, end, new in edits:
+        for start, end, new in self.edits:
             pieces += (view[done:start], new)
             done = end
         pieces.append(view[done:])
@@ -117,23 +113,30 @@ def split_body(path: str, body: bytes) -> Generator[None, None, SplitBody]:
 
 def _quick(body: bytes, length: bytes) -> SplitBody | None:
     """None: it is not certain where everything is."""
-    start = _START.match(body)
+    opening = _START.match(body)
     fields = _decoded(body)
-    if start is None or fields is None:
+    if opening is None or fields is None:
         return None
-    for name, allowed in _MUST_BE.items():
-        if fields.get(name, b"") not in allowed:
-            return SplitBody(body, name.decode())
-    spans: _Spans = {}
-    for name in _REPLACED.keys() & fields.keys():
-        value, place = fields[name], _place(body, name)
-        if not body.startswith(value, place):
+    if fields[: len(_FREE)] != _FREE:
+        for name, value in zip(_MUST_BE, fields, strict=False):
+            if bytes(value) not in _MUST_BE[name]:
+                return SplitBody(body, name.decode())
+    start, edits, wanted = opening.end(), [], list(fields)
+    for place, name, new, edited in _EDITED:
+        if fields[place] is _UNSAID:
+            continue
+        text, at = bytes(fields[place]), _place(body, name)
+        if not body.startswith(text, at):
             return None
-        spans[name] = [(place, place + len(value))]
-    found = _made(body, start.end(), spans, length, start.end())
-    after = _decoded(found.prefill(b"{}"))
-    right = after is not None and all(after.get(name) == _REPLACED[name] for name in (*spans, length))
-    return found if right else None
+        edits.append((at, at + len(text), new))
+        wanted[place] = edited
+    if fields[_AT[length]] is _UNSAID:
+        edits.append(_bound(body, start, length)[1])
+        wanted[_AT[length]] = _ONE
+    wanted[_AT[b"kv_transfer_params"]] = _NO_PARAMS
+    edits.sort()
+    found = SplitBody(body, "", start, tuple(edits))
+    return found if _decoded(found.prefill(b"{}")) == tuple(wanted) else None
 
 
 def _place(body: bytes, name: bytes) -> int:
@@ -145,16 +148,12 @@ def _place(body: bytes, name: bytes) -> int:
     return -1 if member is None else member.end()
 
 
-def _decoded(body: bytes) -> dict[bytes, bytes] | None:
+def _decoded(body: bytes) -> tuple[msgspec.Raw, ...] | None:
+    """The values of all ``_NAMES``; of one given twice, the last."""
     try:
-        fields: Any = _DECODER.decode(body)
+        return msgspec.structs.astuple(_DECODER.decode(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    found: dict[bytes, bytes] = {}
-    for name, value in zip(_NAMES, msgspec.structs.astuple(fields), strict=True):
-        if value is not msgspec.UNSET:
-            found[name] = bytes(value)
-    return found
 
 
 def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
@@ -162,38 +161,38 @@ def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
     start = scan.start()
     if start is None:
         return SplitBody(body, "body")
-    spans: _Spans = {}
+    found: list[_Found] = []
     inner = -1
     for member in scan.members(start):
         if member is None:
             yield
         elif member.name == _SAMPLING and not length:
             inner = member.value
-        elif member.name in _WANTED:
-            spans.setdefault(member.name, []).append((member.value, member.end))
+        elif member.name in _AT:
+            found.append((member.name, member.value, member.end))
     if length:
-        return _made(body, start + 1, spans, length, start + 1)
+        return _made(body, start + 1, found, _bound(body, start + 1, length))
     if inner < 0 or body[inner : inner + 1] != b"{":
         return SplitBody(body, "body")
     for member in scan.members(inner):
         if member is None:
             yield
-        elif member.name in _WANTED:
-            spans.setdefault(member.name, []).append((member.value, member.end))
-    return _made(body, start + 1, spans, b"max_tokens", inner + 1)
+        elif member.name in _AT:
+            found.append((member.name, member.value, member.end))
+    return _made(body, start + 1, found, _bound(body, inner + 1, b"max_tokens"))
 
 
-def _made(body: bytes, start: int, spans: _Spans, length: bytes, lengths_at: int) -> SplitBody:
-    edits: list[tuple[int, int, bytes]] = []
-    whole: list[bytes] = []
-    for name, places in spans.items():
-        new = _REPLACED.get(name)
-        for at, end in places:
-            if new is not None:
-                edits.append((at, end, new))
-            elif bytes(body[at:end]) not in _MUST_BE[name]:
-                whole.append(name)
-    if whole:
-        return SplitBody(body, next(name for name in _MUST_BE if name in whole).decode())
-    missing = b"" if length in spans else length
-    return SplitBody(body, "", start, lengths_at, missing, tuple(sorted(edits)))
+def _made(body: bytes, start: int, found: list[_Found], bound: _Bound) -> SplitBody:
+    for wanted, allowed in _MUST_BE.items():
+        if any(name == wanted and bytes(body[at:end]) not in allowed for name, at, end in found):
+            return SplitBody(body, wanted.decode())
+    edits = [(at, end, _REPLACED[name]) for name, at, end in found if name in _REPLACED]
+    length, edit = bound
+    if length not in {name for name, _, _ in found}:
+        edits.append(edit)
+    return SplitBody(body, "", start, tuple(sorted(edits)))
+
+
+def _bound(body: bytes, at: int, length: bytes) -> _Bound:
+    """The field that bounds the answer, as it is put in where there is none."""
+    return length, (at, at, b'"%b":1%b' % (length, b"" if _END.match(body, at) else b","))

@@ -77,14 +77,19 @@ _ENGINES_MAX = 4096
 _NULL = msgspec.Raw(b"null")
 
 
+_Given = str | int
+
+
 class _Params(msgspec.Struct, gc=False):
-    do_remote_prefill: msgspec.Raw = _NULL
-    remote_block_ids: msgspec.Raw = _NULL
-    remote_engine_id: msgspec.Raw = _NULL
-    remote_request_id: msgspec.Raw = _NULL
-    remote_host: msgspec.Raw = _NULL
-    remote_port: msgspec.Raw = _NULL
-    tp_size: msgspec.Raw = _NULL
+    """What a decode engine must be told; nothing of it may be missing or null."""
+
+    do_remote_prefill: bool
+    remote_block_ids: list[msgspec.Raw]
+    remote_engine_id: _Given
+    remote_request_id: _Given
+    remote_host: _Given
+    remote_port: _Given
+    tp_size: _Given
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -151,12 +156,10 @@ class NixlPull(_AfterTheAnswer):
             params = bytes(_ANSWER.decode(answer).kv_transfer_params)
             if params == b"null":
                 return "no connector"
-            given = _PARAMS.decode(params)
+            held = _PARAMS.decode(params).do_remote_prefill
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
-        parts = [bytes(part) for part in msgspec.structs.astuple(given)]
-        whole = parts[0] == b"true" and parts[1].startswith(b"[")
-        return params if whole and b"null" not in parts else "unreadable"
+        return params if held else "unreadable"
 
 
 class Mooncake:

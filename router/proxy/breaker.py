@@ -150,7 +150,7 @@ class Breaker:
         self._silence = Silence(settings)
         self.free_until = math.inf
         """Before this time ``allows`` is true unless the breaker is told something: every decision asks for
-        every engine."""
+        every engine. Infinite: nothing at all speaks against the engine."""
 
     def _told(self) -> None:
         paused, silence = self._pause.until > 0.0, self._silence
@@ -179,8 +179,8 @@ class Breaker:
 
     def begin(self, now: float, *, streams: bool = False) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
-        if now < self.free_until and not streams:
-            return  # neither open nor paused nor silent
+        if self.free_until == math.inf and not streams:
+            return  # there is nothing to be probed
         if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
@@ -197,8 +197,7 @@ class Breaker:
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
-        if now >= self._window_end:
-            self._roll(now)
+        self._roll(now)
         self._recent[0 if ok else 1] += 1
         if ok:
             self._in_a_row = 0
@@ -217,9 +216,8 @@ class Breaker:
     def succeeded(self, now: float) -> None:
         """A request was taken: its answer has begun with a status of success."""
         self.record(True, now)
-        paused = self._pause.until > 0.0
         self._pause.succeeded(now)
-        if paused:
+        if self.free_until != math.inf:
             self._told()
 
     def refused(self, request: int, wait_s: float, now: float) -> None:
@@ -230,10 +228,8 @@ class Breaker:
 
     def heard(self, now: float) -> None:
         """The first byte of an answer came."""
-        silence = self._silence
-        waited_for = silence.give_ups or silence.asked_at < math.inf
-        silence.heard(now)
-        if waited_for:
+        self._silence.heard(now)
+        if self.free_until != math.inf:
             self._told()
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
@@ -257,6 +253,8 @@ class Breaker:
         self._told()
 
     def _roll(self, now: float) -> None:
+        if now < self._window_end:
+            return
         half = self._settings.window_s / 2
         self._before = self._recent if now < self._window_end + half else [0, 0]
         self._recent = [0, 0]

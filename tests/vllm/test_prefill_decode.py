@@ -337,9 +337,20 @@ class Watched(NamedTuple):
 
     def transfers(self, name: str) -> float:
         """One of the prefill engine's counters; 0 before its first event."""
+        return self._figure(f"nixl_num_{name}_total")
+
+    def wait_until_free(self) -> None:
+        """Block until the prefill engine keeps no blocks for anybody; it counts while it works only."""
+        deadline_s = time.monotonic() + 3 * LEASE_S
+        with self.apart.client(self.apart.prefill.base_url) as client:
+            while self._figure("kv_cache_usage_perc"):
+                assert time.monotonic() < deadline_s, "the prefill engine still keeps blocks"
+                client.completions.create(model="tiny", prompt=[5] * 40, max_tokens=1)
+
+    def _figure(self, name: str) -> float:
         with urllib.request.urlopen(f"{self.apart.prefill.base_url}/metrics", timeout=10) as response:
             lines = response.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f"vllm:nixl_num_{name}_total{{")]
+        found = [line for line in lines if line.startswith(f"vllm:{name}{{")]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
@@ -416,3 +427,27 @@ def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool)
     split, kept, spent = (watched.router.metric(name) - was for name, was in zip(names, before, strict=True))
     assert (kept, spent) == (not told, told) or (not told and spent == 1), "a kept connection may have broken"
     assert split == 1 + spent
+
+
+def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched: Watched) -> None:
+    """The client has had a part of it, so nobody else can answer: it is told. Nothing stays held, and the
+    next request goes to the other decode engine."""
+    watched.all_up()
+    later, alone = watched.warmed(41, 100)
+    prompt, _ = watched.warmed(40, 100)
+    doomed = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})["choice"]["engine"]
+    split, broken = (f"kvatlas_{name}_total" for name in ("pd_split", "proxy_streams_broken"))
+    splits, breaks = watched.router.metric(split), watched.router.metric(broken)
+    endless: dict[str, Any] = {"max_tokens": 1200, "extra_body": {"ignore_eos": True}}
+    with watched.apart.client(watched.router.base_url) as client:
+        stream = client.completions.create(model="tiny", prompt=prompt, stream=True, **endless)
+        next(stream)
+        watched.kill(doomed)
+        with pytest.raises(openai.APIError, match="before its answer was complete"):
+            for _ in stream:
+                pass
+    assert (watched.router.metric(split), watched.router.metric(broken)) == (splits + 1, breaks + 1)
+    watched.wait_until_free()
+    engine, answer = watched.ask(later)
+    _same(answer, alone)
+    assert engine != doomed

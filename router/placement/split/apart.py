@@ -108,9 +108,11 @@ class Apart:
             return pick(able.candidates), Split(self.why)
         engines = zip(able.engines, able.candidates, strict=True)
         decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
-        handoff = None if self._course is None else self._course.handoff(now)
-        taken = None if handoff is None else self._take_over(decode, handoff, question)
-        return taken or self._plan(able, decode, asked, question, pick, now)
+        if self._course is not None and (handoff := self._course.handoff(now)) is not None:
+            taken = self._take_over(decode, handoff, question)
+            if taken is not None:
+                return taken
+        return self._plan(able, decode, asked, question, pick, now)
 
     def _plan(
         self,

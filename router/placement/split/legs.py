@@ -10,6 +10,7 @@ true: each ends once, whatever becomes of the other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from publisher.groups import Family
 from router.admission.queue.room import WaitingRoom
 from router.fleet.identity import endpoint_of
+from router.index.learn.layout import CacheLayout
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage
 from router.pd.sidecar import PREFILLERS, Prefilled
@@ -205,6 +207,11 @@ def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
     state, so their full-attention prefix counts; it is no hit for the engine alone."""
     has = hit.soon_tokens
     layout = engine.layout
-    if layout is not None and any(c.family is Family.MAMBA for c in layout.classes):
+    if layout is not None and _has_mamba(layout):
         has = max(has, hit.trunk_tokens)
     return max(0, prompt_tokens - has)
+
+
+@lru_cache(maxsize=256)
+def _has_mamba(layout: CacheLayout) -> bool:
+    return any(c.family is Family.MAMBA for c in layout.classes)

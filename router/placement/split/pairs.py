@@ -54,6 +54,15 @@ class Partner(NamedTuple):
     cost_s: float
 
 
+class _Place(NamedTuple):
+    """One decode engine, with or without a partner, and what that costs."""
+
+    at: int
+    seconds: float
+    cost: Cost
+    partner: Partner | None = None
+
+
 class PairPlan(msgspec.Struct, frozen=True):
     """Where the prompt is decoded: position among the decode engines; where it is computed: ``partner``, None
     for the decode engine itself, which ``why`` explains. ``weighed``: decode engines'; ``local_s``: what the
@@ -79,13 +88,13 @@ def plan(
 ) -> PairPlan:
     """The cheapest of all. Raises ``ValueError`` without a decode engine."""
     weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
-    costs = [Cost(*each) for each in weighed]
-    locals_s = [each.total_s + _delay_s(side, each, pd) for side, each in zip(decode, costs, strict=True)]
-    best = min(range(len(decode)), key=lambda i: _order(locals_s[i], costs[i], key))
     partners = _Partners(prefill, prompt_tokens, pick, policy, pd)
     why = "no_prefill_engine" if not prefill else "short"
-    found: tuple[tuple[float, int, int], int, Partner] | None = None
-    for i, side in enumerate(decode):
+    alone: _Place | None = None
+    apart: _Place | None = None
+    for index, (side, each) in enumerate(zip(decode, weighed, strict=True)):
+        cost = Cost(*each)
+        alone = _less(alone, _Place(index, cost.total_s + _delay_s(side, cost, pd), cost), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
         partner = partners.of(side)
@@ -93,16 +102,15 @@ def plan(
             why = "version"
             continue
         transfer_s = pd.leg_overhead_s + pd.transfer_s_per_token * side.lacks
-        remote_s = partner.cost_s + transfer_s + costs[i].queue_s + costs[i].decode_s
-        order = _order(remote_s, costs[i], key)
-        if found is None or order < found[0]:
-            found = order, i, partner
-    if found is None:
-        return PairPlan(best, None, weighed, locals_s[best], None, why)
-    (remote_s, _, _), index, partner = found
-    if remote_s < locals_s[best]:
-        return PairPlan(index, partner, weighed, locals_s[best], remote_s)
-    return PairPlan(best, None, weighed, locals_s[best], remote_s, "local")
+        remote_s = partner.cost_s + transfer_s + cost.queue_s + cost.decode_s
+        apart = _less(apart, _Place(index, remote_s, cost, partner), key)
+    if alone is None:
+        raise ValueError("no decode engine")
+    if apart is None:
+        return PairPlan(alone.at, None, weighed, alone.seconds, None, why)
+    if apart.seconds < alone.seconds:
+        return PairPlan(apart.at, apart.partner, weighed, alone.seconds, apart.seconds)
+    return PairPlan(alone.at, None, weighed, alone.seconds, apart.seconds, "local")
 
 
 def cheapest_taker(
@@ -167,6 +175,16 @@ class _Partners:
 def _delay_s(side: Side, cost: Cost, pd: PdSettings) -> float:
     """What a prefill there makes the sequences that run there wait, together."""
     return pd.decode_delay_weight * side.candidate.running * cost.prefill_s
+
+
+def _less(known: _Place | None, other: _Place, key: int) -> _Place:
+    """The cheaper one."""
+    if known is None or other.seconds < known.seconds:
+        return other
+    if other.seconds > known.seconds:
+        return known
+    places = known, other
+    return min(places, key=lambda place: _order(place.seconds, place.cost, key))
 
 
 def _order(seconds: float, cost: Cost, key: int) -> tuple[float, int, int]:

@@ -183,8 +183,11 @@ class Legs:
         pieces: list[bytes] = []
         left = self.pd.answer_bytes_max
         while not answer.finished:
-            pieces.append(await answer.read())
-            left -= len(pieces[-1])
+            data = answer.take()
+            if data is None:
+                data = await answer.read()
+            pieces.append(data)
+            left -= len(data)
             if left < 0:
                 raise UpstreamError("reset")
         return b"".join(pieces)
@@ -253,15 +256,17 @@ def new_transfer_id() -> str:
 
 
 def _holder(attempt: Attempt) -> PrefillHolder:
-    rank = next((value.decode() for name, value in attempt.engine_headers if name == RANK), "")
-    return PrefillHolder(attempt.base_url, rank)
+    for name, value in attempt.engine_headers:
+        if name == RANK:
+            return PrefillHolder(attempt.base_url, value.decode())
+    return PrefillHolder(attempt.base_url)
 
 
 def _without_rank(out: Outbound) -> Outbound:
     """The client's is for the engine that answers."""
-    fields = [field for field in out.head.fields if field[0] != RANK]
-    if len(fields) == len(out.head.fields):
+    if RANK not in dict(out.head.fields):
         return out
+    fields = [field for field in out.head.fields if field[0] != RANK]
     return msgspec.structs.replace(out, head=msgspec.structs.replace(out.head, fields=fields))
 
 
