@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from publisher.block_hash import PromptExtras
+from publisher.block_hash import NO_EXTRAS, PromptExtras
 
 SHARE: Final = 4
 """Nothing is kept that takes more than one part in so many of a cache: one client would empty it."""
@@ -84,5 +84,7 @@ def kept_bytes(value: Any) -> int:
 
 def extras_bytes(extras: PromptExtras) -> int:
     """The same for what a prompt's hashes cover besides tokens; names of adapters are the configuration's."""
+    if extras is NO_EXTRAS:
+        return 0
     salt = 0 if extras.cache_salt is None else sys.getsizeof(extras.cache_salt)
     return salt + sum(_ITEM_BYTES + sys.getsizeof(item.identifier) for item in extras.multimodal)
