@@ -139,7 +139,7 @@ class PromptHashes(list[BlockHash]):
     __slots__ = ("found",)
 
     def __init__(self, hashes: Iterable[BlockHash] = (), found: Any = None) -> None:
-        super().__init__(hashes)
+        list.__init__(self, hashes)
         self.found = found
 
     def first(self, num_hashes: int) -> PromptHashes:

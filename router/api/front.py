@@ -14,6 +14,7 @@ from router.admission.gate import KeyGate
 from router.api.admin.app import AdminApi
 from router.api.app import CONTROL_PREFIX, TENANT, error_answer, is_control
 from router.http.server.cors import Cors, CorsSettings
+from router.openai.apis import PROMPT_APIS
 from router.openai.errors import ApiError
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -48,8 +49,9 @@ class Front:
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Answer one request (ASGI 3, "http" or "websocket")."""
-        if self._cors is not None and self._for_browsers(scope) and self._cors.concerns(scope):
-            return self._cors(scope, receive, send)
+        cors = self._cors
+        if cors is not None and self._for_browsers(scope) and cors.concerns(scope):
+            return cors(scope, receive, send)
         return self._answer(scope, receive, send)
 
     def answer_whole(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
@@ -58,6 +60,8 @@ class Front:
 
     def _for_browsers(self, scope: Any) -> bool:
         path = scope["path"]
+        if path in PROMPT_APIS:  # of what clients ask for most nothing more is asked
+            return True
         return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
 
     def _admin_at(self, path: str) -> AdminApi | None:
@@ -65,7 +69,7 @@ class Front:
 
     def _answer(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Chosen without being waited for: what is awaited is the application that answers."""
-        if scope["type"] == "http":
+        if scope["path"] not in PROMPT_APIS and scope["type"] == "http":
             if is_control(scope["path"]):
                 return self._answer_control(scope, receive, send)
             if (admin := self._admin_at(scope["path"])) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from router.http.server.scope import head_problem, request_scope
+from router.http.server.scope import ASGI, head_problem, request_scope
 from router.openai.errors import bad_request, head_too_large
 
 Header = tuple[bytes, bytes]
@@ -35,6 +35,7 @@ _OURS_TO_LEAVE: Final = frozenset(
 """Fields of the gateway's own connections."""
 _CONNECTION: Final[dict[str, Any]] = {
     "type": "http",
+    "asgi": ASGI,
     "scheme": "http",
     "root_path": "",
     "server": None,

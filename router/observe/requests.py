@@ -117,14 +117,15 @@ class RequestTracker:
         """Enter what became of a request."""
         self.live.discard(record)
         engine = record.engine if record.engine and self._here(record.engine) else ""
-        key = record.label, engine, record.outcome
+        outcome = record.outcome
+        key = record.label, engine, outcome
         self.counts[key] = self.counts.get(key, 0) + 1
         now = self.clock()
         times = record.times
-        if times is not None and record.outcome.startswith("2"):
+        if times is not None and outcome[0] == "2":
             times.whole.observe(now - record.arrived_s)
         if record.trace is not None:
-            failed = record.outcome if record.outcome[0] == "5" or record.broken else ""
+            failed = outcome if outcome[0] == "5" or record.broken else ""
             record.trace.end(record.facts(), failed=failed)
         if self.log:
             _log.info("request", **record.log_fields(now))
@@ -187,9 +188,10 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.attempts += 1
         self.waited_s += waited_s
         if self.attempts == 1:
-            tracker = self.tracker
-            self.label = tracker.label(self.model)
-            times = tracker.times(self.label)
+            tracker, model = self.tracker, self.model
+            times = tracker.models.get(model)
+            self.label = model if times is not None else tracker.label(model)
+            times = times or tracker.times(self.label)
             if completion:
                 self.times = times
                 times.overhead.observe(tracker.clock() - self.read_s - waited_s)

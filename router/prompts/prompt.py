@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from publisher.events import BlockHash
 from router.prompts.local.entry import Entry
@@ -14,7 +16,7 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 
 
-class Prompt:
+class Prompt(msgspec.Struct, eq=False, gc=True):
     """Token ids of a request's (first) prompt, in the order the engine computes them.
 
     ``source``: computed here, or by a render server or an engine; ``by`` says with what,
@@ -23,27 +25,18 @@ class Prompt:
     for this request (prompt log-probabilities are asked for), its hit is 0.
     """
 
-    __slots__ = ("_entry", "_hashes", "_stats", "by", "num_prompts", "num_tokens", "skips_cache", "source")
+    _entry: Entry
+    _stats: PromptStats
+    source: Literal["local", "renderer", "engine"]
+    by: str = ""
+    num_prompts: int = 1
+    skips_cache: bool = False
+    _hashes: dict[HashScheme, list[BlockHash]] = {}
 
-    def __init__(
-        self,
-        entry: Entry,
-        stats: PromptStats,
-        *,
-        source: Literal["local", "renderer", "engine"],
-        by: str = "",
-        num_prompts: int = 1,
-        skips_cache: bool = False,
-    ) -> None:
-        self._entry = entry
-        self._hashes: dict[HashScheme, list[BlockHash]] = {}
-        self.num_tokens = len(entry.ids)
+    @property
+    def num_tokens(self) -> int:
         """Length of the prompt in tokens."""
-        self._stats = stats
-        self.source = source
-        self.by = by
-        self.num_prompts = num_prompts
-        self.skips_cache = skips_cache
+        return len(self._entry.ids)
 
     @property
     def token_ids(self) -> Ids:

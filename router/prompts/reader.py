@@ -343,10 +343,11 @@ def _takes_long(body: bytes, parsed: Parsed) -> bool:
     what is new is: what that may cost is counted where that is known (``local/model.py``, ``_converted``)."""
     if len(body) > INLINE_BYTES_MAX:
         return True
+    if isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None:
+        return False
     if isinstance(parsed, MessagesBody) and parsed.chat_template_kwargs is None:
         return parsed.num_pieces() > INLINE_VALUES_MAX
-    plain = isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None
-    return not plain and has_many_values(body, INLINE_VALUES_MAX)
+    return has_many_values(body, INLINE_VALUES_MAX)
 
 
 def _affinity_scope(request: InboundRequest, parsed: Parsed | None) -> bytes:

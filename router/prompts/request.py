@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from router.openai.body import decode_leniently, invalid_json
 from router.openai.errors import ApiError, bad_request
@@ -29,7 +30,10 @@ class NotLocalError(Exception):
 
 
 class ChatFields(msgspec.Struct, gc=False, kw_only=True):
-    """What of ``POST /v1/chat/completions`` reaches the prompt, besides messages (vLLM 0.32 protocol)."""
+    """What of ``POST /v1/chat/completions`` reaches the prompt, besides messages (vLLM 0.32 protocol).
+
+    From ``max_tokens`` on it does so only together with one of the others.
+    """
 
     tools: msgspec.Raw = NULL
     tool_choice: Any = None
@@ -42,11 +46,11 @@ class ChatFields(msgspec.Struct, gc=False, kw_only=True):
     add_special_tokens: Any = False
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
     cache_salt: Any = None
     mm_processor_kwargs: Any = None
     kv_transfer_params: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
     prompt_logprobs: Any = None
     echo: Any = False
 
@@ -63,15 +67,11 @@ class ChatBody(ChatFields, gc=False, kw_only=True):
 
     def is_bare(self) -> bool:
         """Whether the prompt depends on the messages alone: nothing else that reaches it was given."""
-        return all(map(is_, _around_messages(self), _BARE))
+        return self.orders_tool_calls and all(map(is_, astuple(self), _BARE))
 
 
-_OF_THE_ANSWER: Final = frozenset({"max_tokens", "max_completion_tokens", "prompt_logprobs", "echo"})
-"""Fields that say what is answered; the first two count where a prompt is truncated."""
-_around_messages: Final = attrgetter(
-    "orders_tool_calls", *(name for name in ChatFields.__struct_fields__ if name not in _OF_THE_ANSWER)
-)
-_BARE: Final = _around_messages(ChatBody(messages=[]))
+_BARE: Final = astuple(ChatBody(messages=[]))[: ChatBody.__struct_fields__.index("max_tokens")]
+"""The first fields, up to those of the answer, where none of them was given."""
 
 
 class BatchBody(ChatFields, gc=False, kw_only=True):

@@ -127,7 +127,8 @@ class ProxyApp:
         try:
             client = scope.get("client")
             sent, scope = scope["headers"], self._cleaned(scope)
-            self.requests.trace(record, sent)
+            if self.requests.traces is not None:
+                self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None)
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")

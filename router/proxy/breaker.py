@@ -150,7 +150,7 @@ class Breaker:
         self._silence = Silence(settings)
         self.free_until = math.inf
         """Before this time ``allows`` is true unless the breaker is told something: every decision asks for
-        every engine."""
+        every engine. Infinite: nothing at all speaks against the engine."""
 
     def _told(self) -> None:
         paused, silence = self._pause.until > 0.0, self._silence
@@ -179,6 +179,8 @@ class Breaker:
 
     def begin(self, now: float, *, streams: bool = False) -> None:
         """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
+        if self.free_until == math.inf and not streams:
+            return  # there is nothing to be probed
         if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
@@ -215,7 +217,8 @@ class Breaker:
         """A request was taken: its answer has begun with a status of success."""
         self.record(True, now)
         self._pause.succeeded(now)
-        self._told()
+        if self.free_until != math.inf:
+            self._told()
 
     def refused(self, request: int, wait_s: float, now: float) -> None:
         """The engine refused this request (any number that tells requests apart) and asked to be left alone
@@ -226,7 +229,8 @@ class Breaker:
     def heard(self, now: float) -> None:
         """The first byte of an answer came."""
         self._silence.heard(now)
-        self._told()
+        if self.free_until != math.inf:
+            self._told()
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have

@@ -13,9 +13,9 @@ what the second one may be told, and what comes after a failure, is for the requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -160,10 +160,10 @@ class Forwarder:
                 break
         await self._give_up(outcome, out.record, send)
 
-    async def _place(self, out: Outbound, exclude: frozenset[str], course: Course | None) -> Attempt:
+    def _place(self, out: Outbound, exclude: frozenset[str], course: Course | None) -> Awaitable[Attempt]:
         if course is None:
-            return await self._planner.place(out.request, exclude=exclude)
-        return await self._planner.place(out.request, exclude=exclude | course.failed, course=course)
+            return self._planner.place(out.request, exclude=exclude)
+        return self._planner.place(out.request, exclude=exclude | course.failed, course=course)
 
     async def _carry(
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: Course | None
@@ -184,13 +184,14 @@ class Forwarder:
         finally:
             placement.finished(None)
 
-    async def _answer(
+    def _answer(
         self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None, send: Send
-    ) -> Refusal | UpstreamError | None:
+    ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
+        """To be awaited at once."""
         if placement.body is not None:
             placement.asked()
         self._tell(placement, out)
-        return await self._attempt(placement, out, carrier, send, course)
+        return self._attempt(placement, out, carrier, send, course)
 
     @staticmethod
     def _tell(placement: Attempt, out: Outbound) -> None:
@@ -296,8 +297,8 @@ class Forwarder:
                 out.record,
                 head,
                 send,
-                stats=self._stats,
-                usage_bytes_max=self._settings.usage_bytes_max,
+                self._stats,
+                self._settings.usage_bytes_max,
             )
             await relay.run()
         except UpstreamError as error:

@@ -34,6 +34,7 @@ _NOT_FORWARDED = frozenset(
 _NOT_RETURNED = frozenset((*_HOP_BY_HOP, PREFILLED))
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
 """Connection options that are no fields, and fields that naming in ``Connection`` must not remove."""
+_NOTHING: frozenset[bytes] = frozenset()
 
 
 class RequestHead(msgspec.Struct, gc=False):
@@ -50,26 +51,17 @@ class RequestHead(msgspec.Struct, gc=False):
 
 def read_request_headers(headers: list[Header], client_host: str | None) -> RequestHead:
     """Sort a request's header fields. Raises ``ValueError`` on a content-length that is no number."""
-    kept: list[Header] = []
-    request_id = b""
-    forwarded_for = b""
-    named: set[bytes] = set()
-    content_length = None
-    encoding = b""
-    for name, value in headers:
-        if name not in _NOT_FORWARDED:
-            kept.append((name, value))
-            if name == b"x-request-id":
-                request_id = value
-            elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-                encoding = value
-        elif name == b"content-length":
-            content_length = int(value)
-        elif name == b"x-forwarded-for":
-            forwarded_for = forwarded_for + b", " + value if forwarded_for else value
-        elif name == b"connection":
-            named.update(token.strip() for token in value.lower().split(b","))
-    named -= _NEVER_NAMED
+    told = dict(headers)  # of what is asked for, the last one counts
+    kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
+    request_id = told.get(b"x-request-id", b"")
+    length = told.get(b"content-length")
+    encoding = forwarded_for = b""
+    if b"content-encoding" in told:
+        values = _values(headers, b"content-encoding")
+        encoding = next((one for one in values if one.strip().lower() not in (b"", b"identity")), b"")
+    if b"x-forwarded-for" in told:
+        forwarded_for = b", ".join(_values(headers, b"x-forwarded-for"))
+    named = _named(headers) if b"connection" in told else _NOTHING
     if named:
         kept = [field for field in kept if field[0] not in named]
     if not request_id or b"x-request-id" in named:
@@ -80,7 +72,17 @@ def read_request_headers(headers: list[Header], client_host: str | None) -> Requ
         forwarded_for = forwarded_for + b", " + host if forwarded_for else host
     if forwarded_for:
         kept.append((b"x-forwarded-for", forwarded_for))
-    return RequestHead(kept, request_id, content_length, encoding)
+    return RequestHead(kept, request_id, None if length is None else int(length), encoding)
+
+
+def _values(headers: list[Header], name: bytes) -> list[bytes]:
+    return [value for named, value in headers if named == name]
+
+
+def _named(headers: list[Header]) -> frozenset[bytes]:
+    """The fields that ``Connection`` names."""
+    options = b",".join(_values(headers, b"connection")).lower().split(b",")
+    return frozenset(option.strip() for option in options) - _NEVER_NAMED
 
 
 def request_head(
@@ -117,33 +119,15 @@ class AnswerHead(msgspec.Struct, gc=False):
 
 def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Header, ...]) -> AnswerHead:
     """Sort an answer's header fields; ``own`` (the placement's) are added."""
-    fields: list[Header] = []
-    named: set[bytes] = set()
-    sse = encoded = has_request_id = has_buffering = False
-    retry_after = None
-    for header in headers:
-        name, value = header
-        if name in _NOT_RETURNED:
-            if name == b"connection":
-                named.update(token.strip() for token in value.lower().split(b","))
-            continue
-        fields.append(header)
-        if name == b"content-type":
-            sse = value.lower().startswith(b"text/event-stream")
-        elif name == b"content-encoding":
-            encoded = value.lower() != b"identity"
-        elif name == b"x-request-id":
-            has_request_id = True
-        elif name == b"retry-after":
-            retry_after = value
-        elif name == b"x-accel-buffering":
-            has_buffering = True
-    named -= _NEVER_NAMED
-    if named:
+    told = dict(headers)
+    fields = [field for field in headers if field[0] not in _NOT_RETURNED]
+    if b"connection" in told and (named := _named(headers)):
         fields = [field for field in fields if field[0] not in named]
-    if not has_request_id:
+    sse = told.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+    encoded = told.get(b"content-encoding", b"identity").lower() != b"identity"
+    if b"x-request-id" not in told:
         fields.append((b"x-request-id", request_id))
-    if sse and not has_buffering:
+    if sse and b"x-accel-buffering" not in told:
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
-    return AnswerHead(fields, sse, encoded, retry_after)
+    return AnswerHead(fields, sse, encoded, told.get(b"retry-after"))

@@ -45,6 +45,13 @@ class UpstreamError(Exception):
 class UpstreamConnection(asyncio.Protocol):
     """See the module. Made by ``UpstreamClient``; used from the event loop only."""
 
+    __slots__ = (
+        *("_active", "_body_end", "_buffered", "_clock", "_error", "_fed_bytes", "_fields", "_head_bytes"),
+        *("_head_done", "_keep", "_loop", "_method", "_on_lost", "_parser", "_paused", "_pieces"),
+        *("_settings", "_stats", "_transport", "_unfinished_bytes", "_waiter", "_weighed", "answered"),
+        *("complete", "deadline", "headers", "lost", "on_body", "status"),
+    )
+
     def __init__(
         self,
         settings: ClientSettings,
@@ -74,10 +81,12 @@ class UpstreamConnection(asyncio.Protocol):
         self.answered = False  # a byte of the answer has arrived
         self._method = method
         self._head_done = False
+        self._fields = self.headers  # where the parser's go: later to the trailer's
+        self._weighed = 0  # number of them that are in ``_head_bytes``
         self._head_bytes = 0  # of the head, later of the trailer: what the parser has given
+        self._fed_bytes = 0  # which the head is not larger than
         self._unfinished_bytes = 0  # and what it was fed since without giving anything
         self._body_end = -1  # number of pieces when the answer ended
-        self._framed = False
         self._keep = False
         self._error: UpstreamError | None = None
         self._buffered = 0
@@ -199,7 +208,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._keep = False
             return
         self.answered = True
-        pieces, head_bytes = len(self._pieces), self._head_bytes
+        self._fed_bytes += len(data)
+        pieces, fields = len(self._pieces), len(self._fields)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -214,11 +224,18 @@ class UpstreamConnection(asyncio.Protocol):
             self._unfinished_bytes = 0
             self._buffer(len(data))
         else:  # a part of a head, of a trailer, or of a chunk's frame: the parser keeps it and tells nothing
-            fields = self._head_bytes > head_bytes
-            self._unfinished_bytes = 0 if fields else self._unfinished_bytes + len(data)
-            if self._head_bytes + self._unfinished_bytes > self._settings.head_bytes_max:
+            given = len(self._fields) > fields
+            self._unfinished_bytes = 0 if given else self._unfinished_bytes + len(data)
+            if self._too_large():
                 self._fail()
         self._wake()
+
+    def _too_large(self) -> bool:
+        """Count the head's or trailer's fields that came, once each: whether they are too many."""
+        new = self._fields[self._weighed :] if self._weighed else self._fields
+        self._weighed += len(new)
+        self._head_bytes += sum([len(name) + len(value) for name, value in new], _FIELD_SIGNS * len(new))
+        return self._head_bytes + self._unfinished_bytes > self._settings.head_bytes_max
 
     def _buffer(self, size: int) -> None:
         self._buffered += size
@@ -243,7 +260,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._keep = False
         self.deadline = NEVER
         if self._active and not self.complete and self._error is None:
-            if exc is None and self._head_done and not self._framed:
+            if exc is None and self._head_done and not self._framed():
                 self._finish()  # the end of the connection is the end of this body
             else:
                 self._fail()
@@ -257,31 +274,30 @@ class UpstreamConnection(asyncio.Protocol):
             self._keep = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + _FIELD_SIGNS
-        if self._head_bytes > self._settings.head_bytes_max:
-            raise OverflowError  # the parser gives up
-        if self._head_done:
-            return  # trailers, or a second answer nobody asked for
-        name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
-            self._framed = True
-        self.headers.append((name, value))
+        self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._head_done:
-            return
+            return  # of a second answer that nobody asked for
+        if self._fed_bytes > self._settings.head_bytes_max and self._too_large():
+            raise OverflowError  # the parser gives up
         status = self._parser.get_status_code()
         if status < 200:
-            self.headers = []
-            self._framed = False
+            self._too_large()
+            self.headers = self._fields = []
+            self._weighed = 0
             return
+        self._fields, self._weighed, self._head_bytes = [], 0, 0
         self.status = status
         self._head_done = True
-        self._head_bytes = 0
         self._keep = self._parser.should_keep_alive()
         self.deadline = self._clock() + self._settings.first_byte_timeout_s
         if self._method == "HEAD":
             self._finish()
+
+    def _framed(self) -> bool:
+        """The head says where the body ends."""
+        return any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
 
     def on_message_complete(self) -> None:
         if self._head_done and not self.complete:

@@ -39,7 +39,7 @@ _LINGER_BYTES_MAX = 64 * 1024 * 1024
 
 
 class _RefusedError(Exception):
-    """Raised in a callback of the parser, which gives up; ``error`` is the answer."""
+    """``error`` is the answer. Raised in a callback of the parser, which gives up, or after it."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.code)
@@ -48,6 +48,14 @@ class _RefusedError(Exception):
 
 class ClientConnection(asyncio.Protocol):
     """See the module. uvicorn makes one per accepted connection."""
+
+    __slots__ = (
+        *("_app_state", "_body_due", "_client", "_current", "_fed_bytes", "_fields", "_given", "_head_bytes"),
+        *("_head_due", "_in_head", "_in_trailer", "_last_word", "_lingered_bytes", "_parser", "_pieces"),
+        *("_queue", "_read_bytes", "_read_paused", "_read_s", "_reading", "_scope", "_spare", "_state"),
+        *("_sweeper", "_unfinished_bytes", "_url", "_weighed", "app", "capacity", "clock", "closing_soon"),
+        *("deadline", "loop", "nothing", "on_body", "settings", "stats", "transport", "write_paused"),
+    )
 
     def __init__(
         self,
@@ -76,13 +84,22 @@ class ClientConnection(asyncio.Protocol):
         self._reading: Exchange | None = None  # whose body is being received
         self._in_head = False
         self._in_trailer = False
+        self._url = b""
+        self._fields: list[tuple[bytes, bytes]] = []  # of the head, then of the trailer
+        self._weighed = 0  # number of them that are in ``_head_bytes``
         self._head_bytes = 0  # of the head or trailer: what the parser has given
         self._unfinished_bytes = 0  # and what it was fed since without giving anything
+        self._fed_bytes = 0  # since the read that the message began in, which is not less than its head
+        self._read_bytes = 0  # of this read
+        self._read_s = 0.0  # when it came
         self._given = False
+        self._head_due = NEVER
         self._body_due = NEVER
         self._last_word: ApiError | None = None  # for after the requests that came before what was refused
         self._read_paused = False
         self.write_paused: asyncio.Future[None] | None = None  # done when the client has caught up
+        self.nothing: asyncio.Future[None] = self.loop.create_future()
+        self.nothing.set_result(None)
         self._lingered_bytes = -1  # >= 0: only throwing away what still comes
         self.closing_soon = config.lame
         self.deadline = NEVER
@@ -135,20 +152,49 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self.stats.bad_requests += 1
                 self._refuse(bad_request("invalid_http", "This is not a valid HTTP/1.1 request."))
+        except _RefusedError as refused:
+            self._refuse(refused.error)
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Feed the parser. Raises what it raises."""
         self._given = False
+        self._read_s = self.clock()
+        self._read_bytes = size = len(data)
+        self._fed_bytes += size
+        known = len(self._fields)
         try:
             self._parser.feed_data(data)
-            # The parser keeps what is not yet a whole field or chunk frame, and tells nothing of it.
-            given = self._given or self._pieces
-            self._unfinished_bytes = 0 if given else self._unfinished_bytes + len(data)
-            too_large = self._head_bytes + self._unfinished_bytes > self.settings.header_bytes_max
-            if too_large and (self._in_head or self._reading is not None):
-                self._refuse(self._head_too_large())
+            if self._in_head or self._reading is not None:
+                self._check_unfinished(size, known)
         finally:
-            self._hand_over()
+            came = self._given
+            if self._pieces:
+                self._hand_over()
+                came = True
+            if came and self._lingered_bytes < 0 and self.write_paused is None:
+                self._rearm()
+
+    def _check_unfinished(self, size: int, known: int) -> None:
+        """A message goes on behind this read, before which its head or trailer had so many known fields.
+
+        The parser keeps what is not yet a whole field or chunk frame, and tells nothing of it.
+        """
+        fields = len(self._fields)
+        given = self._given or self._pieces or fields > known
+        self._unfinished_bytes = 0 if given else self._unfinished_bytes + size
+        if fields and not self._in_head:
+            self._begin_trailer()
+        self._weigh_fields(self._unfinished_bytes)
+
+    def _weigh_fields(self, more_bytes: int = 0) -> None:
+        """Count the head's or trailer's fields that came, once each. Raises ``_RefusedError`` where they, and
+        so many bytes more, are too many."""
+        new = self._fields[self._weighed :] if self._weighed else self._fields
+        self._weighed += len(new)
+        self._head_bytes += sum([len(name) + len(value) for name, value in new], _FIELD_SIGNS * len(new))
+        line_bytes = len(self._url) if self._in_head else 0
+        if line_bytes + self._head_bytes + more_bytes > self.settings.header_bytes_max:
+            raise _RefusedError(self._head_too_large())
 
     def _head_too_large(self) -> ApiError:
         self.stats.header_overflows += 1
@@ -203,48 +249,26 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._hosts = 0
-        self._expects = False
+        self._fields = []
         self._in_head, self._in_trailer = True, False
-        self._head_bytes, self._given = 0, True
-        if self._current is None:
-            self.deadline = self.clock() + self.settings.header_timeout_s
+        self._weighed = self._head_bytes = 0
+        self._fed_bytes = self._read_bytes
+        self._head_due = self._read_s + self.settings.header_timeout_s
+        self._given = True
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._given = True
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:  # a trailer: allowed to be dropped
-            self._begin_trailer()
-            self._count_head(len(name) + len(value) + _FIELD_SIGNS)
-            return
-        # As ``_count_head`` does, without a call for every field.
-        self._given = True
-        size = self._head_bytes = self._head_bytes + len(name) + len(value) + _FIELD_SIGNS
-        if size > self.settings.header_bytes_max:
-            raise _RefusedError(self._head_too_large())
-        name = name.lower()
-        if name == b"host":
-            self._hosts += 1
-        elif name == b"expect" and value.lower() == b"100-continue":
-            self._expects = True
-        self._headers.append((name, value))
-
-    def _count_head(self, size: int) -> None:
-        self._given = True
-        self._head_bytes += size
-        if self._head_bytes > self.settings.header_bytes_max:
-            raise _RefusedError(self._head_too_large())
+        self._fields.append((name.lower(), value))
 
     def _begin_trailer(self) -> None:
         """From its first field on a trailer has the bytes and the time that a head has."""
         if self._in_trailer:
             return
-        self._in_trailer = True
-        self._body_due = min(self._body_due, self.clock() + self.settings.header_timeout_s)
-        self._rearm()
+        self._in_trailer = self._given = True
+        self._body_due = min(self._body_due, self._read_s + self.settings.header_timeout_s)
 
     def on_headers_complete(self) -> None:
         if self._lingered_bytes >= 0:
@@ -256,22 +280,28 @@ class ClientConnection(asyncio.Protocol):
         if parser.should_upgrade():
             return
         version = parser.get_http_version()
-        problem = head_problem(version, self._url, self._hosts)
+        if self._fed_bytes > self.settings.header_bytes_max:
+            self._weigh_fields()
+        fields = self._fields
+        names = [name for name, _ in fields]
+        problem = head_problem(version, self._url, names.count(b"host"))
         if problem:
             self.stats.bad_requests += 1
             raise _RefusedError(bad_request("invalid_http", problem))
         self._in_head = False
-        self._head_bytes, self._given = 0, True
-        scope = request_scope(self._scope, version, method, self._url, self._headers)
+        self._fields = []
+        self._weighed = self._head_bytes = 0
+        self._given = True
+        scope = request_scope(self._scope, version, method, self._url, fields)
         if self._spare and scope["path"] not in PROBE_PATHS:
             self.stats.connections_refused += 1
             raise _RefusedError(too_many_connections())
-        keep_alive = parser.should_keep_alive() and not self._spare
-        exchange = Exchange(self, scope, keep_alive, self._expects)
+        keep_alive = parser.should_keep_alive() and version == "1.1" and not self._spare
+        expects = b"expect" in names and _expects(fields)
+        exchange = Exchange(self, scope, keep_alive, expects)
         self._reading = exchange
         if self._current is None:
-            self._begin(exchange)
-            self._rearm()
+            self._begin(exchange, self._read_s)
         else:
             self._queue.append(exchange)
             if len(self._queue) >= self.settings.pipelined_max:
@@ -281,8 +311,6 @@ class ClientConnection(asyncio.Protocol):
     def _hand_over(self) -> None:
         """Give the request the body bytes that the parser found in this read, in one piece."""
         pieces = self._pieces
-        if not pieces:
-            return
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         exchange = self._reading
@@ -294,24 +322,20 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(too_many_bodies())
             return
         if exchange is self._current:
-            now = self.clock()
-            grace_end = now + self.settings.body_grace_s
             earned_s = len(data) / self.settings.body_bytes_per_s_min
-            self._body_due = min(self._body_due + earned_s, grace_end)
-            if self.write_paused is None and not self._read_paused:
-                self.deadline = min(now + self.settings.body_timeout_s, self._body_due)
+            self._body_due = min(self._body_due + earned_s, self._read_s + self.settings.body_grace_s)
         if waiting > self.settings.body_ahead_bytes_max:
             self.pause_reading()
 
     def on_message_complete(self) -> None:
-        self._hand_over()
+        if self._pieces:
+            self._hand_over()
+        if self._fields and not self._in_head:
+            self._weigh_fields()
         self._given = True
         exchange, self._reading = self._reading, None
-        if exchange is None:
-            return
-        exchange.body_ended()
-        if exchange is self._current and self.write_paused is None:
-            self.deadline = NEVER
+        if exchange is not None:
+            exchange.body_ended()
 
     def _decline_upgrade(self) -> None:
         """Parse the request again without its offer to upgrade, which a server may ignore.
@@ -321,21 +345,21 @@ class ClientConnection(asyncio.Protocol):
         version = self._parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b\r\n" % (self._parser.get_method(), self._url, version)]
         lines += [
-            b"%b: %b\r\n" % (name, value) for name, value in self._headers if name not in _UPGRADE_FIELDS
+            b"%b: %b\r\n" % (name, value) for name, value in self._fields if name not in _UPGRADE_FIELDS
         ]
         self._parser = httptools.HttpRequestParser(self)
         self._parse(b"".join((*lines, b"\r\n")))
 
     # Exchanges
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, exchange: Exchange, now: float) -> None:
         self._current = exchange
-        self._body_due = self.clock() + self.settings.body_grace_s
+        self._body_due = now + self.settings.body_grace_s
         self.stats.requests += 1
         self._state.total_requests += 1
-        task = self.loop.create_task(exchange.run(self.app))
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
+        tasks = self._state.tasks
+        task = exchange.task = self.loop.create_task(exchange.run(self.app, tasks))
+        tasks.add(task)
 
     def answered(self, *, keep_alive: bool) -> None:
         """The current answer is complete: go on with the next request, or close."""
@@ -351,8 +375,10 @@ class ClientConnection(asyncio.Protocol):
             self._reading = None  # the rest of that body is parsed and dropped
         if self._read_paused:
             self.resume_reading()
+        now = self.clock()
+        self._head_due = now + self.settings.header_timeout_s  # of what has begun to come meanwhile
         if self._queue:
-            self._begin(self._queue.popleft())
+            self._begin(self._queue.popleft(), now)
         elif self._last_word is not None:
             self._refuse(self._last_word)
             return
@@ -360,20 +386,20 @@ class ClientConnection(asyncio.Protocol):
 
     def _rearm(self) -> None:
         """The deadline that belongs to the state."""
-        settings = self.settings
+        settings, current = self.settings, self._current
         if self.write_paused is not None:
-            wait_s = settings.stall_timeout_s
+            self.deadline = self.clock() + settings.stall_timeout_s
         elif self._read_paused:
-            wait_s = NEVER  # the application is waited for
-        elif self._current is not None:
-            wait_s = NEVER
-            if self._reading is self._current:
-                wait_s = min(settings.body_timeout_s, self._body_due - self.clock())
+            self.deadline = NEVER  # the application is waited for
+        elif current is not None:
+            body_open = self._reading is current
+            self.deadline = (
+                min(self.clock() + settings.body_timeout_s, self._body_due) if body_open else NEVER
+            )
         elif self._in_head:
-            wait_s = settings.header_timeout_s
+            self.deadline = self._head_due
         else:
-            wait_s = settings.keepalive_timeout_s
-        self.deadline = self.clock() + wait_s
+            self.deadline = self.clock() + settings.keepalive_timeout_s
 
     def _close(self) -> None:
         """Close after what is written has been taken, which a client may delay only so long."""
@@ -441,3 +467,8 @@ class ClientConnection(asyncio.Protocol):
         self._lingered_bytes += size
         if self._lingered_bytes > _LINGER_BYTES_MAX:
             self.abort()
+
+
+def _expects(fields: list[tuple[bytes, bytes]]) -> bool:
+    """Whether the client waits to be told to send the body."""
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in fields)

@@ -43,7 +43,7 @@ class Cors(CORSMiddleware):
         """Whether this request's answer depends on where it comes from."""
         if not self.allow_all_origins:
             return True  # caches must know that the origin matters, also where there is none
-        return b"origin" in [name for name, _ in scope["headers"]]
+        return b"origin" in dict(scope["headers"])
 
     async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
         """Without what the engine said on the matter."""

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import msgspec
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -21,16 +23,13 @@ EXTENSION = "kvatlas.disconnect"
 Hook = Callable[[Callable[[], None] | None], None]
 
 
-class DisconnectWatch:
+class DisconnectWatch(msgspec.Struct, eq=False):
     """Cancels the current task when the client goes. ``start`` after the body was read; always ``stop``."""
 
-    __slots__ = ("_hook", "_task", "_watcher", "gone")
-
-    def __init__(self) -> None:
-        self.gone = False
-        self._task: asyncio.Task[Any] | None = None
-        self._hook: Hook | None = None
-        self._watcher: asyncio.Task[None] | None = None
+    gone: bool = False
+    _task: asyncio.Task[Any] | None = None
+    _hook: Hook | None = None
+    _watcher: asyncio.Task[None] | None = None
 
     def start(self, scope: Scope, receive: Receive) -> None:
         """Begin to watch. From now on nobody else may call ``receive``."""

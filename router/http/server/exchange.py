@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import http
 import traceback
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, cast
 
+import msgspec
 import structlog
 
 from router.http.server.capacity import Capacity
@@ -25,7 +26,7 @@ _JOIN_BYTES_MAX = 64 * 1024  # larger pieces are written without being copied
 
 
 def _status_line(status: int) -> bytes:
-    return f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode()
+    return f"HTTP/1.1 {status} {_PHRASES.get(status, '')}".encode()
 
 
 _PHRASES = {status.value: status.phrase for status in http.HTTPStatus}
@@ -36,7 +37,7 @@ def error_answer(error: ApiError) -> bytes:
     """A whole answer that closes its connection, for requests that never reached the application."""
     body = error.body()
     headers = b"".join([b"%b: %b\r\n" % header for header in error.headers])
-    return b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
+    return b"%b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
         _STATUS_LINES[error.status],
         len(body),
         headers,
@@ -51,6 +52,8 @@ class Line(Protocol):
     transport: asyncio.Transport
     capacity: Capacity
     write_paused: asyncio.Future[None] | None
+    nothing: asyncio.Future[None]
+    """To be waited for where there is nothing to wait for: done."""
     closing_soon: bool
 
     def resume_reading(self) -> None:
@@ -63,51 +66,34 @@ class Line(Protocol):
         """Close at once: the answer cannot be completed."""
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """See the module. Belongs to one connection; used from the event loop only."""
 
-    __slots__ = (
-        "_begun",
-        "_body",
-        "_body_bytes",
-        "_body_given",
-        "_body_whole",
-        "_chunked",
-        "_connection",
-        "_done",
-        "_expects",
-        "_gone",
-        "_head",
-        "_held_bytes",
-        "_keep_alive",
-        "_left",
-        "_on_left",
-        "_scope",
-        "_waiter",
-        "started",
-    )
-
-    def __init__(self, connection: Line, scope: dict[str, Any], keep_alive: bool, expects: bool) -> None:
-        scope["extensions"] = {EXTENSION: self.on_disconnect}
-        self.started = False
-        """Bytes of the answer have been written."""
-        self._head: bytes | None = None
-        self._connection = connection
-        self._scope = scope
-        self._keep_alive = keep_alive and scope["http_version"] == "1.1"
-        self._expects = expects
-        self._body: list[bytes] = []
-        self._body_bytes = 0  # waiting for the application
-        self._held_bytes = 0  # of the whole body, until the application is done with it
-        self._body_whole = False
-        self._body_given = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._on_left: Callable[[], None] | None = None
-        self._gone = False
-        self._begun = False
-        self._done = False
-        self._chunked = False
-        self._left = -1  # bytes of the answer still to come; -1: unknown
+    _connection: Line
+    _scope: dict[str, Any]
+    _keep_alive: bool
+    _expects: bool
+    """The client waits to be told to send the body."""
+    task: asyncio.Task[None] | None = None
+    started: bool = False
+    """Bytes of the answer have been written."""
+    _start: Message | None = None
+    """Goes out with the first of the body, in one packet."""
+    _body: list[bytes] = []
+    """What waits for the application."""
+    _body_bytes: int = 0
+    _held_bytes: int = 0
+    """Of the whole body, until the application is done with it."""
+    _body_whole: bool = False
+    _body_given: bool = False
+    _waiter: asyncio.Future[None] | None = None
+    _on_left: Callable[[], None] | None = None
+    _gone: bool = False
+    _begun: bool = False
+    _done: bool = False
+    _chunked: bool = False
+    _left: int = -1
+    """Bytes of the answer still to come; -1: unknown."""
 
     # The connection's side.
 
@@ -121,13 +107,15 @@ class Exchange:
         self._held_bytes += len(data)
         self._body.append(data)
         self._body_bytes += len(data)
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
         return self._body_bytes
 
     def body_ended(self) -> None:
         """The request is whole."""
         self._body_whole = True
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def leave(self) -> None:
         """The client has gone."""
@@ -140,10 +128,11 @@ class Exchange:
         if self._on_left is not None:
             self._on_left()
 
-    async def run(self, app: Any) -> None:
-        """The task of this exchange."""
+    async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
+        """What ``task`` does; it leaves ``tasks`` at its end."""
         connection = self._connection
         self._begun = True
+        self._scope["extensions"] = {EXTENSION: self.on_disconnect}
         try:
             await app(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -156,9 +145,12 @@ class Exchange:
             await self._fail()
         finally:
             self._free()
+            tasks.discard(cast("asyncio.Task[None]", self.task))
+            # Both refer back to this: no cycle for the collector to find.
+            self.task = None
+            del self._scope["extensions"]
         if not self._done and not self._gone:
             connection.abort()
-        del self._scope["extensions"]  # it refers back to this: no cycle for the collector to find
 
     def _free(self) -> None:
         """Nobody holds the body any more."""
@@ -169,7 +161,7 @@ class Exchange:
     async def _fail(self) -> None:
         if self.started or self._gone:
             return
-        self._head = None  # what was announced has not been written
+        self._start = None  # what was announced has not been written
         self._chunked = False
         self._left = -1
         body = internal_error().body()
@@ -210,17 +202,25 @@ class Exchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """ASGI ``send``. Waits while the client is too slow; silent once it has gone."""
         connection = self._connection
         if connection.write_paused is not None:
-            await asyncio.shield(connection.write_paused)
+            return self._send_later(message, connection.write_paused)
+        self._send(message)
+        return connection.nothing
+
+    async def _send_later(self, message: Message, caught_up: asyncio.Future[None]) -> None:
+        await asyncio.shield(caught_up)
+        self._send(message)
+
+    def _send(self, message: Message) -> None:
         if self._gone:
             return
-        if self._head is None:
+        if self._start is None:
             if message["type"] != "http.response.start":
                 raise RuntimeError(f"expected http.response.start, got {message['type']}")
-            self._head = self._build_head(message)  # goes out with the first of the body, in one packet
+            self._start = message
         elif self._done or message["type"] != "http.response.body":
             raise RuntimeError(f"unexpected {message['type']}")
         else:
@@ -229,49 +229,43 @@ class Exchange:
     def _build_head(self, message: Message) -> bytes:
         status = message["status"]
         headers = message.get("headers", ())
-        lines = [_STATUS_LINES[status]]
-        says_close = False
-        for name, value in headers:
-            lines.append(b"%b: %b\r\n" % (name, value))
-            lowered = name.lower()
-            if lowered == b"content-length":
-                self._left = int(value)
-            elif lowered == b"connection" and b"close" in value.lower():
-                self._keep_alive = False
-                says_close = True
-        bodiless = self._scope["method"] == "HEAD" or status in (204, 304)
-        if bodiless:
+        lines = [_STATUS_LINES[status], *[b": ".join(field) for field in headers], b""]
+        block = b"\r\n".join(lines)
+        if block.count(b"\n") >= len(lines) or block.count(b"\r") >= len(lines):
+            raise RuntimeError("a header field of the answer contains a line end")
+        lowered = block.lower()
+        length = _value(lowered, b"\r\ncontent-length: ")
+        says_close = b"\r\nconnection: " in lowered and _says_close(headers)
+        more = b""
+        if self._scope["method"] == "HEAD" or status in (204, 304):
             self._left = 0
-        elif self._left < 0:
-            if self._scope["http_version"] == "1.1":
-                self._chunked = True
-                lines.append(b"transfer-encoding: chunked\r\n")
-            else:
-                self._keep_alive = False
-        if self._connection.closing_soon:
+        elif length:
+            self._left = int(length)
+        elif self._scope["http_version"] == "1.1":
+            self._chunked = True
+            more = b"transfer-encoding: chunked\r\n"
+        else:
+            self._keep_alive = False
+        if says_close or self._connection.closing_soon:
             self._keep_alive = False
         if not self._keep_alive and not says_close:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        block = b"".join(lines)
-        if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines):
-            raise RuntimeError("a header field of the answer contains a line end")
-        return block
+            more += b"connection: close\r\n"
+        return b"%b%b\r\n" % (block, more)
 
     def _send_body(self, body: bytes, more: bool) -> None:
         if self.started and self._chunked and more and 0 < len(body) < _JOIN_BYTES_MAX:
             self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
             return
+        begin = b""
+        if not self.started:
+            begin = self._build_head(cast(Message, self._start))
         if self._scope["method"] == "HEAD":
             body = b""
         if self._left >= 0:
             self._left -= len(body)
             if self._left < 0 or (self._left > 0 and not more):
                 raise RuntimeError("the answer's body does not fit its content-length")
-        begin = b""
-        if not self.started:
-            self.started = True
-            begin = self._head or b""
+        self.started = True
         end = b""
         if self._chunked:
             if body:
@@ -285,5 +279,19 @@ class Exchange:
             self._connection.transport.writelines((begin, body, end))
         if not more:
             self._done = True
-            self._wake()
+            if self._waiter is not None:
+                self._wake()
             self._connection.answered(keep_alive=self._keep_alive)
+
+
+def _value(lowered: bytes, name: bytes) -> bytes:
+    """Of the last field of this name, given with what stands around it; empty where there is none."""
+    at = lowered.rfind(name)
+    if at < 0:
+        return b""
+    at += len(name)
+    return lowered[at : lowered.index(b"\r", at)]
+
+
+def _says_close(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == b"connection" and b"close" in value.lower() for name, value in headers)

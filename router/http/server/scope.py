@@ -8,13 +8,14 @@ from urllib.parse import unquote
 
 import httptools
 
-_ASGI = {"version": "3.0", "spec_version": "2.4"}
+ASGI = {"version": "3.0", "spec_version": "2.4"}
 
 
 def connection_scope(transport: asyncio.BaseTransport, state: dict[str, Any]) -> dict[str, Any]:
     """The part that all requests of a connection share. ``state`` is the lifespan's."""
     return {
         "type": "http",
+        "asgi": ASGI,
         "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
         "root_path": "",
         "server": _address(transport.get_extra_info("sockname")),
@@ -51,7 +52,6 @@ def request_scope(
     path = raw_path.decode("latin-1")
     return {
         **connection,
-        "asgi": _ASGI.copy(),
         "http_version": version,
         "method": method.decode("ascii"),
         "path": unquote(path) if "%" in path else path,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
 import xxhash
 
 from publisher.block_hash import PromptExtras
@@ -137,20 +138,13 @@ def _chunk_keys(key: int, data: bytes) -> list[int]:
 
 
 def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
-    """How many leading ids are equal, the first ``known`` of which need no look; a few memory compares."""
-    size = left.itemsize
+    """How many leading ids are equal, the first ``known`` of which need no look."""
     limit = min(len(left), len(right))
-    a, b = left[known:limit].tobytes(), right[known:limit].tobytes()
-    if a == b:
+    if known >= limit:
         return limit
-    low, high = 0, limit - known  # equal up to low, different before high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low * size : middle * size] == b[low * size : middle * size]:
-            low = middle
-        else:
-            high = middle
-    return known + low
+    differ = np.frombuffer(left, np.uint32)[known:limit] != np.frombuffer(right, np.uint32)[known:limit]
+    first = int(differ.argmax())
+    return known + first if differ[first] else limit
 
 
 def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:

@@ -126,18 +126,16 @@ class LocalModel:
         else:
             messages, text = self.renderer.render(body, known, form)
         media = tuple([digest for one in messages for digest in one.images])
-        entry = Entry(keys, scope, ids_of(()), extras, messages, media)
         whole = body.truncate_prompt_tokens is None
         if media and (special or not whole or form.context.continue_final):
             raise NotLocalError("multimodal")
         if isinstance(text, list):  # the family's own ids, complete
-            entry.ids = ids_of(text)
-            return self._keep(entry, parent, 0)
-        entry.cut, entry.ids, known_tokens = await self._tokenize(text, parent, special=special)
+            return self._keep(Entry(keys, scope, ids_of(text), extras, messages, media), parent, 0)
+        cut, ids, known_tokens = await self._tokenize(text, parent, special=special)
         if not whole:
-            entry.ids = self._truncated(entry.ids, body, special)
-            entry.cut = None  # of ids that are no longer there
-        return self._keep(entry, parent, known_tokens)
+            ids = self._truncated(ids, body, special)
+        kept = cut if whole else None  # its ids are no longer there
+        return self._keep(Entry(keys, scope, ids, extras, messages, media, kept), parent, known_tokens)
 
     async def completion(
         self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
@@ -161,9 +159,8 @@ class LocalModel:
         if parent is not None and parent.cut is not None and parent.cut.text == prompt:
             self._stats.tokens_reused += len(parent.ids)
             return parent
-        entry = Entry(keys, scope, ids_of(()), extras)
-        entry.cut, entry.ids, known_tokens = await self._tokenize(prompt, parent, special=special)
-        return self._keep(entry, parent, known_tokens)
+        cut, ids, known_tokens = await self._tokenize(prompt, parent, special=special)
+        return self._keep(Entry(keys, scope, ids, extras, cut=cut), parent, known_tokens)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
         """A cached prompt of given ids."""
@@ -188,7 +185,7 @@ class LocalModel:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
-        if num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
+        if num_values(body.tools) > _TOOL_VALUES_MAX:
             raise NotLocalError("too_complex")
         self.renderer.check(body)
 
@@ -198,7 +195,7 @@ class LocalModel:
         known = self.renderer.known_form(key)
         if known is not None:
             return known
-        if long or has_many_values(bytes(body.tools), INLINE_VALUES_MAX):
+        if long or has_many_values(body.tools, INLINE_VALUES_MAX):
             return await self._workers.run(lambda: self.renderer.form_of(body, key))
         return self.renderer.form_of(body, key)
 
@@ -229,23 +226,22 @@ class LocalModel:
         kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
         if parent is not None and before is not None and kept:
             begin, reused = before.starts[kept], before.counts[kept]
-            starts, counts, ids = before.starts[:kept], before.counts[:kept], parent.ids[:reused]
-            rest = text[begin:]
+            starts, counts, known = before.starts[:kept], before.counts[:kept], parent.ids
         else:
-            begin, reused = 0, 0
-            starts, counts, ids = [], [], prefix[:]
-            rest = text
+            begin, reused = 0, len(prefix)
+            starts, counts, known = [], [], prefix
+        rest = text[begin:]
         if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
             cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
         else:
             cuts, tail = self.tokenizer.encode_cut(rest)
         self._stats.tokens_new += len(tail.ids)
         starts += [begin + cut for cut in cuts]
-        known = len(ids)
-        counts += [known + count for count in tail.offsets[:-1]]
-        ids += tail.ids
+        counts += [reused + count for count in tail.offsets[:-1]]
+        ids = known[: reused + len(tail.ids)]
+        ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
         ids += suffix
-        return CutText(text, starts, counts), ids, reused
+        return CutText(text, starts, counts), ids, reused if kept else 0
 
     def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
         """What comes before and after a text's own ids. Raises ``NotLocalError`` where that is no plain
@@ -280,7 +276,7 @@ def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
     limit = INLINE_VALUES_MAX - sum([one.num_values for one in known])
     if sum(map(len, new)) <= 2 * limit:  # each value takes two bytes
         return False
-    return sum([num_values(bytes(raw)) for raw in new]) > limit
+    return sum(map(num_values, new)) > limit
 
 
 def _flag(value: Any) -> bool:

@@ -8,6 +8,8 @@ by a cut connection.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 import msgspec
 
 from router.http.client.connection import UpstreamError
@@ -25,29 +27,16 @@ from router.proxy.headers import AnswerHead
 from router.proxy.stats import ProxyStats
 
 
-class AnswerRelay:
+class AnswerRelay(msgspec.Struct, eq=False):
     """One answer. Where ``run`` returns without having sent its end, the connection must be cut."""
 
-    __slots__ = ("_attempt", "_connection", "_head", "_record", "_send", "_stats", "_usage_bytes_max")
-
-    def __init__(
-        self,
-        connection: Answer,
-        attempt: Attempt,
-        record: RequestRecord,
-        head: AnswerHead,
-        send: Send,
-        *,
-        stats: ProxyStats,
-        usage_bytes_max: int,
-    ) -> None:
-        self._connection = connection
-        self._attempt = attempt
-        self._record = record
-        self._head = head
-        self._send = send
-        self._stats = stats
-        self._usage_bytes_max = usage_bytes_max
+    _connection: Answer
+    _attempt: Attempt
+    _record: RequestRecord
+    _head: AnswerHead
+    _send: Send
+    _stats: ProxyStats
+    _usage_bytes_max: int
 
     async def run(self) -> None:
         """Pass everything on. Raises ``UpstreamError`` where nothing has been sent."""
@@ -64,16 +53,18 @@ class AnswerRelay:
     def _success(self) -> bool:
         return 200 <= self._connection.status < 300
 
-    async def _start(self) -> None:
+    def _start(self) -> Awaitable[None]:
         status, fields = self._connection.status, self._head.fields
-        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+        return self._send({"type": "http.response.start", "status": status, "headers": fields})
 
     async def _pass_body(self, data: bytes) -> None:
-        connection, attempt = self._connection, self._attempt
-        if data or connection.finished:
+        connection, attempt, record, send = self._connection, self._attempt, self._record, self._send
+        more = not connection.finished
+        if data or not more:
             attempt.first_byte(connection.status if data else 0)
         await self._start()
-        wants_usage = self._success and not self._head.encoded and attempt.request.path in PROMPT_APIS
+        path = attempt.request.path
+        wants_usage = path in PROMPT_APIS and self._success and not self._head.encoded
         seen: list[bytes] = []
         seen_bytes = 0
         while True:
@@ -81,9 +72,8 @@ class AnswerRelay:
                 seen.append(data)
                 seen_bytes += len(data)
                 wants_usage = seen_bytes <= self._usage_bytes_max
-            more = not connection.finished
-            self._record.bytes_out += len(data)
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            record.bytes_out += len(data)
+            await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 break
             try:
@@ -91,14 +81,18 @@ class AnswerRelay:
             except UpstreamError as error:
                 self._broke_off(error)
                 return
-        if wants_usage and attempt.request.path == RESPONSES:
-            attempt.made_response(read_response_id(b"".join(seen)))
-        self._record.usage = self._usage_of(seen) if wants_usage else None
-        attempt.finished(self._record.usage)
+            more = not connection.finished
+        usage = None
+        if wants_usage:
+            whole = b"".join(seen)
+            if path == RESPONSES:
+                attempt.made_response(read_response_id(whole))
+            usage = record.usage = self._usage_of(whole)
+        attempt.finished(usage)
 
-    def _usage_of(self, seen: list[bytes]) -> Usage | None:
+    def _usage_of(self, body: bytes) -> Usage | None:
         try:
-            return read_usage(b"".join(seen))
+            return read_usage(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._stats.usage_unread += 1
             return None
