@@ -10,6 +10,7 @@ Always true: ``rows`` gives what a plain look-up would (tests/router/index/store
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -96,5 +97,5 @@ class Recall:
         return numbers, places
 
     def _places(self, hashes: Sequence[BlockHash]) -> Numbers:
-        words: npt.NDArray[np.uint64] = np.array(hashes, np.uint64)
+        words = np.frombuffer(struct.pack(f"{len(hashes)}Q", *hashes), np.uint64)
         return (words & np.uint64(self.mask)).astype(np.int32)

@@ -116,7 +116,7 @@ class InlineConversions:
         return self._conversions.get(convert, raw, self._spend)
 
     def _spend(self, raw: msgspec.Raw) -> None:
-        self._left -= num_values(bytes(raw))
+        self._left -= num_values(raw)
         if self._left < 0:
             raise TooManyValuesError
 

@@ -185,7 +185,7 @@ class LocalModel:
             raise NotLocalError("renderer")
         if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
             raise NotLocalError("field")
-        if num_values(bytes(body.tools)) > _TOOL_VALUES_MAX:
+        if num_values(body.tools) > _TOOL_VALUES_MAX:
             raise NotLocalError("too_complex")
         self.renderer.check(body)
 
@@ -195,7 +195,7 @@ class LocalModel:
         known = self.renderer.known_form(key)
         if known is not None:
             return known
-        if long or has_many_values(bytes(body.tools), INLINE_VALUES_MAX):
+        if long or has_many_values(body.tools, INLINE_VALUES_MAX):
             return await self._workers.run(lambda: self.renderer.form_of(body, key))
         return self.renderer.form_of(body, key)
 
@@ -226,23 +226,22 @@ class LocalModel:
         kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
         if parent is not None and before is not None and kept:
             begin, reused = before.starts[kept], before.counts[kept]
-            starts, counts, ids = before.starts[:kept], before.counts[:kept], parent.ids[:reused]
-            rest = text[begin:]
+            starts, counts, known = before.starts[:kept], before.counts[:kept], parent.ids
         else:
-            begin, reused = 0, 0
-            starts, counts, ids = [], [], prefix[:]
-            rest = text
+            begin, reused = 0, len(prefix)
+            starts, counts, known = [], [], prefix
+        rest = text[begin:]
         if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
             cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
         else:
             cuts, tail = self.tokenizer.encode_cut(rest)
         self._stats.tokens_new += len(tail.ids)
         starts += [begin + cut for cut in cuts]
-        known = len(ids)
-        counts += [known + count for count in tail.offsets[:-1]]
-        ids += tail.ids
+        counts += [reused + count for count in tail.offsets[:-1]]
+        ids = known[: reused + len(tail.ids)]
+        ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
         ids += suffix
-        return CutText(text, starts, counts), ids, reused
+        return CutText(text, starts, counts), ids, reused if kept else 0
 
     def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
         """What comes before and after a text's own ids. Raises ``NotLocalError`` where that is no plain
@@ -277,7 +276,7 @@ def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
     limit = INLINE_VALUES_MAX - sum([one.num_values for one in known])
     if sum(map(len, new)) <= 2 * limit:  # each value takes two bytes
         return False
-    return sum([num_values(bytes(raw)) for raw in new]) > limit
+    return sum(map(num_values, new)) > limit
 
 
 def _flag(value: Any) -> bool:

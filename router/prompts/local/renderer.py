@@ -212,7 +212,7 @@ class ChatRenderer:
             raw.copy(),  # what the body's own refers to goes with the body
             message,
             shape,
-            1 if plain else num_values(bytes(raw)),
+            1 if plain else num_values(raw),
             _MESSAGE_BYTES + len(raw) + kept_bytes(message) + _IMAGE_BYTES * len(images),
             tuple(images),
         )
