@@ -90,11 +90,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         gpu = self.predicted_tokens - self.cpu_tokens - self.storage_tokens
         return {GPU: gpu, CPU: self.cpu_tokens, STORAGE: self.storage_tokens}
 
-    @property
-    def farthest(self) -> str:
-        """The slowest medium that the prediction rests on."""
-        return STORAGE if self.storage_tokens else CPU if self.cpu_tokens else GPU
-
 
 class EngineReceipts(msgspec.Struct):
     """Sums over one engine's receipts."""
@@ -128,15 +123,21 @@ class EngineReceipts(msgspec.Struct):
         self.actual_tokens += actual
         self.prompt_tokens += receipt.prompt_tokens or 0
         self.abs_error_tokens += abs(error)
-        self.errors[_bucket(error)] += 1
-        key = receipt.farthest, outcome
+        self.errors[bisect_left(ERROR_BUCKETS, error)] += 1
+        cpu, storage = receipt.cpu_tokens, receipt.storage_tokens
+        key = STORAGE if storage else CPU if cpu else GPU, outcome
         self.by_medium[key] = self.by_medium.get(key, 0) + 1
         if predicted:
-            for medium, tokens in receipt.by_medium.items():
-                if tokens:
-                    self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
-        if not receipt.storage_tokens:
+            self._predicted(GPU, predicted - cpu - storage)
+            if cpu or storage:
+                self._predicted(CPU, cpu)
+                self._predicted(STORAGE, storage)
+        if not storage:
             self.window.append(error == 0)
+
+    def _predicted(self, medium: str, tokens: int) -> None:
+        if tokens:
+            self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
 
     @property
     def wrong_share(self) -> float:
@@ -162,7 +163,3 @@ class ReceiptLog:
         self.latest.append(receipt)
         if self.listener is not None:
             self.listener(receipt)
-
-
-def _bucket(error: int) -> int:
-    return bisect_left(ERROR_BUCKETS, error)

@@ -12,6 +12,7 @@ not learn is ``unknown``, never a guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -215,8 +216,7 @@ class Engine(EngineStatus):
         if self.feed is None:
             return
         layout = self.layout
-        longest = 0 if layout is None else max([spec_class.block_size for spec_class in layout.classes])
-        if tokens >= (2 * longest or _EVENTS_DUE_TOKENS):
+        if tokens >= (_EVENTS_DUE_TOKENS if layout is None else 2 * _longest_block(layout)):
             self._events_due(self.engine_id, since)
 
     def begin_shadow(self, spec: ShadowSpec) -> None:
@@ -311,6 +311,11 @@ class Engine(EngineStatus):
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks
+
+
+@lru_cache(maxsize=256)
+def _longest_block(layout: CacheLayout) -> int:
+    return max([spec_class.block_size for spec_class in layout.classes])
 
 
 def party_of(engines: Iterable[Engine]) -> Party:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -60,7 +59,7 @@ class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     kept: bool = True
 
 
-class Common(NamedTuple):
+class Common(msgspec.Struct, gc=False):
     """Leading hash blocks shared with prompts in flight, per engine; engines without any are absent."""
 
     blocks: dict[str, int]
@@ -84,11 +83,15 @@ def keeps(
     if that is None, or if every group is full attention (``every_block``). Sizes in tokens.
     """
     last = prompt_tokens - 1
-    junction, whole = min(trunk_tokens, last) // alignment * alignment, last // alignment * alignment
+    whole = last // alignment * alignment
+    junction = trunk_tokens // alignment * alignment if trunk_tokens < last else whole
     step = alignment if every_block or retention_interval is None else retention_interval
     if not step:
-        ends = [end for end in (junction, whole) if end]
-        return tuple([end // hash_block_size for end in (ends[:1] if junction == whole else ends)])
+        if not whole:
+            return ()
+        if junction in {0, whole}:
+            return (whole // hash_block_size,)
+        return junction // hash_block_size, whole // hash_block_size
     ends = sorted({*range(step, last + 1, step), junction, whole})
     return tuple([end // hash_block_size for end in ends if end])
 
@@ -113,7 +116,8 @@ class PrefixNode:
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
-        own, low, high = self.hashes, self.start + 1, min(self.end, len(hashes))
+        own, low, high, count = self.hashes, self.start + 1, self.end, len(hashes)
+        high = count if count < high else high  # noqa: FURB136
         if own[high - 1] == hashes[high - 1]:
             return high
         while low < high:
@@ -154,22 +158,24 @@ class InflightPrefixes:
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
     ) -> InflightPrompt:
-        """A prompt goes to this engine, which will ``keeps`` these prefixes of it (see ``keeps``).
+        """A prompt goes to this engine, which will ``keeps`` these prefixes of it (see ``keeps``), ascending,
+        none of them empty.
 
         ``hashes`` is held, not copied: it may grow, but not change.
         """
         if self._ended and self._ended[0][0] <= now:
             self.expire(now)
         num_blocks = len(hashes)
-        held = tuple(sorted({end for end in keeps if 0 < end <= num_blocks})) if keeps else ()
-        prompt = InflightPrompt(engine_id, hashes, num_blocks, held)
+        if keeps and keeps[-1] > num_blocks:  # the last hashes may be missing, of schemes that look ahead
+            keeps = [end for end in keeps if end <= num_blocks]
+        prompt = InflightPrompt(engine_id, hashes, num_blocks, tuple(keeps))
         self._insert(prompt)
         self._prompts[prompt] = None
-        self.stats.prompts += 1
-        self.stats.blocks += prompt.num_blocks
-        settings = self.settings
-        while self.stats.prompts > settings.prompts_max or self.stats.blocks > settings.blocks_max:
-            self.stats.evicted += 1
+        stats, settings = self.stats, self.settings
+        stats.prompts += 1
+        stats.blocks += num_blocks
+        while stats.prompts > settings.prompts_max or stats.blocks > settings.blocks_max:
+            stats.evicted += 1
             self.drop(next(iter(self._prompts)))
         return prompt
 
@@ -187,7 +193,7 @@ class InflightPrefixes:
         """The answer ended; the prompt still counts as common for the grace period."""
         self.prefilled(prompt)
         self._ended.append((now + self.settings.grace_s, prompt))
-        if self._ended and self._ended[0][0] <= now:
+        if self._ended[0][0] <= now:
             self.expire(now)
 
     def drop(self, prompt: InflightPrompt) -> None:
@@ -266,25 +272,22 @@ class InflightPrefixes:
             self.drop(ended.popleft()[1])
 
     def _insert(self, prompt: InflightPrompt) -> None:
-        hashes, engine_id, end = prompt.hashes, prompt.engine_id, prompt.num_blocks
+        hashes, engine_id, end, keeps = prompt.hashes, prompt.engine_id, prompt.num_blocks, prompt.keeps
         node, depth = self._root, 0
-        while depth < end:
-            child = node.children.get(hashes[depth])
-            if child is None:
-                child = node.children[hashes[depth]] = PrefixNode(hashes, depth, end)
-            else:
-                at = child.match(hashes)
-                if at < child.end:
-                    child.split(at)
-            child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
-            node, depth = child, child.end
-        node = self._root
-        for cut in prompt.keeps:  # ascending
-            while node.end < cut:
-                node = node.children[hashes[node.end]]
-            if cut < node.end:
-                node.split(cut)
-            node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
+        for cut in keeps if keeps and keeps[-1] == end else (*keeps, end):
+            while depth < cut:
+                child = node.children.get(hashes[depth])
+                if child is None:
+                    child = node.children[hashes[depth]] = PrefixNode(hashes, depth, cut)
+                else:
+                    at = child.match(hashes)
+                    at = cut if cut < at else at  # noqa: FURB136
+                    if at < child.end:
+                        child.split(at)
+                child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
+                node, depth = child, child.end
+            if cut in keeps:
+                node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
 
     @staticmethod
     def _unkeep(prompt: InflightPrompt, path: list[PrefixNode]) -> None:

@@ -108,11 +108,12 @@ class Placement(Attempt):
         later: bool = False,
     ) -> None:
         engine, choice = decision.engine, decision.choice
-        rank = engine.engine.dp_rank
-        cost = self._cost = choice.cost
+        address = engine.engine
+        rank, cost = address.dp_rank, choice.cost
+        self._cost = cost
         super().__init__(
             engine.engine_id,
-            engine.engine.base_url,
+            address.base_url,
             engine.breaker,
             request,
             now=accounts.now,
@@ -134,19 +135,12 @@ class Placement(Attempt):
         self._flying: InflightPrompt | None = None
         read = decision.read
         if isinstance(read, Prompt):
-            self._flying = accounts.inflight.add(
-                engine.engine_id,
-                read.hashes(engine.scheme),
-                self.asked_s,
-                self._keeps(read, retention(engine.base_model or "")),
-            )
+            scheme, now = engine.scheme, self.asked_s
+            hashes = read.hashes(scheme)
+            kept = self._keeps(read, retention(engine.base_model or ""))
+            self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             if self._is_answer:
-                accounts.hot.add(
-                    request.model or "",
-                    read.hashes(engine.scheme),
-                    engine.scheme.hash_block_size,
-                    self.asked_s,
-                )
+                accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
 
@@ -306,26 +300,27 @@ class Placement(Attempt):
         return self.decision.candidate.hit
 
     def _receipt(self, usage: Usage | None) -> Receipt:
-        decision, hit = self.decision, self.decision.candidate.hit
-        read = decision.read
+        decision, request = self.decision, self.request
+        read, hit = decision.read, decision.candidate.hit
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
         known = hit.confidence != "none"
         predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
+        soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
-            request_id=self.request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
+            request_id=request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
             engine_id=self.engine_id,
-            model=self.request.model or "",
+            model=request.model or "",
             mode="fallback" if fallback else hit.mode,
             feed=self.engine.feed_state,
             prompt_tokens=decision.prompt_tokens,
-            predicted_tokens=hit.whole_tokens if predicted else None,
-            cpu_tokens=hit.near_tokens - hit.soon_tokens if predicted else 0,
-            storage_tokens=hit.whole_tokens - hit.near_tokens if predicted else 0,
+            predicted_tokens=whole if predicted else None,
+            cpu_tokens=near - soon if predicted else 0,
+            storage_tokens=whole - near if predicted else 0,
             trunk_tokens=hit.trunk_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
-            api=PROMPT_APIS.get(self.request.path, ""),
+            api=PROMPT_APIS.get(request.path, ""),
             read=read.source if isinstance(read, Prompt) else "",
             reason=decision.choice.reason,
             index_problem=decision.index_problem,

@@ -183,7 +183,8 @@ class GossipedInflight(InflightPrefixes):
         name = (entry.replica, entry.started, entry.number)
         if entry.event is InflightEvent.SENT:
             hashes: list[BlockHash] = np.frombuffer(entry.hashes, "<u8").tolist()
-            self._remote[name] = _RemotePrompt(super().add(entry.engine_id, hashes, now, entry.keeps), now)
+            keeps = sorted({end for end in entry.keeps if end > 0})
+            self._remote[name] = _RemotePrompt(super().add(entry.engine_id, hashes, now, keeps), now)
             return
         remote = self._remote.get(name)
         if remote is None:

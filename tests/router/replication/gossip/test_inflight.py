@@ -47,6 +47,19 @@ def test_what_one_sends_the_other_sees_until_it_ends() -> None:
     assert one.check_integrity() == two.check_integrity() == []
 
 
+def test_ends_in_no_order_or_out_of_bounds_leave_the_books_right() -> None:
+    stream = Stream()
+    two = stream.join("two")
+    packed = b"".join(block.to_bytes(8, "little") for block in HASHES)
+    entry = GossipEntry("one", 1, 1, InflightEvent.SENT, E, (3, 0, 2, 3, -1, 9), packed)
+    two.receive([msgspec.msgpack.encode(entry)], 0.0)
+    assert two.common(HASHES, 0.0).coming == {E: 3}
+    assert two.check_integrity() == []
+    two.lost("one")
+    assert two.common(HASHES, 0.0).blocks == {}
+    assert two.check_integrity() == []
+
+
 def test_a_failed_prompt_goes_at_once() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
