@@ -17,6 +17,7 @@ from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hash
 from router.prompts.local.cache import PrefixCache, common_tokens, message_keys, token_keys
 from router.prompts.local.entry import Entry, KnownMessage
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
+from router.prompts.request import ChatBody
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.truncation import ids_of
 from tests.support.examples import examples
@@ -227,6 +228,56 @@ def test_what_differs_besides_messages_is_never_mixed_up(folder: Path) -> None:
         assert len({tuple(read_exact(reader, body, model=m).hashes(SCHEME)) for m in "mab"}) == 3
     assert len({tuple(read_exact(reader, body).hashes(SCHEME)) for body in (bodies[0], *bodies[7:9])}) == 3
     reader.close()
+
+
+def test_a_chat_of_messages_alone_is_known_to_one_that_says_what_holds_anyway(folder: Path) -> None:
+    warm, cold = fresh(folder), fresh(folder)
+    messages = [say("system", "Be brief."), say("user", "Hello"), say("assistant", "Hi"), say("user", "So?")]
+    alone = read_exact(warm, chat(*messages[:2]))
+    hits = warm.stats.prefix_hits
+    for fields in ({}, {"max_tokens": 5}, {"tool_choice": "auto"}, {"documents": None, "tools": None}):
+        prompt = read_exact(warm, chat(*messages, **fields))
+        assert prompt.token_ids == read_exact(cold, chat(*messages)).token_ids
+        assert prompt.token_ids[: alone.num_tokens - 5] == alone.token_ids[:-5]
+        hits += 1
+        assert warm.stats.prefix_hits == hits
+    other = read_exact(warm, chat(*messages, add_generation_prompt=False))
+    assert other.token_ids != prompt.token_ids
+    assert warm.stats.prefix_hits == hits
+
+
+def test_what_another_library_tokenized_is_not_gone_on_from(folder: Path) -> None:
+    warm, body = fresh(folder), chat(say("user", "Hello"))
+    read_exact(warm, body)
+    local = warm.local_model("m")
+    assert local is not None
+    local.tokenizer.name = "tokenizers (fastokens gave other tokens for a prompt)"
+    hits = warm.stats.prefix_hits
+    read_exact(warm, body)
+    assert warm.stats.prefix_hits == hits
+    read_exact(warm, body)
+    assert warm.stats.prefix_hits == hits + 1
+
+
+@pytest.mark.parametrize("form", ["string", "openai"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_plain_message_is_what_any_other_becomes(folder: Path, role: str, form: str) -> None:
+    local = local_reader(folder, chat_template_content_format=form).local_model("m")
+    assert local is not None
+    renderer, template = local.renderer, local.renderer.templates[False]
+    assert template is not None
+    for text in ("", "Hello", "日本 é\n", "x" * 5000):
+        raw = msgspec.Raw(msgspec.json.encode({"content": text, "role": role}))
+        (plain,) = renderer.plain([raw], template)
+        context = renderer.form_of(ChatBody(messages=[raw]), None)
+        ((expected,), _) = renderer.render(ChatBody(messages=[raw]), [], context)
+        assert (plain.raw, plain.message, plain.shape) == (expected.raw, expected.message, expected.shape)
+        assert 0 <= plain.weight_bytes - expected.weight_bytes < 20
+    others = ({"role": role}, {"role": role, "content": None}, {"role": role, "content": "x", "name": "n"})
+    for other in (*others, {"role": "system", "content": "x"}, {"role": role, "content": ["x"]}, 5):
+        encoded = msgspec.Raw(msgspec.json.encode(other))
+        assert renderer.plain([encoded, raw], template) == []
+        assert len(renderer.plain([raw, encoded, raw], template)) == 1
 
 
 def test_completions_share_hashes_by_tokens(folder: Path) -> None:
