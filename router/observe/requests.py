@@ -116,7 +116,8 @@ class RequestTracker:
     def end(self, record: RequestRecord) -> None:
         """Enter what became of a request."""
         self.live.discard(record)
-        engine = record.engine if record.engine and self._here(record.engine) else ""
+        engine = record.engine
+        engine = engine if engine and self._here(engine) else ""
         outcome = record.outcome
         key = record.label, engine, outcome
         self.counts[key] = self.counts.get(key, 0) + 1

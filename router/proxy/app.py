@@ -240,6 +240,9 @@ class ProxyApp:
         if head.content_length is not None and head.content_length > limit:
             raise self._too_large()
         message = await receive()
+        first = message.get("body", b"")
+        if message.get("more_body") is False and len(first) <= limit:
+            return cast(bytes, first)
         body: bytes | bytearray = b""
         while message["type"] == "http.request":
             piece = message.get("body", b"")

@@ -217,7 +217,8 @@ class UpstreamConnection(asyncio.Protocol):
             if not self.complete:
                 self._fail()
         if self._body_end >= 0:
-            del self._pieces[self._body_end :]
+            if len(self._pieces) > self._body_end:
+                del self._pieces[self._body_end :]
             if self._method == "HEAD":
                 self._parser = httptools.HttpResponseParser(self)
         elif self._head_done and len(self._pieces) > pieces:

@@ -52,9 +52,9 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         *("_app_state", "_body_due", "_client", "_current", "_fed_bytes", "_fields", "_given", "_head_bytes"),
         *("_head_due", "_in_head", "_in_trailer", "_last_word", "_lingered_bytes", "_parser", "_pieces"),
-        *("_queue", "_read_bytes", "_read_paused", "_read_s", "_reading", "_scope", "_spare", "_state"),
-        *("_sweeper", "_unfinished_bytes", "_url", "_weighed", "app", "capacity", "clock", "closing_soon"),
-        *("deadline", "loop", "nothing", "on_body", "settings", "stats", "transport", "write_paused"),
+        *("_queue", "_read_bytes", "_read_s", "_reading", "_scope", "_spare", "_state", "_sweeper"),
+        *("_unfinished_bytes", "_url", "_weighed", "app", "capacity", "clock", "closing_soon", "deadline"),
+        *("loop", "nothing", "on_body", "read_paused", "settings", "stats", "transport", "write_paused"),
     )
 
     def __init__(
@@ -96,7 +96,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_due = NEVER
         self._body_due = NEVER
         self._last_word: ApiError | None = None  # for after the requests that came before what was refused
-        self._read_paused = False
+        self.read_paused = False
         self.write_paused: asyncio.Future[None] | None = None  # done when the client has caught up
         self.nothing: asyncio.Future[None] = self.loop.create_future()
         self.nothing.set_result(None)
@@ -283,8 +283,11 @@ class ClientConnection(asyncio.Protocol):
         if self._fed_bytes > self.settings.header_bytes_max:
             self._weigh_fields()
         fields = self._fields
-        names = [name for name, _ in fields]
-        problem = head_problem(version, self._url, names.count(b"host"))
+        told = dict(fields)
+        hosts: int = b"host" in told
+        if len(told) < len(fields):  # something was said twice
+            hosts = [name for name, _ in fields].count(b"host")
+        problem = head_problem(version, self._url, hosts)
         if problem:
             self.stats.bad_requests += 1
             raise _RefusedError(bad_request("invalid_http", problem))
@@ -297,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
             self.stats.connections_refused += 1
             raise _RefusedError(too_many_connections())
         keep_alive = parser.should_keep_alive() and version == "1.1" and not self._spare
-        expects = b"expect" in names and _expects(fields)
+        expects = b"expect" in told and _expects(fields)
         exchange = Exchange(self, scope, keep_alive, expects)
         self._reading = exchange
         if self._current is None:
@@ -373,7 +376,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if body_open:
             self._reading = None  # the rest of that body is parsed and dropped
-        if self._read_paused:
+        if self.read_paused:
             self.resume_reading()
         now = self.clock()
         self._head_due = now + self.settings.header_timeout_s  # of what has begun to come meanwhile
@@ -389,7 +392,7 @@ class ClientConnection(asyncio.Protocol):
         settings, current = self.settings, self._current
         if self.write_paused is not None:
             self.deadline = self.clock() + settings.stall_timeout_s
-        elif self._read_paused:
+        elif self.read_paused:
             self.deadline = NEVER  # the application is waited for
         elif current is not None:
             body_open = self._reading is current
@@ -412,15 +415,15 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Until the application takes what has come. The client is not to blame for the wait."""
-        if not self._read_paused and not self.transport.is_closing():
-            self._read_paused = True
+        if not self.read_paused and not self.transport.is_closing():
+            self.read_paused = True
             self.transport.pause_reading()
             self._rearm()
 
     def resume_reading(self) -> None:
         """The application wants more."""
-        if self._read_paused and not self.transport.is_closing():
-            self._read_paused = False
+        if self.read_paused and not self.transport.is_closing():
+            self.read_paused = False
             self.transport.resume_reading()
             self._body_due = self.clock() + self.settings.body_grace_s
             self._rearm()

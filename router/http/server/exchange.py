@@ -54,6 +54,7 @@ class Line(Protocol):
     write_paused: asyncio.Future[None] | None
     nothing: asyncio.Future[None]
     """To be waited for where there is nothing to wait for: done."""
+    read_paused: bool
     closing_soon: bool
 
     def resume_reading(self) -> None:
@@ -189,7 +190,8 @@ class Exchange(msgspec.Struct, eq=False):
                 self._body.clear()
                 self._body_bytes = 0
                 self._body_given = self._body_whole
-                connection.resume_reading()
+                if connection.read_paused:
+                    connection.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": not self._body_whole}
             waiter = self._waiter = connection.loop.create_future()
             try:
@@ -256,9 +258,7 @@ class Exchange(msgspec.Struct, eq=False):
         if self.started and self._chunked and more and 0 < len(body) < _JOIN_BYTES_MAX:
             self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
             return
-        begin = b""
-        if not self.started:
-            begin = self._build_head(cast(Message, self._start))
+        begin = b"" if self.started else self._build_head(cast(Message, self._start))
         if self._scope["method"] == "HEAD":
             body = b""
         if self._left >= 0:

@@ -151,3 +151,17 @@ def test_oversized_answer_head_is_no_answer() -> None:
             assert rig.planner.placements[0].told == ["reset"]
 
     run(main())
+
+
+def test_what_is_said_twice_is_read_twice() -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            got = await ask(rig, request(b"{}", "content-encoding: gzip", "content-encoding: identity"))
+            assert (got.status, engine.calls) == (415, [])
+
+    run(main())
+    call = run(_seen("x-forwarded-for: 10.0.0.1", "x-forwarded-for: 10.0.0.2"))
+    assert call.head["x-forwarded-for"].startswith("10.0.0.1, 10.0.0.2, ")
+    call = run(_seen("connection: x-one", "x-one: 1", "connection: x-two", "x-two: 2"))
+    assert "x-one" not in call.head
+    assert "x-two" not in call.head
