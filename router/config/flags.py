@@ -77,12 +77,12 @@ def index_settings(url: str | None, path: Path | None, namespace: str | None = N
 def start(
     read: Callable[[], Loaded],
     check: Callable[[Config], object],
-    run: Callable[[Config], int],
+    run: Callable[[Config, Callable[[], Config]], int],
     *,
     print_config: bool,
     check_config: bool,
 ) -> int:
-    """Run what is configured, or say what would run."""
+    """Run what is configured, which can read the configuration again, or say what would run."""
     loaded = read()
     if print_config:
         print(describe(loaded), end="")
@@ -91,7 +91,7 @@ def start(
         check(loaded.config)
         print("configuration ok")
         return 0
-    return run(loaded.config)
+    return run(loaded.config, lambda: read().config)
 
 
 def _assignments(texts: list[str]) -> dict[str, object]:

@@ -155,10 +155,7 @@ def _start(
     print_config: bool,
     check_config: bool,
 ) -> int:
-    """As ``start``; what runs can read the configuration again."""
+    """See ``start``."""
     from router.serve.check import check
 
-    def running(config: Config) -> int:
-        return run(config, lambda: read().config)
-
-    return start(read, check, running, print_config=print_config, check_config=check_config)
+    return start(read, check, run, print_config=print_config, check_config=check_config)

@@ -16,7 +16,7 @@ from router.serve.check import check, check_shared_index
 from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
 from router.serve.logs import configure_logging
 from router.serve.parent import Parent
-from router.serve.reload import Reloads, decide, hold_back
+from router.serve.reload import decide, hold_back, reloads_of
 from router.serve.server import ends_within_s, make_server, run_server
 from router.serve.shutdown import ShutdownGuard
 from router.workers.seat import cores
@@ -32,7 +32,7 @@ def serve(config: Config, load: Callable[[], Config]) -> int:
     if workers > 1:
         router.discard()
         return Parent(config, load, min(workers, WORKERS_MAX)).run()
-    Reloads(router, lambda running: decide(running, load), on_log=configure_logging)
+    reloads_of(router, lambda running: decide(running, load), on_log=configure_logging)
     return run_server(make_server(router), lambda: ends_within_s(router))
 
 
@@ -40,7 +40,7 @@ def pick(config: Config, load: Callable[[], Config]) -> int:
     """The endpoint picker alone, until SIGTERM or SIGINT; returns the exit status."""
     hold_back()
     router = _prepared(config)
-    Reloads(router, lambda running: decide(running, load), on_log=configure_logging)
+    reloads_of(router, lambda running: decide(running, load), on_log=configure_logging)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_picking(router))
 

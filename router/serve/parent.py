@@ -17,7 +17,7 @@ from router.http.server.side_server import address_url
 from router.observe.prefix_ids import read_key
 from router.serve.check import check
 from router.serve.logs import configure_logging
-from router.serve.reload import Decided, Reloads, decide, hand_over, handed_over, refused
+from router.serve.reload import Decided, decide, hand_over, handed_over, refused, reloads_of
 from router.serve.server import ends_within_s, make_server, run_server
 from router.workers.seat import LEAD, WorkerSeat, WorkerSockets
 from router.workers.supervisor import Supervisor
@@ -79,7 +79,7 @@ def _work(config: Config, seat: WorkerSeat) -> int:
     router = Router(worker_config(config, seat), seat=seat)
     if router.accounts.access is not None:
         router.accounts.access.beside = [Path(_access_log(config, slot)) for slot in range(1, seat.count)]
-    Reloads(
+    reloads_of(
         router,
         lambda _: _handed_over(seat),
         on_log=partial(configure_logging, worker=seat.slot),

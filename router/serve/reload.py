@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -41,12 +42,19 @@ class Decided(msgspec.Struct, frozen=True):
     waiting: int = 0
 
 
-def decide(running: Config, load: Callable[[], Config]) -> Decided:
-    """Read the configuration again, and say in the log what comes of it."""
+def usable(config: Config) -> None:
+    """Raises ``ConfigError`` or ``ValueError`` where a router cannot run with it."""
+    check_engines(config)
+    policy(config.policy.policy)
+
+
+def decide(
+    running: Config, load: Callable[[], Config], check: Callable[[Config], object] = usable
+) -> Decided:
+    """Read the configuration again, and say in the log what comes of it. ``check``: as ``usable``."""
     try:
         change = changes(running, load())
-        check_engines(change.config)
-        policy(change.config.policy.policy)
+        check(change.config)
     except (ConfigError, ValueError) as error:
         return refused(error)
     _tell(change)
@@ -85,20 +93,25 @@ def hold_back() -> None:
 
 
 class Reloads:
-    """Of one serving process. ``on_log`` hears of a level and a format; ``counts``: this process counts them
-    (of workers, the lead)."""
+    """Of one serving process, whose configuration is ``running`` and which has another one hold by ``take``;
+    ``renew`` has it look at its files again. ``on_log`` hears of a level and a format."""
 
     def __init__(
-        self, router: Router, decide: Decide, *, on_log: Callable[[str, str], None], counts: bool = True
+        self,
+        running: Callable[[], Config],
+        decide: Decide,
+        take: Callable[[Config], Awaitable[None]],
+        renew: Callable[[], None],
+        *,
+        on_log: Callable[[str, str], None],
     ) -> None:
-        self._router = router
+        self._running = running
         self._decide = decide
+        self._take = take
+        self._renew = renew
         self._on_log = on_log
         self._asked = asyncio.Event()
         self.stats = ReloadStats()
-        if counts:
-            router.sources.reloads = self.stats
-        router.works.append(self.run)
 
     async def run(self) -> None:
         """Reload at each SIGHUP, until cancelled. Call in the main thread."""
@@ -117,22 +130,39 @@ class Reloads:
     async def once(self) -> None:
         """One reload."""
         try:
-            decided = await asyncio.to_thread(self._decide, self._router.config)
-            if decided.config not in (None, self._router.config):
-                await apply(self._router, decided.config)
+            running = self._running()
+            decided = await asyncio.to_thread(self._decide, running)
+            if decided.config not in (None, running):
+                await self._take(decided.config)
                 self._on_log(decided.config.server.log_level, decided.config.server.log_format)
         except (KeyFileError, ModelDirError) as error:
             decided = refused(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, the router goes on
             decided = refused(error)
             _log.exception("fault in a reload")
-        self._router.certificates.renew()
-        if self._router.gate is not None:
-            self._router.gate.keys.reload()
+        self._renew()
         self.stats.reloads[decided.outcome] += 1
         if decided.outcome != "refused":
             self.stats.waiting = decided.waiting
         _log.info("configuration reload done", outcome=decided.outcome, pid=os.getpid())
+
+
+def reloads_of(
+    router: Router, decide: Decide, *, on_log: Callable[[str, str], None], counts: bool = True
+) -> Reloads:
+    """Those of a router, which does them from now on; ``counts``: this process counts them (of workers, the
+    lead)."""
+
+    def renew() -> None:
+        router.certificates.renew()
+        if router.gate is not None:
+            router.gate.keys.reload()
+
+    made = Reloads(lambda: router.config, decide, partial(apply, router), renew, on_log=on_log)
+    if counts:
+        router.sources.reloads = made.stats
+    router.works.append(made.run)
+    return made
 
 
 async def apply(router: Router, config: Config) -> None:

@@ -88,7 +88,7 @@ def make_server(router: Router) -> RouterServer:
     router.listen_stats = ListenStats()
     server = server_of(router, router.config, router.certificates, router.listen_stats)
     router.draining = lambda: server.draining
-    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
+    router.on_listen = lambda listen: configure(server, listen)
     server.on_drain = router.retire
     return server
 
@@ -110,6 +110,11 @@ def server_of(app: Any, config: Config, certificates: Certificates, stats: Liste
             tls=context,
         )
     )
+
+
+def configure(server: RouterServer, listen: ListenSettings) -> None:
+    """These limits hold from now on."""
+    server.configure(_within_descriptors(listen))
 
 
 def _within_descriptors(listen: ListenSettings) -> ListenSettings:

@@ -54,8 +54,12 @@ class Allowed:
     ``ValueError`` for a pattern that is none."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._patterns = tuple(Pattern.of(text) for text in patterns)
         self.listed: frozenset[str] = frozenset()
+        self.configure(patterns)
+
+    def configure(self, patterns: Iterable[str]) -> None:
+        """From now on these. Raises as the class does."""
+        self._patterns = tuple(Pattern.of(text) for text in patterns)
 
     def __contains__(self, endpoint: str) -> bool:
         if endpoint in self.listed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from router import __version__
 from router.api.metrics.families import of_each, of_stats
 from router.api.metrics.page import build_info, of_requests, page_steps
+from router.api.metrics.reloads import ReloadStats
 from router.api.ops import OpsPort, ops_authenticator
 from router.config.errors import ConfigError
 from router.config.schema import Config
@@ -31,6 +32,7 @@ from router.fleet.desired import Roster
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.http.server.lifespan import lifespan
+from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
 from router.observe.requests import RequestTracker
@@ -39,6 +41,7 @@ from router.openai.members import at_leisure
 from router.pd.stats import PdStats
 from router.proxy.app import ProxyApp
 from router.proxy.paths import OBSERVED
+from router.proxy.settings import ProxySettings
 from router.sidecar.allowed import Allowed
 from router.sidecar.placer import SidecarPlacer
 
@@ -48,13 +51,12 @@ class Sidecar:
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         own = config.sidecar
-        if not own.prefills and not config.fleet.discovers:
-            raise ConfigError(
-                "sidecar.prefills: no prefill engine may be asked; give HOST:PORT or NETWORK:PORT, or a "
-                "source of engines (fleet.kubernetes.selector, fleet.dns.names or fleet.file.path)"
-            )
         self.config = config
-        self.allowed = _allowed(own.prefills)
+        self.allowed = usable(config)
+        self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else is to run in the background."""
+        self.reloads: ReloadStats | None = None
+        self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
         self.pd_stats = PdStats()
         self.listen_stats = ListenStats()
         self.draining: Callable[[], bool] = lambda: False
@@ -80,10 +82,9 @@ class Sidecar:
             stats=self.pd_stats,
             clock=clock,
         )
-        passed = config.proxy.passed_paths | OBSERVED
         self.proxy = ProxyApp(
             placer,
-            msgspec.structs.replace(config.proxy, passed_paths=passed),
+            _passing(config.proxy),
             clock=clock,
             requests=requests,
             tls=tls,
@@ -117,7 +118,8 @@ class Sidecar:
     async def running(self) -> AsyncIterator[None]:
         """Everything that works in the background, for as long as the context lasts."""
         async with self._calls.open(), self.ops.listening(), asyncio.TaskGroup() as tasks:
-            works = [tasks.create_task(work) for work in (self._sources.run(), self.certificates.watch())]
+            begun = [self._sources.run(), self.certificates.watch(), *(work() for work in self.works)]
+            works = [tasks.create_task(work) for work in begun]
             try:
                 yield
             finally:
@@ -126,6 +128,15 @@ class Sidecar:
                 if self._traces is not None:
                     await asyncio.to_thread(self._traces.close)
                 self.proxy.close()
+
+    async def take(self, config: Config) -> None:
+        """This configuration, which is ``usable``, holds from now on in all that ``LIVE`` names."""
+        before, self.config = self.config, config
+        self.allowed.configure(config.sidecar.prefills)
+        self.proxy.configure(_passing(config.proxy), config.pd, None, claims=False)
+        self.proxy.requests.log = config.server.log_requests
+        if config.listen != before.listen:
+            self.on_listen(config.listen)
 
     def _list(self) -> None:
         engines = self._roster.wanted().engines
@@ -153,12 +164,26 @@ class Sidecar:
         yield from of_stats("listen", self.listen_stats)
         yield from of_stats("pd", self.pd_stats)
         yield from of_each("source", "source", self._sources.stats)
+        if self.reloads is not None:
+            yield from of_stats("config", self.reloads)
         if self._traces is not None:
             yield from of_stats("traces", self._traces.stats)
 
 
-def _allowed(patterns: tuple[str, ...]) -> Allowed:
+def _passing(proxy: ProxySettings) -> ProxySettings:
+    """Routers ask the engine through the sidecar."""
+    return msgspec.structs.replace(proxy, passed_paths=proxy.passed_paths | OBSERVED)
+
+
+def usable(config: Config) -> Allowed:
+    """Whom it may ask. Raises ``ConfigError`` where that is nobody."""
+    own = config.sidecar
+    if not own.prefills and not config.fleet.discovers:
+        raise ConfigError(
+            "sidecar.prefills: no prefill engine may be asked; give HOST:PORT or NETWORK:PORT, or a "
+            "source of engines (fleet.kubernetes.selector, fleet.dns.names or fleet.file.path)"
+        )
     try:
-        return Allowed(patterns)
+        return Allowed(own.prefills)
     except ValueError as error:
         raise ConfigError(f"sidecar.prefills: {error}") from None

@@ -18,7 +18,7 @@ from router.placement.candidate import PolicySettings
 from router.prompts.config import ANY_MODEL
 from router.prompts.reader import ModelDirError
 from router.proxy.settings import ProxySettings
-from router.serve.reload import Reloads, apply, decide
+from router.serve.reload import apply, decide, reloads_of
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
@@ -147,7 +147,7 @@ def test_each_outcome_is_counted() -> None:
         wanted: list[Config] = []
         async with one_engine() as rig:
             levels: list[str] = []
-            reloads = Reloads(
+            reloads = reloads_of(
                 rig.router,
                 lambda running: decide(running, lambda: wanted[-1]),
                 on_log=lambda level, _: levels.append(level),

@@ -26,6 +26,8 @@ AWAY = (OSError, aiohttp.ClientError)
 class Serving:
     """``kvatlas serve --config`` of a file that the test writes."""
 
+    command = "serve"
+
     def __init__(self, folder: Path, workers: int) -> None:
         self.port, self.ops = free_port(), free_port()
         self.workers = workers
@@ -42,7 +44,7 @@ class Serving:
         )
 
     async def start(self) -> None:
-        words = ["-m", "router", "serve", "--config", str(self._path)]
+        words = ["-m", "router", self.command, "--config", str(self._path)]
         with self._log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(sys.executable, *words, stderr=log)
 

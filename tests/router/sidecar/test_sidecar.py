@@ -16,7 +16,7 @@ from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.settings import FileSettings, FleetSettings
 from router.pd.settings import PdSettings, SidecarSettings
-from router.sidecar.run import check
+from router.sidecar.run import check, reloads_of
 from tests.support.ports import free_port
 from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import run, until
@@ -262,3 +262,36 @@ def test_a_source_of_engines_says_who_may_be_asked(tmp_path: Any) -> None:
 def test_what_cannot_work_is_said_at_the_start(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         check(Config(**changes))
+
+
+def test_a_reload_changes_whom_it_may_ask() -> None:
+    """And a configuration by which it could ask nobody changes nothing."""
+
+    async def main() -> None:
+        async with running(P, D) as (p, d), sidecar(d, "nobody:1") as beside:
+            stats, before = beside.sidecar.pd_stats, beside.sidecar.config
+            wanted = [before]
+            reloads = reloads_of(beside.sidecar, lambda: wanted[-1])
+
+            async def reloaded(*prefills: str, **changes: Any) -> dict[str, int]:
+                own = msgspec.structs.replace(before.sidecar, prefills=prefills)
+                wanted.append(msgspec.structs.replace(before, sidecar=own, **changes))
+                await reloads.once()
+                return {outcome: count for outcome, count in reloads.stats.reloads.items() if count}
+
+            await beside.ask(completion(1), endpoint(p))
+            assert (stats.split, stats.prefillers_refused) == (0, 1)
+            assert await reloaded() == {"refused": 1}
+            assert await reloaded("no port") == {"refused": 2}
+            assert beside.sidecar.config is before
+            assert await reloaded(endpoint(p), pd=PdSettings(lease_s=60)) == {"applied": 1, "refused": 2}
+            assert (await beside.ask(completion(1), endpoint(p)))[2] == "0 0"
+            assert (stats.split, beside.sidecar.config.pd.lease_s) == (1, 60)
+            status, page = await beside.get("/health")
+            assert status == 200, page  # still passed on
+            _, page = await beside.get("/metrics", ops=True)
+            assert 'kvatlas_config_reloads_total{outcome="applied"} 1.0' in page
+            assert await reloaded(endpoint(p), server=ServerConfig(port=1)) == {"applied": 2, "refused": 2}
+            assert reloads.stats.waiting == 1  # the port
+
+    run(main())
