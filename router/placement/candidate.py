@@ -161,9 +161,11 @@ def ask(prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallba
 
     ``fallback_key`` serves prompts shorter than one block; any stable 64-bit hash of the text will do.
     """
-    if not hashes:
+    count = len(hashes)
+    if not count:
         return Ask(prompt_tokens, fallback_key, fallback_key)
-    return Ask(prompt_tokens, hashes[-1], hashes[min(prefix_blocks, len(hashes)) - 1])
+    first = prefix_blocks if prefix_blocks < count else count  # noqa: FURB136
+    return Ask(prompt_tokens, hashes[-1], hashes[first - 1])
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -293,16 +293,11 @@ class Engine(EngineStatus):
             gpu, cpu, storage = _expected(held, feed)
             if self.feed_state != FeedState.READY:
                 confidence = "degraded"
-        return Hit(
-            gpu,
-            cpu,
-            storage,
-            max(held.trunk_tokens, common, gpu + cpu + storage),
-            coming,
-            confidence,
-            common,
-            held,
-        )
+        # Plain comparisons, as in ``Hit``.
+        trunk, whole = held.trunk_tokens, gpu + cpu + storage
+        trunk = common if trunk < common else trunk  # noqa: FURB136
+        trunk = whole if trunk < whole else trunk  # noqa: FURB136
+        return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held)
 
     @property
     def _known_empty(self) -> bool:

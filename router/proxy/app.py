@@ -187,7 +187,7 @@ class ProxyApp:
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        look, seen = await self._peek(path, method, body), body
+        look, seen = peek_chat(path, body) or await self._peek(path, method, body), body
         if entry is not None and method == "POST":
             entry.tenant.allow(look.model)
         model = look.model
@@ -273,7 +273,7 @@ class ProxyApp:
         if not completion and not may_be_object(body):
             return _NO_PEEK
         try:
-            return peek_chat(path, body) or await peek_any_size(body)
+            return await peek_any_size(body)
         except ApiError:
             if completion:
                 raise

@@ -38,16 +38,17 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _stats: ProxyStats
     _usage_bytes_max: int
 
-    async def run(self) -> None:
+    def run(self) -> Awaitable[None]:
         """Pass everything on. Raises ``UpstreamError`` where nothing has been sent."""
         first = self._connection.take()
-        if first is None:
-            first = await self._connection.read()
+        return self._pass_later() if first is None else self._pass_on(first)
+
+    async def _pass_later(self) -> None:
+        await self._pass_on(await self._connection.read())
+
+    def _pass_on(self, first: bytes) -> Awaitable[None]:
         self._record.status = self._connection.status
-        if self._head.sse:
-            await self._pass_events(first)
-        else:
-            await self._pass_body(first)
+        return self._pass_events(first) if self._head.sse else self._pass_body(first)
 
     @property
     def _success(self) -> bool:
