@@ -35,6 +35,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.demo import run as demo
 from router.demo.load import ChatLoad, ChatOutcome
+from router.fleet.identity import EngineAddress
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import OthersLoad
@@ -187,7 +188,8 @@ async def quality(
     workers: int, seconds: float, urls: list[str], folder: Path, trace: list[Request]
 ) -> dict[str, Any]:
     """The demo's load, or a trace, over ``workers`` routers."""
-    config: Config = demo._config(urls, 0, IndexSettings(), "")  # noqa: SLF001  # the demo's own
+    engines = tuple(map(EngineAddress, urls))
+    config: Config = demo._config(engines, 0, IndexSettings(), "")  # noqa: SLF001  # the demo's own
     with seats(workers, folder) as places:
         routers = [Router(config, seat=place) if workers > 1 else Router(config) for place in places]
         servers = [make_server(router) for router in routers]
