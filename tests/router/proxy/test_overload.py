@@ -100,9 +100,13 @@ def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
     async def main() -> None:
         port = free_port()
         async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{port}", good.url) as rig:
+            clock = rig.planner.now
+            at_once = clock()
+            rig.planner.now = lambda: at_once
             for _ in range(10):
                 assert (await ask(rig)).status == 200
             assert rig.stats.engine_failures == {"refused": 3}
+            rig.planner.now = clock
             back = Engine(GOOD)
             server = await asyncio.start_server(back._serve, "127.0.0.1", port)
             while not back.calls:
