@@ -77,7 +77,7 @@ format: $(DEV) ## Rewrite what `lint` can mend by itself
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(DEV) ## Static types, strict
+types: $(CHARTS) ## Static types, strict, of the tests of the chart too
 	@$(BIN)/mypy
 
 check: lint types test ## What must pass before a change is pushed
