@@ -128,16 +128,11 @@ class EngineReceipts(msgspec.Struct):
         key = STORAGE if storage else CPU if cpu else GPU, outcome
         self.by_medium[key] = self.by_medium.get(key, 0) + 1
         if predicted:
-            self._predicted(GPU, predicted - cpu - storage)
-            if cpu or storage:
-                self._predicted(CPU, cpu)
-                self._predicted(STORAGE, storage)
+            for medium, tokens in receipt.by_medium.items():
+                if tokens:
+                    self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
         if not storage:
             self.window.append(error == 0)
-
-    def _predicted(self, medium: str, tokens: int) -> None:
-        if tokens:
-            self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
 
     @property
     def wrong_share(self) -> float:

@@ -294,14 +294,13 @@ class LoadAccount:
             if self._awaited:
                 queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
                 queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
-        running, waiting, late_s = self._running, own_waiting, self._late_s
+        running, waiting = self._running, own_waiting
         if others is not NO_OTHERS or self._foreign_running or self._foreign_waiting:
             more_running, more_waiting, tokens = self._elsewhere(others, now)
             queue_s += tokens * rate
             running += more_running
             waiting += more_waiting
-        if late_s and now - self._late_seen_s > self._settings.late_fresh_s:
-            late_s = 0.0
+        late_s = self.late_s(now) if self._late_s else 0.0
         return queue_s, running, waiting, now - self._last_admit_s, late_s
 
     def _elsewhere(self, others: OthersLoad, now: float) -> tuple[int, int, float]:

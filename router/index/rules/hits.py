@@ -137,9 +137,10 @@ def evaluate(
     unless ``detail`` is asked for.
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
-    if rows.runs is not None and plan.by_runs is not None and not detail:
-        return WordHits(*WordRule(layout, word).ends(rows, num_tokens), [])
     boundaries = max(0, num_tokens - 1) // alignment
+    if rows.runs is not None and plan.by_runs is not None and not detail:
+        its = run_columns(plan.by_runs, rows.runs.columns, word)
+        return WordHits(*run_ends(rows.runs, its, min(boundaries, rows.num_hashes), alignment), [])
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
         tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
