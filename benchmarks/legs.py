@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 
@@ -37,7 +37,7 @@ from benchmarks.streams import HEAD, LAST, TOKEN
 from publisher.engine import DEMO_TOKENIZER_DIR
 
 CONNECTIONS = 32
-EVENT_PORTS = (19101, 19111)
+EVENTS_PORT = 19101
 ROUTER_PORTS = ((19121, 19122), (19123, 19124))
 """Of requests, and of operators."""
 CHUNKS = 8
@@ -96,10 +96,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 def engine_process(pipe: Connection) -> None:
-    """Two engines; says their ports, and ends when the pipe does."""
+    """As many engines as it is told; says their ports, and ends when the pipe does."""
 
     async def main() -> None:
-        servers = [await asyncio.start_server(_serve, "127.0.0.1", 0) for _ in range(2)]
+        servers = [await asyncio.start_server(_serve, "127.0.0.1", 0) for _ in range(pipe.recv())]
         pipe.send([server.sockets[0].getsockname()[1] for server in servers])
         await asyncio.to_thread(pipe.poll, None)
 
@@ -133,8 +133,11 @@ class Router:
 
 
 @contextmanager
-def routers() -> Iterator[tuple[Router, Router]]:
-    """Before both engines, and before the decode engine alone."""
+def engines(roles: Sequence[str], events_port: int) -> Iterator[list[str]]:
+    """Cheap engines and what a router is told of each: the role too, where it has one.
+
+    Events ports are two each, from ``events_port`` on.
+    """
     with ExitStack() as stack:
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(
@@ -142,57 +145,54 @@ def routers() -> Iterator[tuple[Router, Router]]:
         )
         process.start()
         stack.callback(process.terminate)
-        engines = []
-        for role, port, events in zip(("prefill", "decode"), ours.recv(), EVENT_PORTS, strict=True):
-            words = [sys.executable, "-m", "benchmarks.fake_engine_events", str(DEMO_TOKENIZER_DIR)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            publisher = subprocess.Popen([*words, str(events)], **pipes)  # type: ignore[call-overload]
-            stack.callback(publisher.communicate)  # its standard input closes
-            if not publisher.stdout.readline():
-                raise RuntimeError("the event publisher did not start")
-            where = f"events=tcp://127.0.0.1:{events},replay=tcp://127.0.0.1:{events + 1}"
-            engines.append(f"http://127.0.0.1:{port},{where},role={role}")
-        alone = engines[1].removesuffix(",role=decode")
-        known = zip((engines, [alone]), ROUTER_PORTS, strict=True)
+        ours.send(len(roles))
+        ports = [events_port + 2 * i for i in range(len(roles))]
+        words = [sys.executable, "-m", "benchmarks.fake_engine_events", str(DEMO_TOKENIZER_DIR)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        publisher = subprocess.Popen([*words, *map(str, ports)], **pipes)  # type: ignore[call-overload]
+        stack.callback(publisher.communicate)  # its standard input closes
+        if not publisher.stdout.readline():
+            raise RuntimeError("the event publisher did not start")
+        yield [
+            f"http://127.0.0.1:{port},events=tcp://127.0.0.1:{at},replay=tcp://127.0.0.1:{at + 1}"
+            + (role and f",role={role}")
+            for role, port, at in zip(roles, ours.recv(), ports, strict=True)
+        ]
+
+
+@contextmanager
+def routers() -> Iterator[tuple[Router, Router]]:
+    """Before both engines, and before the decode engine alone."""
+    with ExitStack() as stack:
+        both = stack.enter_context(engines(("prefill", "decode"), EVENTS_PORT))
+        alone = both[1].removesuffix(",role=decode")
+        known = zip((both, [alone]), ROUTER_PORTS, strict=True)
         made = [stack.enter_context(_router(told, *ports)) for told, ports in known]
         while not all(one.ready() for one in made):
             time.sleep(0.2)
         yield made[0], made[1]
 
 
-@contextmanager
-def _router(engines: list[str], port: int, ops_port: int) -> Iterator[Router]:
+def router_words(told: Sequence[str], port: int, ops_port: int) -> list[str]:
+    """The command of a router that splits whatever it can."""
     words = [sys.executable, "-m", "router", "serve", "--tokenizer", str(DEMO_TOKENIZER_DIR)]
     words += ["--port", str(port), "--ops-port", str(ops_port), "--log-level", "warning"]
-    for told in engines:
-        words += ["--engine", told]
+    for one in told:
+        words += ["--engine", one]
     free = {"pd.min_remote_tokens": 0, "pd.leg_overhead_s": 0, "pd.transfer_s_per_token": 0}
     for name, value in {**free, "pd.decode_delay_weight": 1000, "proxy.idle_timeout_s": 3600}.items():
         words += ["--set", f"{name}={value}"]
-    process = subprocess.Popen(words)
+    return words
+
+
+@contextmanager
+def _router(told: Sequence[str], port: int, ops_port: int) -> Iterator[Router]:
+    process = subprocess.Popen(router_words(told, port, ops_port))
     try:
         yield Router(process, port, ops_port)
     finally:
         process.terminate()
         process.wait()
-
-
-async def _client(port: int, requests: Iterator[bytes], until_s: float) -> int:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    done = 0
-    while time.monotonic() < until_s:
-        writer.write(next(requests))
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(head.decode())
-        length = [one for one in head.lower().split(b"\r\n") if one.startswith(b"content-length:")]
-        if length:
-            await reader.readexactly(int(length[0][15:]))
-        else:
-            await reader.readuntil(b"\r\n0\r\n\r\n")
-        done += 1
-    writer.close()
-    return done
 
 
 class Load:
@@ -203,15 +203,36 @@ class Load:
         self._requests = requests(size, stream=stream)
         self.sent = 0
 
+    async def send(self, until: Callable[[int], bool]) -> int:
+        """Requests, until that is true of how many were answered in this call; how many were."""
+        sent = self.sent
+
+        def going() -> bool:
+            return not until(self.sent - sent)
+
+        await asyncio.gather(*(self._client(going) for _ in range(CONNECTIONS)))
+        return self.sent - sent
+
     async def us(self, seconds: float) -> float:
         """Microseconds of CPU per request."""
-        port, before_s, sent = self._router.port, cpu_s(self._router.process.pid), self.sent
-        until_s = time.monotonic() + seconds
-        for done in await asyncio.gather(
-            *(_client(port, self._requests, until_s) for _ in range(CONNECTIONS))
-        ):
-            self.sent += done
-        return 1e6 * (cpu_s(self._router.process.pid) - before_s) / (self.sent - sent)
+        before_s, until_s = cpu_s(self._router.process.pid), time.monotonic() + seconds
+        sent = await self.send(lambda _: time.monotonic() >= until_s)
+        return 1e6 * (cpu_s(self._router.process.pid) - before_s) / sent
+
+    async def _client(self, going: Callable[[], bool]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._router.port)
+        while going():
+            writer.write(next(self._requests))
+            head = await reader.readuntil(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(head.decode())
+            length = [one for one in head.lower().split(b"\r\n") if one.startswith(b"content-length:")]
+            if length:
+                await reader.readexactly(int(length[0][15:]))
+            else:
+                await reader.readuntil(b"\r\n0\r\n\r\n")
+            self.sent += 1
+        writer.close()
 
 
 async def hold(port: int) -> asyncio.StreamWriter:
