@@ -18,7 +18,8 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.engine import SimEngine
+from router.simulate.run.request_run import RequestRun
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Request, block_hashes
 

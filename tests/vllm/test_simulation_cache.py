@@ -21,7 +21,8 @@ from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.models import MODELS, groups_of
-from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.engine import SimEngine
+from router.simulate.run.request_run import RequestRun
 from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
 from router.simulate.timing import Timing
 from router.simulate.workload.generate import GENERATORS

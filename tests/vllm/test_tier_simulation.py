@@ -23,7 +23,8 @@ from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.advise.command import see
-from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.engine import SimEngine
+from router.simulate.run.request_run import RequestRun
 from router.simulate.run.tier_setup import TierSetup, TierSpec
 from router.simulate.run.tiers import tiers_of
 from router.simulate.timing import Timing

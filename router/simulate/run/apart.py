@@ -17,7 +17,7 @@ from router.placement.candidate import Ask, Candidate, Choice, Cost, PolicySetti
 from router.placement.inflight import InflightPrompt
 from router.placement.load import Ticket
 from router.placement.split.pairs import Pick, Side, plan
-from router.simulate.run.engine import Fetch, RequestRun
+from router.simulate.run.request_run import Fetch, RequestRun
 
 
 class Leg(msgspec.Struct, eq=False):

@@ -27,8 +27,9 @@ from router.placement.rates import FleetRates, RateSettings
 from router.simulate.run.apart import Leg, Roles
 from router.simulate.run.arms import Arm
 from router.simulate.run.calendar import Calendar
-from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.engine import SimEngine
 from router.simulate.run.holding import Holding
+from router.simulate.run.request_run import RequestRun
 from router.simulate.run.router_view import router_view
 from router.simulate.run.rows import FleetRun, Row
 from router.simulate.run.setup import FleetSetup

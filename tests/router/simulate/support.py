@@ -10,8 +10,9 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.groups import GroupSpec
 from router.simulate.run.arms import arms_of
-from router.simulate.run.engine import RequestRun, SimEngine
+from router.simulate.run.engine import SimEngine
 from router.simulate.run.fleet import FleetSim
+from router.simulate.run.request_run import RequestRun
 from router.simulate.run.rows import FleetRun
 from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import TierSetup

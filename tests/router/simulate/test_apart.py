@@ -17,8 +17,8 @@ from router.simulate.advise.judge import REQUESTS_MIN, judge
 from router.simulate.advise.trials import ALIKE, splits, trials
 from router.simulate.outcome import Outcome
 from router.simulate.run.arms import arms_of
-from router.simulate.run.engine import Fetch, RequestRun
 from router.simulate.run.fleet import FleetSim
+from router.simulate.run.request_run import Fetch, RequestRun
 from router.simulate.run.rows import FleetRun
 from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
