@@ -7,12 +7,9 @@ own that ends cleanly on SIGTERM or SIGINT.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import socket
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import structlog
@@ -26,6 +23,7 @@ from publisher.pool.host_tier import HostTier
 from publisher.simulator.api.answers import Json
 from publisher.simulator.http.app import EngineApp
 from publisher.simulator.http.deaths import Deaths
+from publisher.simulator.http.server import LoopServer, listen
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import (
@@ -44,12 +42,6 @@ from publisher.simulator.transfer.offloading import OffloadingBooks, OffloadingL
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
 
-_BACKLOG = 2048
-_DRAIN_S = 1
-"""How long ``stop`` waits for connections whose requests it has just ended."""
-_LOOK_S = 0.005
-_TICK_S = 0.1
-"""How often uvicorn's own housekeeping (``on_tick``) is due."""
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound by default
 
 log = structlog.get_logger()
@@ -59,45 +51,6 @@ _BOOKS: dict[str, type[KvConnector]] = {
     "mooncake": MooncakeBooks,
     "offloading": OffloadingBooks,
 }
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside somebody's event loop: no signal handlers, and events for "it listens" and "end now"."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-        self.ending = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    async def main_loop(self) -> None:
-        ticks = 0
-        while not (self.ending.is_set() or await self.on_tick(ticks)):
-            ticks += 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
-                    await self.ending.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for listener in sockets or []:
-            listener.close()
-        connections, tasks = self.server_state.connections, self.server_state.tasks
-        for connection in list(connections):
-            connection.shutdown()
-        end = time.monotonic() + _DRAIN_S
-        while (connections or tasks) and time.monotonic() < end:  # noqa: ASYNC110  # uvicorn has no event for it
-            await asyncio.sleep(_LOOK_S)
-        for task in tasks:
-            task.cancel()
 
 
 class SimulatedEngine:
@@ -146,7 +99,7 @@ class SimulatedEngine:
         self.deaths = Deaths(settings.dies_at, self.die)
         self.publisher: ZmqPublisher | None = None
         self.base_url = ""
-        self._server: _Server | None = None
+        self._server: LoopServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -162,7 +115,7 @@ class SimulatedEngine:
     async def start(self) -> None:
         """Bind every port and begin to serve. Raises ``OSError`` that names the address it cannot have."""
         settings = self.settings
-        listener = _listen(settings.host, settings.port)
+        listener = listen(settings.host, settings.port)
         try:
             if settings.publish_events:
                 self.publisher = ZmqPublisher(
@@ -194,7 +147,7 @@ class SimulatedEngine:
             enable_scale_out=settings.enable_scale_out,
             deaths=self.deaths,
         )
-        self._server = server = _Server(
+        self._server = server = LoopServer(
             uvicorn.Config(
                 app,
                 lifespan="off",
@@ -327,21 +280,6 @@ async def _serve(engine: SimulatedEngine) -> None:
     )
     await stopped.wait()
     await engine.stop()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises ``OSError`` that names the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
 
 
 def _tcp(host: str, port: int) -> str:
