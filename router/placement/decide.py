@@ -60,7 +60,8 @@ _NO_PD = PdSettings()
 
 class Planner:
     """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all blocks.
-    ``check_every``: decisions between two checks of integrity; 0: none."""
+    ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is asked about others'
+    engines and load for each decision; without it ``told`` says what others have told by themselves."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Planner:
         expose_decision: bool,
         check_every: int = 0,
         shared: SharedView | None = None,
+        told: Callable[[], Look] = lambda: NO_LOOK,
         queue: QueueSettings = _NO_QUEUE,
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
@@ -85,6 +87,7 @@ class Planner:
         self._retention = retention
         self._decisions = 0
         self._shared = shared
+        self._told = told
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self.hold: Hold | None = None
@@ -233,7 +236,11 @@ class Planner:
             await apart.read_body(read)
         if request.trace is not None:
             request.trace.phase("decide")
-        look = NO_LOOK if self._shared is None else await self._look(self._shared, read, asked_of, rehearsal)
+        look = (
+            self._told()
+            if self._shared is None
+            else await self._look(self._shared, read, asked_of, rehearsal)
+        )
         if self.hold is not None:
             self.hold.others(look.load)
         if fleet.changes != changes:  # some may have left while the prompt was being read
