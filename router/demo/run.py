@@ -51,6 +51,7 @@ ENGINE = EngineSettings(
     max_num_batched_tokens=2048,
 )
 """About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token."""
+_NO_PD = PdSettings()
 _USERS_PER_ENGINE = 8
 _LONG_ANSWER_TOKENS = (40, 120)
 """With prefill and decode apart: where nobody is being answered, prompts are best computed at home."""
@@ -104,7 +105,7 @@ def run_demo(
         fleet = tuple(EngineAddress(url, role=each.role) for url, each in zip(urls, settings, strict=True))
         pickers = [free_port() for _ in range(replicas)] if gateway else [0] * replicas
         configs = [
-            _config(fleet, routed, port if n == 1 and not gateway else 0, index, f"demo-{n}", picker)
+            _config(fleet, port if n == 1 and not gateway else 0, index, f"demo-{n}", picker, routed)
             for n, picker in enumerate(pickers, 1)
         ]
         before = ""
@@ -308,11 +309,11 @@ async def _ready(router: Router, server: RouterServer) -> None:
 
 def _config(
     fleet: tuple[EngineAddress, ...],
-    pd: PdSettings,
     port: int,
     index: IndexSettings,
     replica: str,
     picker_port: int = 0,
+    pd: PdSettings = _NO_PD,
 ) -> Config:
     epp = (
         EppSettings(listen=f"127.0.0.1:{picker_port}", tls=False, fallbacks=1)
