@@ -5,12 +5,13 @@
 
 One ``kvatlas serve`` runs under valgrind's callgrind before four cheap engines that hold every session's
 prompt but for its end (``fake_engine_events``); with ``--legs`` before one that prefills and one that
-decodes, and every request has two legs. Thirty-two connections always have a request open: chats of 64
-sessions, each ending as none before did. Counting begins when each session has been read three times. One
-line per tree and size: thousands of instructions in user space per request, all threads together; 4,000 are
-about a microsecond. ``--functions N`` adds the N functions of the interpreter and its libraries with most of
-them. Several trees, this one if none is named, are counted one after the other. What the kernel does is not
-counted, and SHA-256 is overstated: valgrind shows a processor without the instruction for it.
+decodes, so that every request has two legs, and then before the decode engine alone. Thirty-two connections
+always have a request open: chats of 64 sessions, each ending as none before did. Counting begins when each
+session has been read three times. One line per tree and size: thousands of instructions in user space per
+request, all threads together; 4,000 are about a microsecond. ``--functions N`` adds the N functions of the
+interpreter and its libraries with most of them. Several trees, this one if none is named, are counted one
+after the other. What the kernel does is not counted, and SHA-256 is overstated: valgrind shows a processor
+without the instruction for it.
 """
 
 from __future__ import annotations
@@ -89,19 +90,31 @@ def functions(profile: Path, number: int) -> str:
 async def measure(args: argparse.Namespace, tree: Path, told: Sequence[str]) -> None:
     """One tree, one line per size."""
     for size in args.bytes:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            counted_router(tree, told, args.port_base + 20, Path(folder)) as router,
-        ):
-            held = await hold(router.port) if args.legs else None
-            thousands = await count(
-                router, Load(router, size, stream=args.stream), args.requests, Path(folder)
-            )
-            print(f"{tree.name}: {size // 1024} KB: {thousands:.0f} thousand instructions", flush=True)
-            if args.functions:
-                print(functions(newest(Path(folder)), args.functions))
-            if held:
-                held.close()
+        line = f"{tree.name}: {size // 1024} KB"
+        two = await measured(args, tree, told, size)
+        if not args.legs:
+            print(f"{line}: {two:.0f} thousand instructions", flush=True)
+            continue
+        one = await measured(args, tree, [told[1].removesuffix(",role=decode")], size)
+        print(
+            f"{line}: two legs {two:.0f}, one {one:.0f}, more {two - one:.0f} thousand instructions",
+            flush=True,
+        )
+
+
+async def measured(args: argparse.Namespace, tree: Path, told: Sequence[str], size: int) -> float:
+    """One router's count, and its functions where they are asked for."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        counted_router(tree, told, args.port_base + 20, Path(folder)) as router,
+    ):
+        held = await hold(router.port) if args.legs else None
+        thousands = await count(router, Load(router, size, stream=args.stream), args.requests, Path(folder))
+        if args.functions:
+            print(functions(newest(Path(folder)), args.functions))
+        if held:
+            held.close()
+        return thousands
 
 
 async def main() -> None:

@@ -29,7 +29,7 @@ from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
-from router.replication.service import engine_facts
+from router.replication.writer.descriptions import engine_facts
 from router.replication.writer.mirror import MirroredIndex
 from router.tools.verify.run import ProbePrompt
 

@@ -38,7 +38,7 @@ from router.http.tls import Certificates
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.placement.decide import Planner
-from router.placement.engine import Accounts, Engine
+from router.placement.engine import NO_LOOK, Accounts, Engine
 from router.placement.inflight import InflightPrompt
 from router.placement.load import OthersLoad
 from router.prompts.reader import PromptReader
@@ -195,7 +195,8 @@ class Router:
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
             check_every=self.config.server.check_every,
-            shared=self.gossip if self.shared is None else self.shared.lookup,
+            shared=None if self.shared is None else self.shared.lookup,
+            told=(lambda: NO_LOOK) if self.gossip is None else self.gossip.told,
             queue=self.config.queue,
             pd=self.config.pd,
         )

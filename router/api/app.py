@@ -32,6 +32,7 @@ from router.api.answers import (
     described,
     refer,
 )
+from router.api.explain import explain
 from router.api.metrics.page import Sources
 from router.api.page import page
 from router.api.problems import EngineProblem, engine_problems
@@ -53,7 +54,6 @@ from router.openai.errors import (
 )
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
-from router.placement.explain import explain
 
 TENANT = "kvatlas.tenant"
 """Where the ASGI scope has the ``Tenant`` whose key a request came with."""

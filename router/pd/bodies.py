@@ -6,13 +6,16 @@ parameters put in front. Which requests stay whole is read on the way.
 
 Fields are found by the fast JSON parser, and their places by the text; the parser then tells whether these
 were the right ones. Where they were not (a key that also occurs elsewhere, or is written with escapes), and
-in large bodies, the text is looked through (``members``).
+in large bodies, the text is looked through (``members``). A chat's messages, which have been read already,
+are not read again: what is left of the body without them is small, and mostly the same from one request to
+the next, so that it is remembered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -49,6 +52,8 @@ _MUST_BE: Final = {
 """Values with which a request may go to two engines; with any other one it stays whole, for this field."""
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
+_REST_BYTES_MAX: Final = 2048
+"""Of a body without its messages; a larger one is not worth remembering."""
 _NEAR_BYTES: Final = 1024
 WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
 
@@ -65,12 +70,14 @@ _FREE: Final = (_UNSAID,) * len(_MUST_BE)
 _AT: Final = {name: place for place, name in enumerate(_NAMES)}
 _EDITED: Final = tuple((_AT[name], name, new, msgspec.Raw(new)) for name, new in _REPLACED.items())
 _ONE, _NO_PARAMS = msgspec.Raw(b"1"), msgspec.Raw(b"{}")
-_MEMBER: Final = {name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in _REPLACED}
+_MEMBER: Final = {
+    name: re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*' % name) for name in (*_REPLACED, b"messages")
+}
 _END: Final = re.compile(rb"[ \t\r\n]*\}")
 _START: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 
 
-class SplitBody(msgspec.Struct, frozen=True):
+class SplitBody(msgspec.Struct, frozen=True, gc=False):
     """A client's body, and where it is to be changed. ``whole``: why it is for one engine; "": it is not."""
 
     text: bytes
@@ -96,19 +103,47 @@ class SplitBody(msgspec.Struct, frozen=True):
         return b"".join((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
 
 
-def split_body(path: str, body: bytes) -> Generator[None, None, SplitBody]:
-    """Steps (see ``members``) to what both engines would get of a request of this API."""
+def split_body(
+    path: str, body: bytes, messages: Sequence[msgspec.Raw] = ()
+) -> Generator[None, None, SplitBody]:
+    """Steps (see ``members``) to what both engines would get of a request of this API. ``messages``: of a
+    chat, as they stand in its body, where that is known."""
     length = _LENGTHS.get(path)
     if length is None:
         return SplitBody(body, "api")
     if length and len(body) <= _SCANNED_BYTES:
-        found = _quick(body, length)
-        if found is not None:
+        found = (messages and _around(body, messages, length)) or _quick(body, length)
+        if found:
             return found
     try:
         return (yield from _scanned(body, length))
     except MalformedError:
         return SplitBody(body, "body")
+
+
+def _around(body: bytes, messages: Sequence[msgspec.Raw], length: bytes) -> SplitBody | None:
+    """By what is left without the messages. None: it is not certain that they stand there, with one comma
+    between them. In a list behind a key of their name they are values, whosever key that is, so that what is
+    left is at the depth where it was.
+    """
+    start = _place(body, b"messages") + 1
+    if not start or body[start - 1 : start] != b"[":
+        return None
+    first = start + len(memoryview(messages[0]))
+    cut = (b", " if body[first : first + 2] == b", " else b",").join(messages)
+    if not body.startswith(cut, start):
+        return None
+    rest, size = body[:start] + body[start + len(cut) :], len(cut)
+    found = (_remembered if len(rest) <= _REST_BYTES_MAX else _quick)(rest, length)
+    if found is None:
+        return None
+    edits = [(at + size * (at >= start), end + size * (end >= start), new) for at, end, new in found.edits]
+    return SplitBody(body, found.whole, found.start, tuple(edits))
+
+
+@lru_cache(maxsize=256)
+def _remembered(body: bytes, length: bytes) -> SplitBody | None:
+    return _quick(body, length)
 
 
 def _quick(body: bytes, length: bytes) -> SplitBody | None:

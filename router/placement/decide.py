@@ -10,7 +10,6 @@ does not wait after its look-ups: what it knows of the engines is of one moment.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,16 +18,16 @@ import xxhash
 
 from publisher.block_hash import HashScheme
 from router.admission.queue.settings import QueueSettings
-from router.fleet.identity import endpoint_of
 from router.fleet.status import Fleet
 from router.index.models import Scopes
 from router.openai.apis import PROMPT_APIS
-from router.openai.errors import echoed, model_not_found, no_ready_engine
+from router.openai.errors import no_ready_engine
 from router.openai.request import InboundRequest
 from router.pd.course import Course
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
+from router.placement.askable import Askable
 from router.placement.candidate import Ask, Candidate, PolicySettings, ask
 from router.placement.engine import (
     NO_LOOK,
@@ -60,7 +59,8 @@ _NO_PD = PdSettings()
 
 class Planner:
     """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all blocks.
-    ``check_every``: decisions between two checks of integrity; 0: none."""
+    ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is asked about others'
+    engines and load for each decision; without it ``told`` says what others have told by themselves."""
 
     def __init__(
         self,
@@ -74,17 +74,20 @@ class Planner:
         expose_decision: bool,
         check_every: int = 0,
         shared: SharedView | None = None,
+        told: Callable[[], Look] = lambda: NO_LOOK,
         queue: QueueSettings = _NO_QUEUE,
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
     ) -> None:
         self._fleet = fleet
+        self._askable = Askable(fleet, accounts)
         self._scopes = scopes
         self._reader = reader
         self._accounts = accounts
         self._retention = retention
         self._decisions = 0
         self._shared = shared
+        self._told = told
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self.hold: Hold | None = None
@@ -216,7 +219,7 @@ class Planner:
     ) -> Decision:
         """``read``: what the prompt has been found to be, where that is known."""
         fleet = self._fleet
-        engines = self._holders(request, self._askable(request.model, exclude), exclude)
+        engines = self._askable.engines(request, exclude)
         apart = self._apart(request, exclude, course) if fleet.has_roles else None
         asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
         changes = fleet.changes
@@ -233,7 +236,11 @@ class Planner:
             await apart.read_body(read)
         if request.trace is not None:
             request.trace.phase("decide")
-        look = NO_LOOK if self._shared is None else await self._look(self._shared, read, asked_of, rehearsal)
+        look = (
+            self._told()
+            if self._shared is None
+            else await self._look(self._shared, read, asked_of, rehearsal)
+        )
         if self.hold is not None:
             self.hold.others(look.load)
         if fleet.changes != changes:  # some may have left while the prompt was being read
@@ -294,71 +301,6 @@ class Planner:
         prompt = read if isinstance(read, Prompt) and not read.skips_cache else None
         return await shared.look(prompt, known, detail=detail)
 
-    def _askable(self, model: str | None, exclude: frozenset[str]) -> list[Engine]:
-        ready = self._fleet.ready(model)
-        if self._fleet.has_roles:
-            ready = self._answering(ready)
-        if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
-            raise model_not_found(model)
-        untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
-        if not untried:
-            raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
-        now = self._accounts.now()
-        for engine in untried:
-            if now >= engine.breaker.free_until:
-                break
-        else:
-            return untried
-        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
-        if closed:
-            return closed
-        # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
-        waits_s = [e.breaker.waits_s(now) for e in untried]
-        willing = [e for e, wait_s in zip(untried, waits_s, strict=True) if not wait_s]
-        if not willing:
-            raise no_ready_engine(
-                "All engines are rate-limiting (Retry-After).", retry_after_s=math.ceil(min(waits_s))
-            )
-        return willing
-
-    @staticmethod
-    def _answering(ready: list[Engine]) -> list[Engine]:
-        """Those that give answers to clients."""
-        found = [engine for engine in ready if engine.engine.answers]
-        if ready and not found:
-            raise no_ready_engine(
-                "Only prefill engines are ready for this model; GET /ready gives the reason."
-            )
-        return found
-
-    def _holders(
-        self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
-    ) -> list[Engine]:
-        """Those of the engines that can go on from an earlier response: the one that made it, where that is
-        known. Any other one would say that there is none."""
-        if request.among is not None:
-            engines = self._among(request.among, engines)
-        elif request.pinned is None and request.earlier_response is None:
-            return engines
-        if request.pinned is not None:
-            return _pinned(request.pinned, engines)
-        holder = self._accounts.responses.holder(request.earlier_response)
-        found = None if holder is None else self._fleet.get(holder)
-        if found is None:
-            return engines
-        elsewhere = request.among is not None and found not in engines
-        if not found.up or found.engine_id in exclude or elsewhere:
-            raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
-        return [found]
-
-    @staticmethod
-    def _among(endpoints: frozenset[str], engines: list[Engine]) -> list[Engine]:
-        """Those that the gateway would send it to."""
-        found = [engine for engine in engines if endpoint_of(engine.engine.base_url) in endpoints]
-        if not found:
-            raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
-        return found
-
     def _asked(self, prompt: Prompt, party: Party, look: Look, now: float, *, detail: bool) -> PromptView:
         """The prompt before these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
@@ -411,10 +353,3 @@ class Planner:
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         return tuple(headers)
-
-
-def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
-    found = [engine for engine in engines if engine.engine_id == engine_id]
-    if not found:
-        raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
-    return found

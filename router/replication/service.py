@@ -17,12 +17,9 @@ from typing import NamedTuple
 import structlog
 
 from router.admission.gate import KeyGate
-from router.feeds.base import FeedState
 from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
-from router.index.engine import EngineResidency
 from router.index.models import Scopes
-from router.index.seats import EngineHit, Seat
 from router.placement.load import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
@@ -36,8 +33,9 @@ from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.keys import ScopeKeys, limits_key
-from router.replication.schema.registry import EngineFacts, Registry
+from router.replication.schema.registry import Registry
 from router.replication.settings import IndexSettings
+from router.replication.writer.descriptions import Descriptions
 from router.replication.writer.dirty import MirrorStats
 from router.replication.writer.mirror import MirroredIndex
 
@@ -81,7 +79,7 @@ class SharedIndex:
         self._reader: SharedReader | None = None
         self.limits: SharedLimits | None = None
         """What tenants use, where they have limits."""
-        self._published: dict[str, EngineFacts] = {}
+        self._descriptions = Descriptions()
         self.load_gossip = LoadGossip(self.replica, own_load, started=self._started)
         self.lease_manager = LeaseManager(
             self.replica,
@@ -201,13 +199,13 @@ class SharedIndex:
         """See ``LeaseManager``."""
         engine_id = candidate.engine.engine_id
         await self.scope(candidate.model).mirror.take_over(engine_id, token)
-        self._published.pop(engine_id, None)
+        self._descriptions.forget(engine_id)
         if not again and self._feeds is not None and self._tasks is not None:
             self._feeds.follow(candidate.engine, candidate.model, self._tasks)
 
     def _lease_ended(self, model: str, engine_id: str) -> None:
         """See ``LeaseManager``."""
-        self._published.pop(engine_id, None)
+        self._descriptions.forget(engine_id)
         self.scope(model).mirror.drop(engine_id)
         if self._feeds is not None:
             self._feeds.stop(engine_id)
@@ -261,25 +259,11 @@ class SharedIndex:
     async def _describe_engines(self) -> None:
         """Publish what changed of each engine followed here."""
         while True:
-            for engine_id, held in list(self.lease_manager.held.items()):
-                self._describe_engine(engine_id, held.model)
+            if self._residency is not None and self._feeds is not None:
+                for engine_id, held in list(self.lease_manager.held.items()):
+                    model, mirror = held.model, self.scope(held.model).mirror
+                    self._descriptions.renew(engine_id, model, mirror, self._residency, self._feeds)
             await asyncio.sleep(_DESCRIBE_S)
-
-    def _describe_engine(self, engine_id: str, model: str) -> None:
-        if self._residency is None or self._feeds is None:
-            return
-        engine, feed = self._residency.engine(engine_id), self._feeds.stats.get(engine_id)
-        if engine is None or feed is None:
-            return
-        seat = self._residency.scope(model).residency(engine_id).seat()
-        facts = engine_facts(engine, seat, feed.state, feed.missing_batches)
-        mirror, published = self.scope(model).mirror, self._published.get(engine_id)
-        if facts != published:
-            caught_up = published is not None and published.feed_state == facts.feed_state
-            if facts.feed_state == FeedState.READY and not caught_up and not mirror.written(engine_id):
-                return  # READY only once everything replayed has been written
-            self._published[engine_id] = facts
-            mirror.describe(engine_id, facts)
 
     async def _refresh_periodically(self) -> None:
         """Read the registry also while no requests come, so that explain and metrics stay current."""
@@ -335,21 +319,3 @@ async def check_index(settings: IndexSettings, model: str = "") -> str:
     finally:
         await client.close()
     return ""
-
-
-def engine_facts(
-    engine: EngineResidency, seat: Seat | EngineHit, feed_state: FeedState, missing: int
-) -> EngineFacts:
-    """What other replicas need to predict this engine's hits, or why they cannot."""
-    state = str(feed_state)
-    if isinstance(seat, Seat) and seat.mode == "assumed":
-        why = "hash scheme not proven yet, only assumed"
-        return EngineFacts(engine.layout, None, "unknown", why, state, missing)
-    if isinstance(seat, Seat):
-        if seat.learned is not None:
-            return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
-        stores = tuple(sorted(seat.stores))
-        return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing, stores)
-    empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.has_chunks
-    mode = "empty" if empty else "unknown"
-    return EngineFacts(engine.layout, None, mode, seat.why_unknown, state, missing)

@@ -17,12 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from publisher.block_hash import HashScheme
 from router.admission.gate import KeyGate
 from router.admission.tenants import Spent
 from router.fleet.response_holders import ResponseHolders
-from router.index.learn.layout import CacheLayout
-from router.index.model import HashedPrompt
 from router.observe.histogram import Histogram
 from router.placement.affinity import AffinityMap
 from router.placement.engine import NO_LOOK, Look
@@ -109,7 +106,7 @@ class SharedAffinity(AffinityMap):
 
 
 class SiblingGossip:
-    """A ``SharedView`` of the load at the siblings, and the books that are shared with them.
+    """The load at the siblings, and the books that are shared with them.
 
     ``whole`` False: prompts in flight and load go through a shared index. ``served`` hears of prompts that
     an engine has computed for a sibling; ``gate`` has the limits of tenants, which hold for all workers
@@ -157,22 +154,8 @@ class SiblingGossip:
 
     # -- what the planner asks -------------------------------------------------------------------------
 
-    def scheme(self, engine_id: str) -> HashScheme | None:
-        """See ``SharedView``: every worker follows every engine itself."""
-        return None
-
-    def layout(self, engine_id: str) -> CacheLayout | None:
-        """See ``SharedView``."""
-        return None
-
-    def feed_state(self, engine_id: str) -> str | None:
-        """See ``SharedView``."""
-        return None
-
-    async def look(
-        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
-    ) -> Look:
-        """See ``SharedView``: nothing is asked, as siblings tell by themselves."""
+    def told(self) -> Look:
+        """What the siblings have said by themselves."""
         if self._clock() >= self._count_at_s:
             self._count()
         return self._look

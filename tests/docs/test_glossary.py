@@ -10,6 +10,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from router.api import explain
 from router.api.answers import EngineView
 from router.feeds.base import FeedState
 from router.feeds.recovery.repair import RepairKind
@@ -22,7 +23,6 @@ from router.index.seats import Mode
 from router.observe.access_log import AccessLogStats
 from router.observe.receipts import Outcome
 from router.openai.request import FAILURES
-from router.placement import explain
 from router.placement.candidate import Cost, Reason
 from router.placement.load import EngineLoad
 from router.prompts.stats import REASONS as NOT_LOCAL

@@ -8,7 +8,6 @@ or that one engine alone is cheaper. All others go to the cheapest pair (``pairs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -29,9 +28,10 @@ from router.placement.split.legs import lacking
 from router.placement.split.pairs import Partner, Pick, Side, cheapest_taker, fits, plan
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
+from router.prompts.request import ChatBody
 
 
-class Answerers(NamedTuple):
+class Answerers(msgspec.Struct, frozen=True, gc=False):
     """The engines that may answer a request, and what is known of them; ``problem`` as in ``Decision``."""
 
     read: Prompt | TextAffinity | None
@@ -43,7 +43,7 @@ class Answerers(NamedTuple):
 class Apart:
     """One request in one decision. ``why``: it is known to stay whole; "": not so far."""
 
-    __slots__ = ("_body", "_course", "_pd", "_policy", "_request", "helpers", "why")
+    __slots__ = ("_body", "_course", "_messages", "_pd", "_policy", "_request", "helpers", "why")
 
     def __init__(
         self, request: InboundRequest, course: Course | None, pd: PdSettings, policy: PolicySettings
@@ -55,6 +55,8 @@ class Apart:
         self.helpers: list[Engine] = []
         """Engines that may compute its prompt for another one."""
         self._body: SplitBody | None = None
+        chat = request.prompt  # as long as its prompt has not been read
+        self._messages = chat.messages if isinstance(chat, ChatBody) else ()
         self.why = _bound_to_one(request)
 
     def find_helpers(self, ready: list[Engine], exclude: frozenset[str], now: float) -> None:
@@ -93,7 +95,9 @@ class Apart:
             self.why = "prompt_logprobs"
         else:
             try:
-                self._body = await at_leisure(split_body(self._request.path, self._request.body))
+                self._body = await at_leisure(
+                    split_body(self._request.path, self._request.body, self._messages)
+                )
             except TooManyStepsError:
                 self.why = "body"
             else:

@@ -25,7 +25,7 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import Connector, PrefillHolder, Problem, Told
+from router.pd.transfer import Connector, PrefillHolder, Problem, Told, without_blocks
 from router.proxy.answers.relay import engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
@@ -272,6 +272,6 @@ def _without_rank(out: Outbound) -> Outbound:
 
 def _usage(content: bytes) -> Usage | None:
     try:
-        return read_usage(content)
+        return read_usage(without_blocks(content))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -11,13 +11,14 @@ published counts no longer than ``_AGE_S_MAX``; entries of others are not publis
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
-import numpy as np
 
 from publisher.events import BlockHash
 from router.placement.inflight import Common, InflightPrefixes, InflightPrompt
@@ -77,6 +78,16 @@ class _RemotePrompt(NamedTuple):
 _DECODE = msgspec.msgpack.Decoder(GossipEntry)
 
 
+def _little_endian(hashes: array[int]) -> array[int]:
+    """Between this machine's order of bytes and the entries'.
+
+    Arrays, since of what is heard only a few places are ever looked at.
+    """
+    if sys.byteorder == "big":
+        hashes.byteswap()
+    return hashes
+
+
 class GossipedInflight(InflightPrefixes):
     """Prompts in flight that publishes this replica's own and receives those of the others.
 
@@ -116,7 +127,7 @@ class GossipedInflight(InflightPrefixes):
     ) -> InflightPrompt:
         prompt = super().add(engine_id, hashes, now, keeps)
         self._number += 1
-        packed = np.array(hashes[:_BLOCKS_MAX], "<u8").tobytes()
+        packed = _little_endian(array("Q", hashes[:_BLOCKS_MAX])).tobytes()
         entry = GossipEntry(
             self._me, self._started, self._number, InflightEvent.SENT, engine_id, prompt.keeps, packed
         )
@@ -182,9 +193,10 @@ class GossipedInflight(InflightPrefixes):
         self.gossip_stats.heard += 1
         name = (entry.replica, entry.started, entry.number)
         if entry.event is InflightEvent.SENT:
-            hashes: list[BlockHash] = np.frombuffer(entry.hashes, "<u8").tolist()
+            hashes = _little_endian(array("Q", entry.hashes))
             keeps = sorted({end for end in entry.keeps if end > 0})
-            self._remote[name] = _RemotePrompt(super().add(entry.engine_id, hashes, now, keeps), now)
+            prompt = super().add(entry.engine_id, cast("Sequence[BlockHash]", hashes), now, keeps)
+            self._remote[name] = _RemotePrompt(prompt, now)
             return
         remote = self._remote.get(name)
         if remote is None:

@@ -239,7 +239,7 @@ class RouterEngine(msgspec.Struct):
 
 
 class RouterAnswer(msgspec.Struct):
-    """``POST /kvatlas/explain`` (router/placement/explain.py)."""
+    """``POST /kvatlas/explain`` (router/api/explain.py)."""
 
     prompt: dict[str, Any]
     choice: dict[str, Any]

@@ -20,8 +20,8 @@ from router.replication.leases.leases import Leases
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
-from router.replication.service import engine_facts
 from router.replication.settings import IndexSettings
+from router.replication.writer.descriptions import engine_facts
 from router.replication.writer.mirror import MirroredIndex
 from router.tools.index.verify import shown_pairs
 from router.tools.replay.diff import PlaneDiff, hex_blocks

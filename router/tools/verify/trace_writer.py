@@ -19,8 +19,8 @@ from router.index.model import FleetResidency
 from router.replication.leases.leases import Leases
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
-from router.replication.service import engine_facts
 from router.replication.settings import IndexSettings
+from router.replication.writer.descriptions import engine_facts
 from router.replication.writer.mirror import MirroredIndex
 from router.tools.verify.run import RECORDED, apply_line, detected, learn_trace
 from router.tools.verify.traces import TraceError, TraceLine, read_trace, trace_facts

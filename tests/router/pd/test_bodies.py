@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,3 +163,33 @@ def test_any_body_asks_for_one_token_and_keeps_the_rest(
     given_bound = any(key == "max_tokens" for key, _ in members)
     front: list[tuple[str, Any]] = [("kv_transfer_params", [("do_remote_decode", True)])]
     assert pairs == front + ([] if given_bound else [("max_tokens", 1)]) + rest
+
+
+_COMMAS = st.sampled_from([",", ", ", " , ", ",\n  "])
+
+
+@given(
+    st.lists(st.tuples(_KEYS, _VALUES), max_size=4),
+    st.lists(_VALUES, min_size=1, max_size=3),
+    st.lists(st.tuples(_KEYS, _VALUES), max_size=4),
+    _COMMAS,
+)
+def test_a_chat_whose_messages_are_known_is_split_as_any_other(
+    before: list[tuple[str, Any]], messages: list[Any], behind: list[tuple[str, Any]], comma: str
+) -> None:
+    """Also where other lists are called messages, or where others follow."""
+    listed = "[" + comma.join([json.dumps(message) for message in messages]) + "]"
+    around = [[f"{json.dumps(key)}:{json.dumps(value)}" for key, value in part] for part in (before, behind)]
+    body = ("{" + comma.join([*around[0], f'"messages":{listed}', *around[1]]) + "}").encode()
+    known = msgspec.json.decode(listed, type=list[msgspec.Raw])
+    found = at_once(split_body(CHAT, body, known))
+    assert found == split(CHAT, body)
+
+
+def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() -> None:
+    for words in ("a", "b" * 3000, "c"):
+        known = [msgspec.Raw(b'{"role":"user","content":"%b"}' % words.encode()), msgspec.Raw(b"{}")]
+        body = b'{"messages":[%b],"max_tokens":50,"stream":true}' % b",".join(known)
+        found = at_once(split_body(CHAT, body, known))
+        assert found == split(CHAT, body)
+        assert found.decode(PARAMS).endswith(body[1:])

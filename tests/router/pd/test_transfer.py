@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.pd.transfer import NixlPull
+from router.pd.transfer import NixlPull, without_blocks
 
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -48,3 +48,15 @@ def test_parameters_that_would_end_a_decode_engine_are_not_handed_over(
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", answer([1]), answer("x"), answer(PARAMS)[:-9]])
 def test_an_answer_that_cannot_be_read_hands_nothing_over(body: bytes) -> None:
     assert NixlPull().read(body) == "unreadable"
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("blocks", [[], [[]], [[1, 2, 3]], [[1], [], [2, 3]], [1, 2], None])
+def test_an_answer_without_its_blocks_is_otherwise_the_same(blocks: Any, separators: Any) -> None:
+    params = {**PARAMS, "remote_block_ids": blocks, "dcp_sizes": [[1]]}
+    fields = {"kv_transfer_params": params, "choices": [[{"index": 0}]], "usage": {"prompt_tokens": 7}}
+    read = json.loads(without_blocks(json.dumps(fields, separators=separators).encode()))
+    nested = bool(blocks) and isinstance(blocks[0], list)
+    assert read["kv_transfer_params"].pop("remote_block_ids") == ([] if nested else blocks)
+    del params["remote_block_ids"]
+    assert read == fields

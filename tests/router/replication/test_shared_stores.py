@@ -12,7 +12,7 @@ from router.index.model import FleetResidency
 from router.replication.gossip.load import LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.schema.registry import EngineFacts
-from router.replication.service import engine_facts
+from router.replication.writer.descriptions import engine_facts
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas
 from tests.support.event_writer import Prompt, Writer, batch, tokens

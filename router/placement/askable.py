@@ -1,0 +1,98 @@
+"""Which engines a request may go to: those ready for its model, and of these the ones that can answer it.
+
+Left out are engines that only prefill, that were tried, or whose breakers are open, unless all are. A
+gateway's subset, a client's own choice and the engine that holds an earlier response narrow it down. Always
+true: at least one comes out, or the error that says why there is none.
+"""
+
+from __future__ import annotations
+
+import math
+
+from router.fleet.identity import endpoint_of
+from router.fleet.status import Fleet
+from router.openai.errors import echoed, model_not_found, no_ready_engine
+from router.openai.request import InboundRequest
+from router.placement.engine import Accounts, Engine
+
+
+class Askable:
+    """Of one fleet; holds no state of a request."""
+
+    def __init__(self, fleet: Fleet[Engine], accounts: Accounts) -> None:
+        self._fleet = fleet
+        self._accounts = accounts
+
+    def engines(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
+        """Raises ``ApiError`` where there is none."""
+        return self._holders(request, self._ready(request.model, exclude), exclude)
+
+    def _ready(self, model: str | None, exclude: frozenset[str]) -> list[Engine]:
+        ready = self._fleet.ready(model)
+        if self._fleet.has_roles:
+            ready = _answering(ready)
+        if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
+            raise model_not_found(model)
+        untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
+        if not untried:
+            raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
+        now = self._accounts.now()
+        for engine in untried:
+            if now >= engine.breaker.free_until:
+                break
+        else:
+            return untried
+        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
+        if closed:
+            return closed
+        # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
+        waits_s = [e.breaker.waits_s(now) for e in untried]
+        willing = [e for e, wait_s in zip(untried, waits_s, strict=True) if not wait_s]
+        if not willing:
+            raise no_ready_engine(
+                "All engines are rate-limiting (Retry-After).", retry_after_s=math.ceil(min(waits_s))
+            )
+        return willing
+
+    def _holders(
+        self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
+    ) -> list[Engine]:
+        """Those of the engines that can go on from an earlier response: the one that made it, where that is
+        known. Any other one would say that there is none."""
+        if request.among is not None:
+            engines = _among(request.among, engines)
+        elif request.pinned is None and request.earlier_response is None:
+            return engines
+        if request.pinned is not None:
+            return _pinned(request.pinned, engines)
+        holder = self._accounts.responses.holder(request.earlier_response)
+        found = None if holder is None else self._fleet.get(holder)
+        if found is None:
+            return engines
+        elsewhere = request.among is not None and found not in engines
+        if not found.up or found.engine_id in exclude or elsewhere:
+            raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
+        return [found]
+
+
+def _answering(ready: list[Engine]) -> list[Engine]:
+    """Those that give answers to clients."""
+    found = [engine for engine in ready if engine.engine.answers]
+    if ready and not found:
+        raise no_ready_engine("Only prefill engines are ready for this model; GET /ready gives the reason.")
+    return found
+
+
+def _among(endpoints: frozenset[str], engines: list[Engine]) -> list[Engine]:
+    """Those that the gateway would send it to."""
+    found = [engine for engine in engines if endpoint_of(engine.engine.base_url) in endpoints]
+    if not found:
+        raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
+    return found
+
+
+def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
+    found = [engine for engine in engines if engine.engine_id == engine_id]
+    if not found:
+        raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
+    return found
