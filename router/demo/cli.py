@@ -29,8 +29,12 @@ def demo(
         Parameter(help="What the load asks by: messages and responses are agents that work with tools."),
     ] = "chat",
     pd: Annotated[
-        bool,
-        Parameter(help="A third of the engines compute prompts for the others, which decode.", negative=""),
+        bool | Literal["nixl", "mooncake", "offloading"],
+        Parameter(
+            help="A third of the engines compute prompts for the others, which decode. By NIXL, or the "
+            "connector named.",
+            negative="",
+        ),
     ] = False,
     gateway: Annotated[
         bool,
@@ -50,7 +54,7 @@ def demo(
         keep=keep,
         replicas=replicas,
         api=api,
-        pd=pd,
+        pd="nixl" if pd is True else pd or None,
         index=index_settings(index, index_file),
         gateway=gateway,
     )

@@ -24,13 +24,15 @@ from router.demo.apis import Api
 from router.demo.baseline import RoundRobinBaseline
 from router.demo.gateway import find_envoy, free_port, gateway_process
 from router.demo.load import ANSWER_TOKENS, ChatLoad, ChatOutcome
+from router.demo.roles import KvConnector, apart
 from router.demo.store import store_process
 from router.demo.summary import LegCounts, Tally
 from router.demo.table import live_table
 from router.epp.settings import EppSettings
-from router.fleet.identity import EngineAddress, Role
+from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
+from router.pd.settings import PdSettings
 from router.prompts.config import ANY_MODEL
 from router.replication.redis.errors import SettingsError
 from router.replication.redis.url import redacted
@@ -49,6 +51,7 @@ ENGINE = EngineSettings(
     max_num_batched_tokens=2048,
 )
 """About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token."""
+_NO_PD = PdSettings()
 _USERS_PER_ENGINE = 8
 _LONG_ANSWER_TOKENS = (40, 120)
 """With prefill and decode apart: where nobody is being answered, prompts are best computed at home."""
@@ -67,14 +70,15 @@ def run_demo(
     keep: bool,
     replicas: int = 1,
     api: Api = "chat",
-    pd: bool = False,
+    pd: KvConnector | None = None,
     index: IndexSettings | None = None,
     gateway: bool = False,
 ) -> int:
     """0 if every request was answered, 130 if a signal ended it before its time.
 
     Several ``replicas`` share ``index``; without one, a server is started for them. With ``pd`` a third of
-    the engines prefill for the others. Raises ``ConfigError`` for arguments that make no sense.
+    the engines prefill for the others, by this connector. Raises ``ConfigError`` for arguments that make no
+    sense.
     """
     if not 1 <= engines <= 64:
         raise ConfigError(f"--engines: {engines} is not in 1..64")
@@ -96,13 +100,12 @@ def run_demo(
             _check_store(index)
         elif replicas > 1:
             index = IndexSettings(url=stack.enter_context(store_process()))
-        roles = _roles(engines, pd=pd)
-        settings = [msgspec.structs.replace(ENGINE, role=role) for role in roles]
+        settings, routed = apart(ENGINE, engines, pd)
         urls = stack.enter_context(engine_process(settings))
-        fleet = tuple(EngineAddress(url, role=role) for url, role in zip(urls, roles, strict=True))
+        fleet = tuple(EngineAddress(url, role=each.role) for url, each in zip(urls, settings, strict=True))
         pickers = [free_port() for _ in range(replicas)] if gateway else [0] * replicas
         configs = [
-            _config(fleet, port if n == 1 and not gateway else 0, index, f"demo-{n}", picker)
+            _config(fleet, port if n == 1 and not gateway else 0, index, f"demo-{n}", picker, routed)
             for n, picker in enumerate(pickers, 1)
         ]
         before = ""
@@ -122,13 +125,6 @@ def _check_store(index: IndexSettings) -> None:
         problem = str(error)
     if problem:
         raise ConfigError(f"--index {redacted(index.url)}: {problem}")
-
-
-def _roles(engines: int, *, pd: bool) -> list[Role | None]:
-    if not pd:
-        return [None for _ in range(engines)]
-    prefill = max(1, engines // 3)
-    return ["prefill" if number < prefill else "decode" for number in range(engines)]
 
 
 @contextmanager
@@ -312,7 +308,12 @@ async def _ready(router: Router, server: RouterServer) -> None:
 
 
 def _config(
-    fleet: tuple[EngineAddress, ...], port: int, index: IndexSettings, replica: str, picker_port: int = 0
+    fleet: tuple[EngineAddress, ...],
+    port: int,
+    index: IndexSettings,
+    replica: str,
+    picker_port: int = 0,
+    pd: PdSettings = _NO_PD,
 ) -> Config:
     epp = (
         EppSettings(listen=f"127.0.0.1:{picker_port}", tls=False, fallbacks=1)
@@ -322,6 +323,7 @@ def _config(
     return Config(
         server=ServerConfig(port=port, ops_port=0, expose_decision=True),
         engines=fleet,
+        pd=pd,
         models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))},
         fleet=FleetSettings(gauge_interval_s=0.5),
         epp=epp,

@@ -77,7 +77,7 @@ _END: Final = re.compile(rb"[ \t\r\n]*\}")
 _START: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 
 
-class SplitBody(msgspec.Struct, frozen=True):
+class SplitBody(msgspec.Struct, frozen=True, gc=False):
     """A client's body, and where it is to be changed. ``whole``: why it is for one engine; "": it is not."""
 
     text: bytes

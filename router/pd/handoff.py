@@ -18,7 +18,7 @@ class HandoffRefusedError(Exception):
     """The parameters must not be sent any more."""
 
 
-class Handoff(msgspec.Struct):
+class Handoff(msgspec.Struct, gc=False):
     """``params``: the JSON text that the decode engine is to get. Times are monotonic seconds."""
 
     params: bytes

@@ -36,7 +36,7 @@ Query = Callable[[str], Awaitable[bytes]]
 """The body that a bootstrap server (``http://HOST:PORT``) answers to ``GET /query``. Raises ``OSError``."""
 
 
-class PrefillHolder(msgspec.Struct, frozen=True):
+class PrefillHolder(msgspec.Struct, frozen=True, gc=False):
     """A prefill engine that was asked; ``rank`` as it was told, "" where it was told none."""
 
     base_url: str

@@ -34,7 +34,7 @@ _REQUEST_ID_BYTES_MAX = 256
 """Clients choose it, and receipts are kept."""
 
 
-class Split(msgspec.Struct, frozen=True):
+class Split(msgspec.Struct, frozen=True, gc=False):
     """What was decided on computing a prompt on one engine for another. ``why``: it is not, for this."""
 
     why: str = ""

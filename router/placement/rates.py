@@ -18,6 +18,7 @@ configured prior. Without news for ``stale_s`` an engine's rate moves back to th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
@@ -167,10 +168,9 @@ class EngineRates:
         by_running = sorted(samples, key=_RUNNING)
         half = len(by_running) // 2
         low, high = by_running[:half], by_running[-half:]
-        low_running, high_running = median(map(_RUNNING, low)), median(map(_RUNNING, high))
-        if high_running - low_running >= settings.running_spread_min:
-            rise = median(map(_SERVICE_S, high)) - median(map(_SERVICE_S, low))
-            slope = rise / (high_running - low_running)
+        spread = _running_between(high) - _running_between(low)
+        if spread >= settings.running_spread_min:
+            slope = (median(map(_SERVICE_S, high)) - median(map(_SERVICE_S, low))) / spread
             self._interference_s = min(max(slope, 0.0), settings.decode_interference_s_max)
         slope = self.decode_interference_s
         overhead = median([s.service_s - slope * s.running for s in samples])
@@ -188,6 +188,12 @@ class EngineRates:
     def learned(self) -> tuple[float | None, float | None, float | None]:
         """Own estimates of prefill, overhead and interference; None where there is none."""
         return self._rate, self._overhead_s, self._interference_s
+
+
+def _running_between(by_running: Sequence[PrefillSample]) -> float:
+    """The median of what ran, of samples in its order."""
+    half = len(by_running) // 2
+    return (by_running[half].running + by_running[-half - 1].running) / 2
 
 
 class FleetRates:

@@ -60,13 +60,13 @@ class PromptStats(msgspec.Struct):
     """Requests with several prompts; routed by the first."""
 
     rendered: int = 0
-    """Chat templates rendered."""
+    """Chats made a text by a template, rendered or put together from what others gave."""
     rendered_jinja2: int = 0
     """Renderings by jinja2, the slower engine, because minijinja is not in use for that template or text."""
     template_checks: int = 0
-    """Renderings done by both template engines for comparison."""
+    """Renderings compared with jinja2's."""
     template_mismatches: int = 0
-    """Renderings where minijinja and jinja2 disagreed; that template stays with jinja2 from then on."""
+    """Texts that differed from jinja2's; what made them is not used for that template from then on."""
 
     prefix_hits: int = 0
     """Prompts that began like one in the prefix cache, whose tokens and hashes were used again."""

@@ -8,7 +8,6 @@ or that one engine alone is cheaper. All others go to the cheapest pair (``pairs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +31,7 @@ from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody
 
 
-class Answerers(NamedTuple):
+class Answerers(msgspec.Struct, frozen=True, gc=False):
     """The engines that may answer a request, and what is known of them; ``problem`` as in ``Decision``."""
 
     read: Prompt | TextAffinity | None

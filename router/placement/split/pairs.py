@@ -25,7 +25,6 @@ Always true: an engine is never paired with itself; ties go to the longest trunk
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,7 +36,7 @@ Pick = Callable[[Sequence[Candidate]], Choice]
 """The policy's choice among some engines; raises ``ValueError`` without any."""
 
 
-class Side(NamedTuple):
+class Side(msgspec.Struct, frozen=True, gc=False):
     """One engine as a candidate for one of the two roles. ``version`` None: not known. ``lacks``: tokens that
     would be transferred to it."""
 
@@ -46,7 +45,7 @@ class Side(NamedTuple):
     lacks: int = 0
 
 
-class Partner(NamedTuple):
+class Partner(msgspec.Struct, frozen=True, gc=False):
     """The prefill engine for some decode engine; ``choice`` is among ``sides``."""
 
     sides: Sequence[Side]
@@ -54,7 +53,7 @@ class Partner(NamedTuple):
     cost_s: float
 
 
-class _Place(NamedTuple):
+class _Place(msgspec.Struct, frozen=True, gc=False):
     """One decode engine, with or without a partner, and what that costs."""
 
     at: int
@@ -63,7 +62,7 @@ class _Place(NamedTuple):
     partner: Partner | None = None
 
 
-class PairPlan(msgspec.Struct, frozen=True):
+class PairPlan(msgspec.Struct, frozen=True, gc=False):
     """Where the prompt is decoded: position among the decode engines; where it is computed: ``partner``, None
     for the decode engine itself, which ``why`` explains. ``weighed``: decode engines'; ``local_s``: what the
     best engine alone costs."""

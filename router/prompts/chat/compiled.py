@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 
 from router.prompts.chat.content_format import detect_content_format
 from router.prompts.chat.probes import PROBES
+from router.prompts.chat.watched import may_be_watched, watching
 
 _COMPILED_MAX: Final = 16
 """Templates kept; a fleet has a handful."""
@@ -107,6 +108,8 @@ class CompiledTemplate(NamedTuple):
     variables: frozenset[str]
     content_format: str
     changes_case: bool
+    watching: jinja2.Template | None
+    """The reference for texts that note what they are asked; None where one could be read without that."""
 
 
 @lru_cache(maxsize=_COMPILED_MAX)
@@ -125,7 +128,11 @@ def compile_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -
     fast = _fast_environment(source) if called.isdisjoint(_UNLIKE) else None
     if fast is not None and not _probes_agree(reference, fast, content_format, dict(special_tokens)):
         fast = None
-    return CompiledTemplate(reference, fast, variables, content_format, not called.isdisjoint(_CASES))
+    harmless = may_be_watched(environment.parse(source))  # as it is written: the other one was worked on
+    watched = watching(reference_environment()).from_string(source) if harmless else None
+    return CompiledTemplate(
+        reference, fast, variables, content_format, not called.isdisjoint(_CASES), watched
+    )
 
 
 def _probes_agree(

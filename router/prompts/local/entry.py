@@ -23,6 +23,8 @@ class KnownMessage(msgspec.Struct, frozen=True, gc=False):
     num_values: int
     weight_bytes: int
     images: tuple[bytes, ...] = ()
+    plain_role: str = ""
+    """Of what a template sees as a role and a text that is not empty, and nothing else."""
 
 
 class Entry(msgspec.Struct, eq=False, gc=True):

@@ -6,7 +6,6 @@ which is cheap, since what a template makes of a message may depend on any other
 
 from __future__ import annotations
 
-from collections.abc import Set
 from functools import cached_property
 from sys import getsizeof
 from typing import Final, NamedTuple
@@ -31,6 +30,8 @@ from router.prompts.stats import PromptStats
 _MESSAGE_BYTES: Final = 200
 """Of a known message besides its text and what it became."""
 _IMAGE_BYTES: Final = 80
+_ROLE_CHARS_MAX: Final = 32
+"""Longer ones, which only clients invent, are not kept with what was learnt of a template."""
 
 
 def _of_plain(role: str, form: str) -> tuple[int, int]:
@@ -168,7 +169,9 @@ class ChatRenderer:
             text = said.content
             shape, size = _PLAIN[said.role, form]
             message = text_message(said.role, text, form)
-            made.append(KnownMessage(raw.copy(), message, shape, 1, size + len(raw) + getsizeof(text)))
+            plain_role = said.role if text and form == "string" else ""
+            size += len(raw) + getsizeof(text)
+            made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role))
         return made
 
     def _content_format(self, template: ChatTemplate) -> str:
@@ -190,8 +193,7 @@ class ChatRenderer:
         try:
             if not isinstance(template, ChatTemplate):
                 return messages, template.render(conversation, context)
-            shapes = {context.shape, *[one.shape for one in messages]}
-            return messages, _by_template(conversation, shapes, template, context)
+            return messages, _by_template(messages, conversation, template, context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
 
@@ -215,12 +217,36 @@ class ChatRenderer:
             1 if plain else num_values(raw),
             _MESSAGE_BYTES + len(raw) + kept_bytes(message) + _IMAGE_BYTES * len(images),
             tuple(images),
+            _plain_role(message),
         )
 
 
+def _plain_role(message: Message) -> str:
+    """Developers are none: not every template knows them."""
+    role, text = message["role"], message.get("content")
+    if len(message) != 2 or role == "developer" or len(role) > _ROLE_CHARS_MAX:
+        return ""
+    return role if text and type(text) is str else ""
+
+
 def _by_template(
-    conversation: list[Message], shapes: Set[int], template: ChatTemplate, context: ChatContext
+    known: list[KnownMessage], conversation: list[Message], template: ChatTemplate, context: ChatContext
 ) -> str:
+    roles = tuple([one.plain_role for one in known])
+    if "" in roles or context.continue_final:
+        return _rendered(known, conversation, template, context)
+    key = context.key, roles
+    text = template.put_together(context.names, conversation, key)
+    if text is None:
+        text = _rendered(known, conversation, template, context)
+        template.learn(context.names, conversation, key, text)
+    return text
+
+
+def _rendered(
+    known: list[KnownMessage], conversation: list[Message], template: ChatTemplate, context: ChatContext
+) -> str:
+    shapes = {context.shape, *[one.shape for one in known]}
     seen = conversation if template.knows_developer else without_developer_role(conversation)
     if not context.continue_final:
         return template.render({**context.names, "messages": seen}, shapes)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from publisher.engine import EngineSettings
 from router.__main__ import run
+from router.demo.roles import KvConnector, apart
 from router.demo.summary import Tally
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
@@ -74,20 +76,41 @@ def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
 
 
 @pytest.mark.process
-def test_with_prefill_and_decode_apart_both_halves_are_shown() -> None:
-    with demo("--pd", "--seconds", "4", "--engines", "3") as process:
+@pytest.mark.parametrize(
+    ("words", "prefills", "decodes"), [((), 1, 2), (("mooncake",), 2, 4), (("offloading",), 2, 4)]
+)
+def test_with_prefill_and_decode_apart_both_halves_are_shown(
+    words: tuple[str, ...], prefills: int, decodes: int
+) -> None:
+    with demo("--pd", *words, "--seconds", "4", "--engines", str(prefills + decodes)) as process:
         out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    rows = [line.split()[:5] for line in out.splitlines() if line.startswith("127.0.0.1")]
-    roles = [row[1] for row in rows]
-    assert roles == ["prefill", "decode", "decode"]
+    rows = [line.split()[:5] for line in out.splitlines() if line.startswith("127.0.0.")]
+    assert [row[1] for row in rows] == ["prefill"] * prefills + ["decode"] * decodes
     alone, computed, fetched = ([int(row[column]) for row in rows] for column in (2, 3, 4))
-    assert alone[0] == fetched[0] == computed[1] == computed[2] == 0
-    assert computed[0] == sum(fetched)
+    assert sum(alone[:prefills]) == sum(fetched[:prefills]) == sum(computed[prefills:]) == 0
+    assert sum(computed) == sum(fetched)
     assert sum(alone) + sum(fetched) > 5
     found = re.search(r"prompts computed elsewhere (\d+), at home (\d+)", out)
     assert found is not None
     assert [int(number) for number in found.groups()] == [sum(fetched), sum(alone)]
+
+
+@pytest.mark.parametrize(
+    ("connector", "theirs", "ours"),
+    [
+        ("mooncake", "bootstrap_port", "mooncake_bootstrap_port"),
+        ("offloading", "side_channel_port", "offloading_port"),
+    ],
+)
+def test_prefill_engines_of_one_port_have_addresses_of_their_own(
+    connector: KvConnector, theirs: str, ours: str
+) -> None:
+    engines, told = apart(EngineSettings(), 7, connector)
+    assert [engine.role for engine in engines] == ["prefill"] * 2 + ["decode"] * 5
+    assert {engine.kv_connector for engine in engines} == {told.connector} == {connector}
+    assert [engine.host for engine in engines[:3]] == ["127.0.0.1", "127.0.0.2", "127.0.0.1"]
+    assert {getattr(engine, theirs) for engine in engines[:2]} == {getattr(told, ours)}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,286 @@
+"""Texts that stand for a message's and note what a chat template asks about them, while jinja2 renders it.
+
+A template that only puts a text into its own, and asks a few questions about it that are noted, writes the
+same around every other text with the same answers. So one rendering with such texts shows what it makes of
+all of them (``skeletons.py``).
+
+Always true: what a template finds out about such a text is noted, or ends the rendering. Python's own
+functions would read one without asking it, where a template could give it to them: templates that may do so
+are not watched at all (``may_be_watched``): only what is named here may be in one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+
+_NODES: Final = (
+    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef),
+    *(nodes.If, nodes.For, nodes.Assign, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Operand),
+    *(
+        nodes.Add,
+        nodes.Sub,
+        nodes.Mod,
+        nodes.Neg,
+        nodes.List,
+        nodes.Tuple,
+        nodes.Dict,
+        nodes.Pair,
+        nodes.Slice,
+    ),
+    *(nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Test, nodes.Filter, nodes.Call, nodes.Keyword),
+    *(nodes.Slice, nodes.Break, nodes.Continue),
+)
+_FILTERS: Final = frozenset({"trim", "tojson", "length", "count", "default", "d", "list", "first"})
+_TESTS: Final = frozenset({
+    "defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "boolean", "number",
+    "integer", "true", "false",
+})  # fmt: skip
+_FUNCTIONS: Final = frozenset({"raise_exception", "namespace", "range"})
+_QUESTIONS: Final[dict[str, Callable[..., bool]]] = {
+    "in": str.__contains__,
+    "==": str.__eq__,
+    "bool": bool,
+    "startswith": str.startswith,
+    "endswith": str.endswith,
+}
+_CHANGES: Final = {"strip": str.strip, "lstrip": str.lstrip, "rstrip": str.rstrip}
+_MARK: Final = secrets.token_hex(16)
+"""Nobody can put it into a text."""
+_PLACE: Final = re.compile(f"{_MARK}:([0-9]+):")
+
+
+class NotPlainError(BaseException):
+    """The template does more with a text than can be noted. jinja2 catches every ``Exception`` in places."""
+
+
+class Part(NamedTuple):
+    """The text of message number ``message``, changed one after the other by methods of strings."""
+
+    message: int
+    changes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    def of(self, texts: list[str]) -> str:
+        """It, for these messages."""
+        text = texts[self.message]
+        for name, given in self.changes:
+            text = _CHANGES[name](text, *given)
+        return text
+
+
+class Noted(NamedTuple):
+    """What a template was told about a text."""
+
+    part: Part
+    question: str
+    given: tuple[Any, ...]
+    answer: bool
+
+    def holds(self, texts: list[str]) -> bool:
+        """Whether it would be told the same of these messages."""
+        return _QUESTIONS[self.question](self.part.of(texts), *self.given) is self.answer
+
+
+class Watch:
+    """One rendering: the real texts, none of them empty, and what it asked about them."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+        self._parts: list[Part] = []
+        self.answers: dict[Noted, None] = {}
+
+    def text(self, part: Part) -> WatchedText:
+        """What stands for a text."""
+        self._parts.append(part)
+        return WatchedText.of(f"{_MARK}:{len(self._parts) - 1}:", self, part)
+
+    def ask(self, part: Part, question: str, *given: Any) -> bool:
+        """The real answer, noted; that a message's whole text is not empty goes without saying."""
+        if question == "bool" and not part.changes:
+            return True
+        if not all(type(one) in {str, tuple} for one in given):
+            raise NotPlainError
+        answer = _QUESTIONS[question](part.of(self._texts), *given)
+        self.answers[Noted(part, question, given, answer)] = None
+        return answer
+
+    def pieces(self, rendered: str) -> list[str | Part]:
+        """A rendered text as what the template wrote, at even places, and parts of messages."""
+        found = _PLACE.split(rendered)
+        return [self._parts[int(one)] if at % 2 else one for at, one in enumerate(found)]
+
+
+class WatchedText(str):
+    """See the module. What stands for several texts at once can be written, and nothing else."""
+
+    __slots__ = ("_part", "_watch")
+    _part: Part | None
+    _watch: Watch
+
+    @classmethod
+    def of(cls, raw: str, watch: Watch, part: Part | None) -> WatchedText:
+        """``part``: of which message it is; None: it is put together."""
+        made = cls(raw)
+        made._watch, made._part = watch, part
+        return made
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own; the sandbox lets no template ask for one
+            return str.__getattribute__(self, name)
+        watch, part = _own(self)
+        if part is None:
+            raise NotPlainError
+        if name in _CHANGES:
+            return lambda *given: watch.text(Part(part.message, (*part.changes, (name, _checked(given)))))
+        if name in {"startswith", "endswith"}:
+            return lambda *given: watch.ask(part, name, *given)
+        raise NotPlainError
+
+    def __add__(self, other: Any) -> WatchedText:
+        return _joined(self, other, lambda ours, theirs: ours + theirs)
+
+    def __radd__(self, other: Any) -> WatchedText:
+        return _joined(self, other, lambda ours, theirs: theirs + ours)
+
+    def __bool__(self) -> bool:
+        return _asked(self, "bool")
+
+    def __contains__(self, other: Any) -> bool:
+        return _asked(self, "in", other)
+
+    def __eq__(self, other: object) -> bool:
+        return _asked(self, "==", other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _asked(self, "==", other)
+
+    def _refuse(self, *_given: Any) -> NoReturn:
+        raise NotPlainError
+
+    def __hash__(self) -> int:
+        raise NotPlainError
+
+    __len__ = __iter__ = __getitem__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __format__ = __repr__ = __getnewargs__ = _refuse
+
+
+def _own(text: WatchedText) -> tuple[Watch, Part | None]:
+    return str.__getattribute__(text, "_watch"), str.__getattribute__(text, "_part")
+
+
+def _asked(text: WatchedText, question: str, *given: Any) -> bool:
+    watch, part = _own(text)
+    if part is None:
+        raise NotPlainError
+    return watch.ask(part, question, *given)
+
+
+def _joined(text: WatchedText, other: Any, join: Callable[[str, str], str]) -> WatchedText:
+    if not isinstance(other, str):
+        raise NotPlainError
+    return WatchedText.of(join(str.__str__(text), str.__str__(other)), _own(text)[0], None)
+
+
+def _checked(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not all(one is None or type(one) is str for one in given):
+        raise NotPlainError
+    return given
+
+
+def refuse_watched(value: Any) -> None:
+    """Raise where a text that is watched is in a value: it is about to be read by something else."""
+    if isinstance(value, WatchedText):
+        raise NotPlainError
+    if isinstance(value, dict):
+        for pair in value.items():
+            refuse_watched(pair)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            refuse_watched(one)
+
+
+def may_be_watched(parsed: nodes.Template) -> bool:
+    """Whether a template has nothing in it by which a text could be read without its noting that."""
+    return all(map(_is_harmless, _all_nodes(parsed)))
+
+
+def _all_nodes(parsed: nodes.Node) -> list[nodes.Node]:
+    found: list[nodes.Node] = [parsed]
+    for node in found:
+        found.extend(node.iter_child_nodes())
+    return found
+
+
+def _is_harmless(node: nodes.Node) -> bool:
+    if type(node) not in _NODES:
+        return False
+    if isinstance(node, nodes.Filter):
+        return node.name in _FILTERS and not (node.name == "trim" and (node.args or node.kwargs))
+    if isinstance(node, nodes.Test):
+        return node.name in _TESTS
+    if isinstance(node, nodes.Getitem):
+        return _is_number(node.arg) or isinstance(node.arg, nodes.Const | nodes.Slice)
+    if isinstance(node, nodes.Mod):
+        return isinstance(node.right, nodes.Const)
+    if isinstance(node, nodes.Compare):
+        return all(_compares(left, right) for left, right in _pairs(node))
+    if isinstance(node, nodes.Call):
+        return _is_harmless_call(node)
+    return True
+
+
+def _is_number(index: nodes.Node) -> bool:
+    """A place in a list, by what is written: no text can be one."""
+    if isinstance(index, nodes.Neg):
+        return isinstance(index.node, nodes.Const)
+    if isinstance(index, nodes.Add | nodes.Sub):
+        return any(
+            isinstance(side, nodes.Const) and type(side.value) is int for side in (index.left, index.right)
+        )
+    return (
+        isinstance(index, nodes.Getattr) and isinstance(index.node, nodes.Name) and index.node.name == "loop"
+    )
+
+
+def _pairs(node: nodes.Compare) -> list[tuple[nodes.Node, nodes.Operand]]:
+    lefts = [node.expr, *[operand.expr for operand in node.ops[:-1]]]
+    return list(zip(lefts, node.ops, strict=True))
+
+
+def _compares(left: nodes.Node, operand: nodes.Operand) -> bool:
+    """A text is looked for in lists alone: another text would not ask it."""
+    if operand.op not in {"in", "notin"}:
+        return True
+    return isinstance(left, nodes.Const) or isinstance(operand.expr, nodes.List | nodes.Tuple)
+
+
+def _is_harmless_call(node: nodes.Call) -> bool:
+    if node.dyn_args is not None or node.dyn_kwargs is not None:
+        return False
+    if isinstance(node.node, nodes.Name):
+        return node.node.name in _FUNCTIONS
+    constant = all(map(_is_constant, node.args)) and not node.kwargs
+    return isinstance(node.node, nodes.Getattr) and constant
+
+
+def _is_constant(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Tuple):
+        return all(map(_is_constant, node.items))
+    return isinstance(node, nodes.Const)
+
+
+def watching(environment: jinja2.Environment) -> jinja2.Environment:
+    """The environment, its filters refusing what they would read without asking."""
+    tojson = environment.filters["tojson"]
+
+    def refusing(value: Any, *given: Any, **named: Any) -> Any:
+        refuse_watched((value, given, named))
+        return tojson(value, *given, **named)
+
+    environment.filters["tojson"] = refusing
+    return environment

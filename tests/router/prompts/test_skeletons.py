@@ -1,0 +1,165 @@
+"""Chats put together from what a template wrote around others are what jinja2 renders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.prompts.chat.compiled import TemplateRejectsError, compile_template
+from router.prompts.chat.skeletons import Skeletons
+from router.prompts.chat.template import CHECK_EVERY, ChatTemplate
+from router.prompts.stats import PromptStats
+from tests.support.examples import examples
+from tests.support.prompts.readers import TEMPLATES, template_text
+
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+ROLES = st.lists(st.sampled_from(["system", "user", "assistant", "critic"]), min_size=1, max_size=6)
+TEXTS = st.one_of(
+    st.sampled_from(
+        [" hi ", "a", "abc", "</think>\n\nyes", "<tool_response>x</tool_response>", "\x1f a \x1c"]
+    ),
+    st.text(min_size=1, max_size=8),
+)
+ASKING = {
+    "written as it is": ("{{ m.content }}", True),
+    "put together": ("{{ '[' + m.content + ']' + m['role'] }}", True),
+    "in a variable": ("{% set x = m.content %}{{ x }}{{ x }}", True),
+    "in a namespace": ("{% set n = namespace(x=m.content) %}{{ n.x }}", True),
+    "stripped": ("{{ m.content | trim }}{{ m.content.lstrip('a') }}", True),
+    "stripped to nothing": ("{% if m.content | trim %}x{{ m.content }}{% endif %}", True),
+    "how it begins and ends": ("{{ m.content.startswith('a') }}{{ m.content.endswith(('a', 'b')) }}", True),
+    "what is in it": ("{{ m.content if 'a' in m.content else '' }}", True),
+    "compared": ("{{ m.content == 'a' }}{{ m.content != 'b' }}{{ m.content in ['a', 'abc'] }}", True),
+    "in a list": ("{% for x in [m.content, 'x'] %}{{ x }}{% endfor %}", True),
+    "its type": ("{{ m.content is string }}{{ m.content is none }}{{ m.content is mapping }}", True),
+    "its place": (
+        "{{ loop.index0 % 2 }}{{ messages[loop.index0 - 1].content }}{{ messages[-1].content }}",
+        True,
+    ),
+    "looked for": ("{{ m.content in 'abc' }}", False),
+    "changed": ("{{ m.content | upper }}{{ m.content.title() }}", False),
+    "its length": ("{{ m.content | length }}", False),
+    "its letters": ("{% for x in m.content %}-{{ x }}{% endfor %}{{ m.content[0] }}", False),
+    "a slice": ("{{ m.content[1:] }}", False),
+    "is it a sequence": ("{{ m.content is sequence }}{{ m.content is iterable }}", False),
+    "parted": ("{{ m.content.split('a')[0] }}", False),
+    "put together, then asked": ("{{ (m.content + 'a').strip() }}", False),
+    "put together, then looked at": ("{{ 'aa' in m.content + 'a' }}", False),
+    "formatted": ("{{ '%s' % m.content }}", False),
+    "formatted with others": ("{{ ('%s' % (m.content,)) | trim }}", False),
+    "compared by order": ("{{ m.content < 'b' }}", False),
+    "two texts compared": ("{{ m.content == messages[0].content }}", False),
+    "joined": ("{{ ([m.content] | join).strip() }}", False),
+    "a block's text": ("{% set x %}{{ m.content }}{% endset %}{{ x | trim }}", False),
+    "a macro's text": ("{% macro f(x) %}{{ x }}{% endmacro %}{{ f(m.content) | trim }}", False),
+    "joined with a tilde": ("{{ (m.content ~ 'a') | length }}", False),
+    "as JSON": ("{{ m | tojson }}{{ m.content | tojson }}", False),
+    "the whole message": ("{{ m }}", False),
+    "a key": ("{{ {'a': 1}[m.content] }}{{ {m.content: 1} | length }}", False),
+    "an attribute's name": ("{{ messages[m.content] }}", False),
+    "as a number": ("{{ m.content | int }}{{ m.content | list | length }}", False),
+    "given to another text": ("{{ 'abc'.replace(m.content, 'x') }}{{ m.role.startswith(m.content) }}", False),
+    "a choice by length": ("{{ 'x' if messages | length > 1 and m.content | length > 2 }}", False),
+}
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    """As the renderer does it."""
+    names, key = _names(template), (b"", tuple(message["role"] for message in messages))
+    text = template.put_together(names, messages, key)
+    if text is None:
+        text = template.render({**names, "messages": messages}, frozenset({hash(str(messages))}))
+        template.learn(names, messages, key, text)
+    return text
+
+
+def _names(template: ChatTemplate) -> dict[str, Any]:
+    return {"bos_token": "<s>", "eos_token": "</s>", "tools": None, "add_generation_prompt": True}
+
+
+def _expected(source: str, names: dict[str, Any], messages: list[dict[str, Any]]) -> str | None:
+    try:
+        return compile_template(source, ()).reference.render({**names, "messages": messages})
+    except Exception:  # noqa: BLE001  # whatever the template raises
+        return None
+
+
+def _is_right(template: ChatTemplate, roles: list[str], texts: list[str]) -> None:
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    expected = _expected(template.source, _names(template), messages)
+    if expected is None:
+        with pytest.raises(TemplateRejectsError):
+            _rendered(template, messages)
+    else:
+        assert _rendered(template, messages) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_chats_are_what_jinja2_renders(name: str, data: st.DataObject) -> None:
+    template = ChatTemplate(template_text(name), PromptStats())
+    roles = data.draw(ROLES)
+    for texts in data.draw(st.lists(st.lists(TEXTS, min_size=len(roles), max_size=len(roles)), max_size=5)):
+        _is_right(template, roles, texts)
+
+
+@pytest.mark.parametrize(("source", "kept"), ASKING.values(), ids=ASKING)
+def test_whatever_a_template_asks_about_a_text(source: str, kept: bool) -> None:
+    source = "{% for m in messages %}" + source + "{% endfor %}"
+    texts = ("abc", "a", "b a", " ", "append", "'\u00e9\n", "</think>")
+    for first in texts:
+        template = ChatTemplate(source, PromptStats())
+        for second in (first, *texts):
+            _is_right(template, ["user", "assistant"], [first, second])
+            _is_right(template, ["user", "assistant"], [second, first])
+    template = ChatTemplate(source, PromptStats())
+    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abc"}]
+    _rendered(template, messages)
+    put_together = template.put_together(_names(template), messages, (b"", ("user", "assistant")))
+    assert (put_together is not None) == kept
+
+
+def test_a_template_that_looks_at_the_clock_is_always_rendered() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y') }}{{ messages[0].content }}", PromptStats())
+    messages = [{"role": "user", "content": "hi"}]
+    _rendered(template, messages)
+    assert template.put_together(_names(template), messages, (b"", ("user",))) is None
+
+
+def test_other_arguments_are_another_chat() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ greeting }}", PromptStats())
+    messages = [{"role": "user", "content": "hi"}]
+    template.learn({"greeting": "!"}, messages, (b"one", ("user",)), "hi!")
+    assert template.put_together({}, messages, (b"one", ("user",))) == "hi!"
+    assert template.put_together({}, messages, (b"two", ("user",))) is None
+    template.learn({"greeting": "?"}, messages, (b"two", ("user",)), "something else")
+    assert template.put_together({}, messages, (b"two", ("user",))) is None, "it was rendered to another text"
+
+
+def test_a_difference_met_in_use_ends_putting_together() -> None:
+    stats = PromptStats()
+    template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", stats)
+    messages = [{"role": "user", "content": "hi"}]
+    key = (b"", ("user",))
+    template.learn({"bos_token": "wrong"}, messages, key, "hiwrong")
+    found = [template.put_together({"bos_token": "right"}, messages, key) for _ in range(CHECK_EVERY + 1)]
+    assert found == ["hiwrong"] * (CHECK_EVERY - 1) + ["hiright", None]
+    assert stats.template_mismatches == 1
+
+
+def test_what_is_kept_is_bounded() -> None:
+    watching = compile_template("{{ messages[0].content }}{{ preface }}", ()).watching
+    kept = Skeletons(watching)
+    for number in range(1000):
+        kept.learn((b"%d" % number, ("user",)), ["hi"], {}, "hi")
+        assert kept.text((b"%d" % number, ("user",)), ["you"]) == "you"
+    assert len(kept._kept) <= 256
+    kept.learn((b"long", ("user",)), ["hi"], {"preface": "x" * 20_000}, "hi" + "x" * 20_000)
+    assert kept.text((b"long", ("user",)), ["you"]) is None
+    many = ("user",) * 100
+    kept.learn((b"", many), ["hi"] * 100, {}, "hi")
+    assert kept.text((b"", many), ["hi"] * 100) is None
