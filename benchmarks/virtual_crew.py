@@ -1,0 +1,276 @@
+"""Engines and workers on a virtual clock, for ``benchmarks.workers_virtual``.
+
+The simulated engines, accounts, prompts in flight, gossip of load and the choice are the real ones; sockets,
+tokenizers and feeds are left out: what an engine holds is known at once. Workers tell each other every 2 ms,
+and poll the engines' gauges every 2 s, as ``kvatlas serve --workers`` does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from publisher.block_pool import HybridBlockPool
+from publisher.events import BlockHash
+from publisher.simulator.request import SimRequest
+from publisher.simulator.scheduler import Scheduler, Step, StepCosts
+from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from router.placement.candidate import Candidate, Hit, PolicySettings, ask
+from router.placement.cost import choose
+from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.placement.load import NO_OTHERS, LoadAccount, OthersLoad, Ticket
+from router.placement.rates import FleetRates
+from router.replication.gossip.inflight import GossipedInflight
+from router.replication.gossip.load import LoadGossip
+
+ENGINES = 4
+FLUSH_S, HEARD_S, REPEAT_S, LOAD_S, GAUGES_S = 0.002, 0.0005, 0.05, 0.005, 2.0
+TOKENS = 50_000
+_STEP_S_MIN = 1e-4
+_POLICY = PolicySettings()
+
+
+class _Numbers:
+    """A sampler: any tokens do."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def token(self, index: int, *, ignore_eos: bool) -> int:
+        return self._rng.randrange(10, TOKENS)
+
+
+class _Open(msgspec.Struct, eq=False):
+    """A request on its way."""
+
+    worker: Worker
+    engine: int
+    ticket: Ticket
+    flying: InflightPrompt
+    request: SimRequest
+    streams: bool
+    at_s: float
+    done: Callable[[SimRequest], None]
+    begun: bool = False
+
+
+class Worker:
+    """The books of one worker."""
+
+    def __init__(self, fleet: VirtualFleet, slot: int, count: int) -> None:
+        self._fleet, self._name = fleet, str(slot)
+        rates = FleetRates()
+        self.loads = [LoadAccount(rates.engine()) for _ in fleet.engines]
+        self.inflight: InflightPrefixes = InflightPrefixes()
+        if count > 1:
+            self.inflight = GossipedInflight(
+                self._name,
+                1,
+                self._tell,
+                is_local=lambda engine_id: True,
+                clock=lambda: fleet.now,
+                publishes_prefills=False,
+            )
+        self.gossip = LoadGossip(self._name, self._own, started=1)
+        self.fields: dict[str, bytes] = {}
+        self._entries: list[bytes] = []
+        self._load_due_s = 0.0
+
+    def others(self) -> dict[str, OthersLoad]:
+        """What the siblings told."""
+        return self.gossip.others(self.fields, self._fleet.now)
+
+    def poll(self) -> None:
+        """The engines' gauges."""
+        fleet = self._fleet
+        for name, engine, account in zip(fleet.names, fleet.engines, self.loads, strict=True):
+            gauges = engine.scheduler.gauges()
+            others = self.gossip.at(name, self.fields, fleet.now)
+            account.report(
+                running=gauges.num_running, waiting=gauges.num_waiting, now=fleet.now, others=others
+            )
+        fleet.later(GAUGES_S, self.poll)
+
+    def repeat(self) -> None:
+        """What has changed without a request."""
+        self._flush()
+        self._fleet.later(REPEAT_S, self.repeat)
+
+    def _own(self, now: float) -> dict[str, OthersLoad]:
+        loads = zip(self._fleet.names, [account.own(now) for account in self.loads], strict=True)
+        return {name: load for name, load in loads if load is not None}
+
+    def _tell(self, engine_id: str, entry: bytes) -> bool:
+        if not self._entries:
+            self._fleet.later(FLUSH_S, self._flush)
+        self._entries.append(entry)
+        return True
+
+    def _flush(self) -> None:
+        now, load = self._fleet.now, None
+        if now >= self._load_due_s:
+            load, self._load_due_s = self.gossip.field(now), now + LOAD_S
+        if load is not None:
+            self.gossip.sent(load, now)
+        entries, self._entries = self._entries, []
+        for sibling in self._fleet.workers:
+            if sibling is not self and (entries or load):
+                self._fleet.later(HEARD_S, partial(sibling.hear, self._name, entries, load))
+
+    def hear(self, name: str, entries: list[bytes], load: bytes | None) -> None:
+        """A sibling's message."""
+        if load is not None:
+            self.fields[name] = load
+        if isinstance(self.inflight, GossipedInflight):
+            self.inflight.receive(entries, self._fleet.now)
+
+
+class _Engine:
+    """A pool and its scheduler; the fleet tells the time."""
+
+    def __init__(self, settings: EngineSettings, clock: Callable[[], float]) -> None:
+        groups = resolve_groups(settings)
+        self.works = False
+        self.pool = HybridBlockPool(
+            groups,
+            num_blocks=settings.num_blocks,
+            scheme=hash_scheme(settings, groups),
+            retention_interval=settings.retention_interval,
+            chunk_tokens_max=settings.max_num_batched_tokens,
+            events=False,
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            costs=StepCosts(settings.prefill_s_per_token, settings.decode_s_per_token),
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            clock=clock,
+        )
+
+
+class VirtualFleet:
+    """Engines and workers in one order of virtual time; ``rows``: when, prompt tokens, cached, engine."""
+
+    def __init__(self, settings: EngineSettings, workers: int, seed: int) -> None:
+        self.engines = [_Engine(settings, lambda: self.now) for _ in range(ENGINES)]
+        self.names = [f"http://engine-{number}:8000" for number in range(ENGINES)]
+        self.now = 0.0
+        self.workers: list[Worker] = []
+        self.rows: list[tuple[float, int, int, int]] = []
+        self._calendar: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._open: dict[str, _Open] = {}
+        self.workers += [Worker(self, slot, workers) for slot in range(workers)]
+        rng = random.Random(seed)
+        for worker in self.workers:
+            self.later(rng.uniform(0, GAUGES_S), worker.poll)
+            if workers > 1:
+                self.later(rng.uniform(0, REPEAT_S), worker.repeat)
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Let this happen in so many seconds."""
+        heapq.heappush(self._calendar, (self.now + seconds, next(self._order), what))
+
+    def run(self, until_s: float) -> None:
+        """Everything up to ``until_s``, and requests under way to their end."""
+        while self.now < until_s or self._open:
+            at_s, _, what = heapq.heappop(self._calendar)
+            self.now = at_s
+            what()
+
+    def ask(
+        self,
+        worker: Worker,
+        tokens: list[int],
+        answer_tokens: int,
+        *,
+        streams: bool,
+        done: Callable[[SimRequest], None] = lambda request: None,
+    ) -> SimRequest:
+        """One request, placed by this worker."""
+        now, number = self.now, next(self._order)
+        pool = self.engines[0].pool
+        hashes = pool.request(tokens).known_hashes()
+        candidates = self._candidates(worker, tokens, hashes)
+        question = ask(len(tokens), hashes, prefix_blocks=_POLICY.prefix_blocks)
+        choice = choose(candidates, len(tokens), _POLICY, prompt_key=question.prompt_key)
+        place, chosen = choice.index, candidates[choice.index]
+        ticket = worker.loads[place].admit(
+            uncached_tokens=choice.uncached_tokens,
+            now=now,
+            streams=streams,
+            expected_s=choice.cost.first_token_s,
+            running=chosen.running,
+            waiting=chosen.waiting,
+        )
+        kept = keeps(
+            len(tokens),
+            chosen.hit.trunk_tokens,
+            alignment=pool.layout.alignment,
+            hash_block_size=pool.scheme.hash_block_size,
+        )
+        flying = worker.inflight.add(chosen.engine_id, hashes, now, kept)
+        request = SimRequest(
+            str(number), tokens, _Numbers(number), max_tokens=answer_tokens, eos_id=0, ignore_eos=True
+        )
+        self._open[request.request_id] = _Open(worker, place, ticket, flying, request, streams, now, done)
+        engine = self.engines[place]
+        engine.scheduler.add(request)
+        if not engine.works:
+            self._begin(place)
+        return request
+
+    def _candidates(self, worker: Worker, tokens: list[int], hashes: list[BlockHash]) -> list[Candidate]:
+        now, last = self.now, len(tokens) - 1
+        unit = self.engines[0].pool.scheme.hash_block_size
+        common, others, found = worker.inflight.common(hashes, now), worker.others(), []
+        for name, engine, account in zip(self.names, self.engines, worker.loads, strict=True):
+            hit, trunk = engine.pool.find_prefix(engine.pool.request(tokens, hashes=hashes))
+            rate, interference_s = account.rates.at(now)
+            load = account.ahead(now, others.get(name, NO_OTHERS), rate)
+            queue_s, running, waiting, idle_s, late_s = load
+            shared = min(common.blocks.get(name, 0) * unit, last)
+            coming = min(common.coming.get(name, 0) * unit, last)
+            held = Hit(hit, 0, 0, max(hit, trunk, shared), coming, "exact", shared)
+            found.append(
+                Candidate(name, held, queue_s, running, waiting, idle_s, rate, interference_s, late_s)
+            )
+        return found
+
+    def _begin(self, place: int) -> None:
+        engine = self.engines[place]
+        engine.works = engine.scheduler.has_work
+        if engine.works:
+            step = engine.scheduler.begin_step()
+            self.later(max(step.duration_s, _STEP_S_MIN), partial(self._end_step, place, step))
+
+    def _end_step(self, place: int, step: Step) -> None:
+        for output in self.engines[place].scheduler.end_step(step):
+            opened = self._open[output.request.request_id]
+            if not opened.begun:
+                self._first_token(opened)
+            if output.finish_reason is not None:
+                self._ended(opened)
+        self._begin(place)
+
+    def _first_token(self, opened: _Open) -> None:
+        opened.begun = True
+        if opened.streams:
+            account = opened.worker.loads[opened.engine]
+            sample = account.first_token(opened.ticket, self.now)
+            if sample is not None:
+                account.rates.observe(sample, self.now)
+            opened.worker.inflight.prefilled(opened.flying)
+
+    def _ended(self, opened: _Open) -> None:
+        request = opened.request
+        del self._open[request.request_id]
+        opened.worker.loads[opened.engine].finish(opened.ticket, self.now)
+        opened.worker.inflight.end(opened.flying, self.now)
+        self.rows.append((opened.at_s, len(request.prompt), request.cached_tokens or 0, opened.engine))
+        opened.done(request)
