@@ -6,8 +6,8 @@ note what is asked about them (``watched.py``) shows that, what it wrote is kept
 next such chat is put together from it: 1 to 3 us instead of 7 to 17 by minijinja, and a copy of all texts
 instead of five. A chat for which a question has another answer is rendered, and kept beside.
 
-Always true: what is kept of one template takes at most ``_KEPT_MAX`` times ``_CHARS_MAX`` characters.
-Any thread may call it.
+Always true: what is kept of one template takes at most ``_KEPT_MAX`` times ``_WAYS_MAX`` times ``_CHARS_MAX``
+characters. Any thread may call it.
 """
 
 from __future__ import annotations
