@@ -40,7 +40,7 @@ from router.observe.traces import Traces
 from router.placement.decide import Planner
 from router.placement.engine import NO_LOOK, Accounts, Engine
 from router.placement.inflight import InflightPrompt
-from router.placement.load import OthersLoad
+from router.placement.load import NO_OTHERS, OthersLoad
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
@@ -78,6 +78,7 @@ class Router:
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
+            others=self._others_at,
         )
         self.fleet, self.scopes = self.following.fleet, self.following.scopes
         self.gate = self._open_gate()
@@ -326,6 +327,12 @@ class Router:
     def _others(self) -> Mapping[str, OthersLoad]:
         """What sibling workers have in flight, by engine."""
         return {} if self.gossip is None or self.shared is not None else self.gossip.others()
+
+    def _others_at(self, engine_id: str) -> OthersLoad | None:
+        """Its part at one engine; of replicas it is known only to look-ups."""
+        if self.shared is not None:
+            return None
+        return NO_OTHERS if self.gossip is None else self.gossip.others_at(engine_id)
 
     def discard(self) -> None:
         """It was made to check the configuration, and will not run: what it started ends."""

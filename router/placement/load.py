@@ -15,7 +15,12 @@ has; the oldest of them are those that ended.
 
 Load that the router did not cause (other routers, direct clients) is what the engine's own gauges show beyond
 the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
-replicas tell each other (``own``, ``OthersLoad``) is better and sooner known, and counts where it is more.
+replicas tell each other (``own``, ``OthersLoad``) is better and sooner known. Where it is known when gauges
+are polled (workers of one machine), only what they show beyond it is foreign: else requests of siblings would
+count until the next poll, long after they have ended. Where it is not, the larger of both counts.
+
+A first token is a sample for the rates only where nobody else's prompt was waiting when its own was sent: it
+would count the prefill of others as its own, and four workers would believe equal engines to differ by half.
 
 What neither computing nor loading explains is seen in ``late_s``: how much later than expected first tokens
 come of late. Prompts wait for blocks of the cache then.
@@ -114,6 +119,10 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     """When its first token was expected."""
     begun_s: float = 0.0
     """When its prompt was done."""
+    alone: bool = True
+    """No prompt of others waited there when it was sent."""
+    beside: int = 0
+    """Requests of others that were running there then."""
     awaited: bool = True
     ended: bool = False
 
@@ -129,7 +138,7 @@ class LoadAccount:
     """
 
     __slots__ = (
-        *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
+        *("_answer_s", "_apart", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
         *("_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
         *("_late_s", "_late_seen_s", "_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
         *("rates", "stats"),
@@ -157,6 +166,7 @@ class LoadAccount:
         self._gauges_s = -math.inf
         self._foreign_running = 0
         self._foreign_waiting = 0
+        self._apart = False  # whether the foreign ones are beyond what other replicas told
 
     def admit(
         self,
@@ -166,12 +176,15 @@ class LoadAccount:
         streams: bool = True,
         load_s: float = 0.0,
         expected_s: float = math.inf,
+        running: int = 0,
+        waiting: int = 0,
     ) -> Ticket:
         """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
         offloaded blocks to load for ``load_s``.
 
         ``streams`` says whether the first byte will show when the prefill is over, and ``expected_s`` after
-        how long, as far as computing and loading go.
+        how long, as far as computing and loading go. ``running`` and ``waiting`` are there already, those of
+        others with them.
         """
         if self._awaited:
             self._advance(now)
@@ -179,6 +192,9 @@ class LoadAccount:
             self._head_s, self._sure, self._carried_tokens = now, True, 0
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
         ticket = Ticket(tokens, streams, load_s, now, now + expected_s)
+        ticket.alone = waiting <= len(self._awaited)
+        if running > self._running:
+            ticket.beside = running - self._running
         self._awaited[ticket] = None
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
@@ -214,14 +230,14 @@ class LoadAccount:
             self._head_s, self._sure = now, True
             return None
         was_head = next(iter(self._awaited)) is ticket
-        foreign_running, foreign_waiting = self._foreign(now)
-        running = self._running + foreign_running
+        _, foreign_waiting = self._foreign(now)
+        running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
             self._carried_tokens += ticket.uncached_tokens
             return None
         tokens = ticket.uncached_tokens + self._carried_tokens
-        known = self._sure and not foreign_waiting and not ticket.load_s
+        known = self._sure and ticket.alone and not foreign_waiting and not ticket.load_s
         sample = PrefillSample(tokens, now - self._head_s, running)
         self._head_s, self._sure, self._carried_tokens = now, True, 0
         return sample if known else None
@@ -248,13 +264,16 @@ class LoadAccount:
         self.stats.failed += not ticket.ended
         self._end(ticket, now)
 
-    def report(self, *, running: int, waiting: int, now: float) -> None:
-        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``."""
+    def report(self, *, running: int, waiting: int, now: float, others: OthersLoad | None = None) -> None:
+        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``, when
+        other replicas told of ``others``; None: what they have there is not known now."""
         self._advance(now)
         self._end_unseen(self._running + len(self._awaited) - running - waiting, now)
-        own_awaited = len(self._awaited)
-        foreign = max(0, running + waiting - own_awaited - self._running)
-        self._foreign_waiting = min(foreign, max(0, waiting - own_awaited))
+        self._apart = others is not None
+        known = NO_OTHERS if others is None else others
+        awaited = len(self._awaited) + known.waiting
+        foreign = max(0, running + waiting - awaited - self._running - known.running)
+        self._foreign_waiting = min(foreign, max(0, waiting - awaited))
         self._foreign_running = foreign - self._foreign_waiting
         self._gauges_s = now
 
@@ -278,8 +297,7 @@ class LoadAccount:
         return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
 
     def at(self, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
-        """The load of the engine now. ``others`` is what other replicas told. The engine's gauges, where
-        fresh, show their requests too, so the larger of both counts."""
+        """The load of the engine now. ``others`` is what other replicas told."""
         queue_s, running, waiting, idle_s, _ = self.ahead(now, others, self.rates.prefill_s_per_token(now))
         own = self._running + len(self._awaited)
         return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
@@ -306,6 +324,9 @@ class LoadAccount:
     def _elsewhere(self, others: OthersLoad, now: float) -> tuple[int, int, float]:
         """Running, waiting and tokens to compute of requests that are not ours."""
         foreign_running, foreign_waiting = self._foreign(now)
+        if self._apart:
+            tokens = others.tokens + foreign_waiting * self._mean_tokens
+            return others.running + foreign_running, others.waiting + foreign_waiting, tokens
         return (
             max(others.running, foreign_running),
             max(others.waiting, foreign_waiting),

@@ -146,13 +146,15 @@ class Placement(Attempt):
 
     def _admit(self) -> Ticket:
         """Its place in the load account."""
-        choice, cost = self.decision.choice, self._cost
+        choice, cost, candidate = self.decision.choice, self._cost, self.decision.candidate
         return self.engine.load.admit(
             uncached_tokens=choice.uncached_tokens,
             now=self.asked_s,
             streams=self.request.stream,
             load_s=cost.load_s,
             expected_s=cost.first_token_s,
+            running=candidate.running,
+            waiting=candidate.waiting,
         )
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:

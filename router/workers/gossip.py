@@ -165,6 +165,10 @@ class SiblingGossip:
         self._count()
         return self._look.load
 
+    def others_at(self, engine_id: str) -> OthersLoad:
+        """The same of one engine, as it is asked for with each poll of its gauges."""
+        return self.load.at(engine_id, self._fields, self._clock())
+
     def _count(self) -> None:
         now = self._clock()
         load = self.load.others(self._fields, now)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from router.placement.load import OthersLoad
+from router.placement.load import NO_OTHERS, OthersLoad
 from router.replication.leases.heartbeat import HeartbeatMonitor
 
 SILENCE_S = 2.0
@@ -75,6 +75,16 @@ class LoadGossip:
         if len(self._decoded) > len(fields):
             self._decoded = {name: kept for name, kept in self._decoded.items() if name in fields}
             self._heartbeats.keep_only(fields.keys())
+        return total
+
+    def at(self, engine_id: str, fields: Mapping[str, bytes], now: float) -> OthersLoad:
+        """The same of one engine."""
+        total = NO_OTHERS
+        for name, value in fields.items():
+            remote = None if name == self._me else self._decode(name, value)
+            if remote is not None and self._heartbeats.beat(name, remote.beat, now):
+                load = remote.engines.get(engine_id)
+                total = total if load is None else total.plus(load)
         return total
 
     def _decode(self, name: str, value: bytes) -> ReplicaLoad | None:

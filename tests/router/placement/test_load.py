@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.load import LoadAccount, LoadSettings, Ticket
-from router.placement.rates import FleetRates, RateSettings
+from router.placement.load import EngineLoad, LoadAccount, LoadSettings, OthersLoad, Ticket
+from router.placement.rates import FleetRates, PrefillSample, RateSettings
 from router.proxy.breaker import Breaker
 from tests.support.examples import examples
 
@@ -164,6 +164,29 @@ def test_gauges_show_the_load_of_others_while_fresh() -> None:
     assert state.queue_s == pytest.approx((1 + 2) * 0.7)
     assert load.first_token(own, 0.5) is None  # others were prefilled in between: no sample
     assert load.at(10.1).foreign == 0
+
+
+def test_gauges_beside_what_replicas_told_show_other_clients_alone() -> None:
+    load = account(gauge_fresh_s=10.0, foreign_tokens=700)
+    told = OthersLoad(running=3, waiting=2, tokens=500)
+    load.report(running=3, waiting=2, now=0.0, others=told)
+    assert load.at(0.0, told) == EngineLoad(0.5, 3, 2, 0, 5, math.inf)
+    assert load.at(9.0).foreign == 0  # theirs have ended since
+    load.report(running=4, waiting=4, now=9.0, others=told)
+    both = load.at(9.0, told)
+    assert (both.running, both.waiting, both.queue_s) == (4, 4, pytest.approx(0.5 + 2 * 0.7))
+    alone = load.at(9.0)
+    assert (alone.running, alone.waiting, alone.queue_s) == (1, 2, pytest.approx(2 * 0.7))
+
+
+def test_a_prompt_behind_those_of_others_is_no_sample() -> None:
+    load = account()
+    behind = load.admit(uncached_tokens=1000, now=0.0, waiting=1)
+    after = load.admit(uncached_tokens=1000, now=0.1, waiting=1, running=2)  # ours alone waits
+    third = load.admit(uncached_tokens=1000, now=0.2, waiting=3)  # one of them is not ours
+    assert load.first_token(behind, 2.0) is None
+    assert load.first_token(after, 3.0) == PrefillSample(1000, 1.0, 1 + 2)
+    assert load.first_token(third, 5.0) is None
 
 
 def test_gauges_that_show_less_than_the_account_change_nothing() -> None:

@@ -17,6 +17,9 @@ import pytest
 from publisher.events import BlockHash
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
+from router.app import Router
+from router.config.schema import Config
+from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
 from router.placement.load import OthersLoad
 from router.workers.gossip import SiblingGossip
@@ -69,6 +72,17 @@ def seats(count: int) -> Iterator[list[WorkerSeat]]:
             sock.close()
 
 
+@asynccontextmanager
+async def running(gossip: SiblingGossip) -> AsyncIterator[None]:
+    task = asyncio.create_task(gossip.run())
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 class Worker:
     """One worker's gossip, and its load."""
 
@@ -86,13 +100,8 @@ class Worker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Worker]:
-        task = asyncio.create_task(self.gossip.run())
-        await asyncio.sleep(0)
-        try:
+        async with running(self.gossip):
             yield self
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     def sees(self) -> dict[str, OthersLoad]:
         return dict(self.gossip.told().load)
@@ -108,8 +117,27 @@ def test_siblings_see_each_others_load_and_add_it_up() -> None:
                 both = {E: OthersLoad(4, 2, 300), "http://f": OthersLoad(1, 0, 0)}
                 await until(lambda: three.gossip.others() == both, "the third sees both")
                 assert three.sees() == both
+                assert [three.gossip.others_at(name) for name in both] == list(both.values())
                 one.load = two.load = {}
                 await until(lambda: not three.gossip.others(), "the load is gone")
+
+    run(main())
+
+
+def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            router, sibling = Router(Config(engines=(EngineAddress(E),)), seat=places[0]), Worker(places[1])
+            assert router.gossip is not None
+            async with sibling.running(), running(router.gossip):
+                sibling.load = {E: OthersLoad(3, 0, 0)}
+                gossip = router.gossip
+                await until(lambda: gossip.others() == sibling.load, "it is told")
+                (engine,) = router.fleet
+                router.following.engine_load(engine, running=4, waiting=0)  # one of another client
+                now = router.clock()
+                assert engine.load.at(now, gossip.others_at(E)).running == 4
+                assert engine.load.at(now).running == 1  # when the sibling's have ended
 
     run(main())
 
