@@ -41,8 +41,8 @@ EVENTS_PORT = 19101
 ROUTER_PORTS = ((19121, 19122), (19123, 19124))
 """Of requests, and of operators."""
 CHUNKS = 8
-READ_S = 2.0
-"""Until every session has been read, and its next turns are."""
+READ_S = 6.0
+"""Until every session has been read, and its next turns are, and caches have the memory they will have."""
 KEPT = b'"do_remote_decode":true'
 HELD = b'"max_tokens":7777'
 """Of the one request that is never answered whole: a sequence that prefills at its engine would hold up."""

@@ -80,6 +80,15 @@ def text_message(role: str, text: str, content_format: str) -> Message:
     return {"role": role, "content": [{"type": "text", "text": text}] if content_format == "openai" else text}
 
 
+def only_text(message: Message, content_format: str) -> str:
+    """The text of what ``text_message`` made, of any role; empty for any other message."""
+    content = message.get("content") if len(message) == 2 else None
+    if content_format == "openai" and isinstance(content, list) and len(content) == 1:
+        part = content[0]
+        content = part["text"] if tuple(part) == ("type", "text") and part["type"] == "text" else None
+    return content if type(content) is str else ""
+
+
 def _parts(role: str, content: str | list[Any] | None, images: list[bytes] | None) -> Iterator[Any]:
     """Content parts: a string, text-like dicts, images. Raises ``NotLocalError`` for all else."""
     if content is None:

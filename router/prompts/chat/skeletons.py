@@ -3,11 +3,11 @@
 Most chats are messages of a role and a text. For the same roles in the same order and the same other
 arguments a template mostly writes the same around every text. Where one rendering by jinja2 with texts that
 note what is asked about them (``watched.py``) shows that, what it wrote is kept, with the questions, and the
-next such chat is put together from it: a few microseconds less than by minijinja, and a copy of all texts
+next such chat is put together from it: 1 to 3 us instead of 7 to 17 by minijinja, and a copy of all texts
 instead of five. A chat for which a question has another answer is rendered, and kept beside.
 
-Always true: what is kept of one template takes at most ``_KEPT_MAX`` times ``_CHARS_MAX`` characters.
-Any thread may call it.
+Always true: what is kept of one template takes at most ``_KEPT_MAX`` times ``_WAYS_MAX`` times ``_CHARS_MAX``
+characters. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final
 import jinja2
 import msgspec
 
+from router.prompts.chat.messages import text_message
 from router.prompts.chat.watched import Noted, NotPlainError, Part, Watch
 
 _KEPT_MAX: Final = 256
@@ -27,7 +28,8 @@ _CHARS_MAX: Final = 1 << 14
 """That the template itself wrote; more is not kept."""
 _MESSAGES_MAX: Final = 64
 
-Key = tuple[bytes, tuple[str, ...]]
+Key = tuple[bytes, str, tuple[str, ...]]
+"""What is equal only where all other arguments are; the content format; the roles of all messages."""
 
 
 class Skeleton(msgspec.Struct, frozen=True, gc=False):
@@ -59,8 +61,8 @@ class Skeletons:
         self._kept: dict[Key, tuple[Skeleton, ...]] = {}
 
     def text(self, key: Key, texts: list[str]) -> str | None:
-        """The text of a chat; ``key``: what is equal only where all other arguments are, and the roles of its
-        messages, whose texts are not empty. None: it is to be rendered."""
+        """The text of a chat whose messages are a role and a text alone, none empty. None: it is to be
+        rendered."""
         for skeleton in self._kept.get(key, ()):
             text = skeleton.around(texts)
             if text is not None:
@@ -74,7 +76,7 @@ class Skeletons:
             return
         if len(self._kept) >= _KEPT_MAX:
             self._kept.clear()
-        found = _watched(self._watching, key[1], texts, names)
+        found = _watched(self._watching, key, texts, names)
         if found is None or found.around(texts) != rendered:
             found = _NEVER
         self._kept[key] = (*ways, found)
@@ -88,11 +90,9 @@ _NEVER: Final = Skeleton([], [], [], [Noted(Part(0), "startswith", ("",), False)
 """Of a chat whose texts the template reads itself: fits none."""
 
 
-def _watched(
-    template: jinja2.Template, roles: tuple[str, ...], texts: list[str], names: dict[str, Any]
-) -> Skeleton | None:
-    watch = Watch(texts)
-    messages = [{"role": role, "content": watch.text(Part(at))} for at, role in enumerate(roles)]
+def _watched(template: jinja2.Template, key: Key, texts: list[str], names: dict[str, Any]) -> Skeleton | None:
+    watch, (_, form, roles) = Watch(texts), key
+    messages = [text_message(role, watch.text(Part(at)), form) for at, role in enumerate(roles)]
     try:
         pieces = watch.pieces(template.render({**names, "messages": messages}))
     except (NotPlainError, Exception):  # noqa: BLE001  # templates can raise anything

@@ -90,8 +90,8 @@ class ChatTemplate:
 
     def put_together(self, names: Context, messages: list[Message], key: Key) -> str | None:
         """The text of messages that are a role and a text alone, none of them empty, from what was learnt of
-        others; None: it is to be rendered. ``key``: see ``Skeletons.text``."""
-        text = self._skeletons.text(key, [message["content"] for message in messages])
+        others; None: it is to be rendered."""
+        text = self._skeletons.text(key, _texts(messages, key))
         if text is None:
             return None
         self._stats.rendered += 1
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     def learn(self, names: Context, messages: list[Message], key: Key, text: str) -> None:
         """What such messages were rendered to, for others with the same key."""
-        self._skeletons.learn(key, [message["content"] for message in messages], names, text)
+        self._skeletons.learn(key, _texts(messages, key), names, text)
 
     def _is_odd(self, text: str) -> bool:
         """Whether the two are known to differ about characters of this text."""
@@ -143,6 +143,12 @@ class ChatTemplate:
 
     def _by_reference(self, context: Context) -> str:
         return by_reference(self._reference, context)
+
+
+def _texts(messages: list[Message], key: Key) -> list[str]:
+    if key[1] == "openai":
+        return [message["content"][0]["text"] for message in messages]
+    return [message["content"] for message in messages]
 
 
 def continue_final(conversation: list[Message], source: str, render: Callable[[list[Message]], str]) -> str:

@@ -16,7 +16,13 @@ from router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext, ContextCache, Key, chat_context, parse_tools
 from router.prompts.chat.conversions import TemplateTraits
-from router.prompts.chat.messages import Message, parse_message, text_message, without_developer_role
+from router.prompts.chat.messages import (
+    Message,
+    only_text,
+    parse_message,
+    text_message,
+    without_developer_role,
+)
 from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
 from router.prompts.config import ModelPrompts
 from router.prompts.families.base import Family, family_of
@@ -169,7 +175,7 @@ class ChatRenderer:
             text = said.content
             shape, size = _PLAIN[said.role, form]
             message = text_message(said.role, text, form)
-            plain_role = said.role if text and form == "string" else ""
+            plain_role = said.role if text else ""
             size += len(raw) + getsizeof(text)
             made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role))
         return made
@@ -193,20 +199,37 @@ class ChatRenderer:
         try:
             if not isinstance(template, ChatTemplate):
                 return messages, template.render(conversation, context)
-            return messages, _by_template(messages, conversation, template, context)
+            return messages, self._by_template(messages, conversation, template, context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
+
+    def _by_template(
+        self,
+        known: list[KnownMessage],
+        conversation: list[Message],
+        template: ChatTemplate,
+        context: ChatContext,
+    ) -> str:
+        roles = tuple([one.plain_role for one in known])
+        if "" in roles or context.continue_final:
+            return _rendered(known, conversation, template, context)
+        key = context.key, self._content_format(template), roles
+        text = template.put_together(context.names, conversation, key)
+        if text is None:
+            text = _rendered(known, conversation, template, context)
+            template.learn(context.names, conversation, key, text)
+        return text
 
     def _read(
         self, raw: msgspec.Raw, index: int, template: ChatTemplate | Family, *, orders_calls: bool
     ) -> KnownMessage:
         given = decode_message(raw, index)
         images: list[bytes] = []
-        shape = 0
+        shape, plain_role = 0, ""
         if isinstance(template, ChatTemplate):
             form = self._content_format(template)
             message = parse_message(given, form, orders_calls=orders_calls, images=images)
-            shape = message_shape(message)
+            shape, plain_role = message_shape(message), _plain_role(message, form)
         else:
             message = template.parse(given)
         plain = all([type(value) is str for value in message.values()])  # noqa: C419  # a list is faster
@@ -217,30 +240,16 @@ class ChatRenderer:
             1 if plain else num_values(raw),
             _MESSAGE_BYTES + len(raw) + kept_bytes(message) + _IMAGE_BYTES * len(images),
             tuple(images),
-            _plain_role(message),
+            plain_role,
         )
 
 
-def _plain_role(message: Message) -> str:
+def _plain_role(message: Message, form: str) -> str:
     """Developers are none: not every template knows them."""
-    role, text = message["role"], message.get("content")
-    if len(message) != 2 or role == "developer" or len(role) > _ROLE_CHARS_MAX:
+    role: str = message["role"]
+    if role == "developer" or len(role) > _ROLE_CHARS_MAX or not only_text(message, form):
         return ""
-    return role if text and type(text) is str else ""
-
-
-def _by_template(
-    known: list[KnownMessage], conversation: list[Message], template: ChatTemplate, context: ChatContext
-) -> str:
-    roles = tuple([one.plain_role for one in known])
-    if "" in roles or context.continue_final:
-        return _rendered(known, conversation, template, context)
-    key = context.key, roles
-    text = template.put_together(context.names, conversation, key)
-    if text is None:
-        text = _rendered(known, conversation, template, context)
-        template.learn(context.names, conversation, key, text)
-    return text
+    return role
 
 
 def _rendered(

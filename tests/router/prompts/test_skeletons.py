@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prompts.chat.compiled import TemplateRejectsError, compile_template
+from router.prompts.chat.messages import text_message
 from router.prompts.chat.skeletons import Skeletons
 from router.prompts.chat.template import CHECK_EVERY, ChatTemplate
 from router.prompts.stats import PromptStats
@@ -42,7 +43,7 @@ ASKING = {
     "looked for": ("{{ m.content in 'abc' }}", False),
     "changed": ("{{ m.content | upper }}{{ m.content.title() }}", False),
     "its length": ("{{ m.content | length }}", False),
-    "its letters": ("{% for x in m.content %}-{{ x }}{% endfor %}{{ m.content[0] }}", False),
+    "its letters": ("{{ m.content | first }}{{ m.content[0] }}", False),
     "a slice": ("{{ m.content[1:] }}", False),
     "is it a sequence": ("{{ m.content is sequence }}{{ m.content is iterable }}", False),
     "parted": ("{{ m.content.split('a')[0] }}", False),
@@ -68,7 +69,10 @@ ASKING = {
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     """As the renderer does it."""
-    names, key = _names(template), (b"", tuple(message["role"] for message in messages))
+    names, key = (
+        _names(template),
+        (b"", template.content_format, tuple(message["role"] for message in messages)),
+    )
     text = template.put_together(names, messages, key)
     if text is None:
         text = template.render({**names, "messages": messages}, frozenset({hash(str(messages))}))
@@ -88,7 +92,8 @@ def _expected(source: str, names: dict[str, Any], messages: list[dict[str, Any]]
 
 
 def _is_right(template: ChatTemplate, roles: list[str], texts: list[str]) -> None:
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    said = zip(roles, texts, strict=True)
+    messages = [text_message(role, text, template.content_format) for role, text in said]
     expected = _expected(template.source, _names(template), messages)
     if expected is None:
         with pytest.raises(TemplateRejectsError):
@@ -119,32 +124,43 @@ def test_whatever_a_template_asks_about_a_text(source: str, kept: bool) -> None:
     template = ChatTemplate(source, PromptStats())
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abc"}]
     _rendered(template, messages)
-    put_together = template.put_together(_names(template), messages, (b"", ("user", "assistant")))
+    put_together = template.put_together(_names(template), messages, (b"", "string", ("user", "assistant")))
     assert (put_together is not None) == kept
+
+
+def test_texts_may_be_parts() -> None:
+    parts = "{% for p in m.content %}{{ p.type + p['text'].strip() }}{% endfor %}"
+    template = ChatTemplate("{% for m in messages %}" + parts + "{% endfor %}", PromptStats())
+    assert template.content_format == "openai"
+    _is_right(template, ["user"], [" hi"])
+    there = [text_message("user", " there ", "openai")]
+    assert template.put_together({}, there, (b"", "openai", ("user",))) == "textthere"
 
 
 def test_a_template_that_looks_at_the_clock_is_always_rendered() -> None:
     template = ChatTemplate("{{ strftime_now('%Y') }}{{ messages[0].content }}", PromptStats())
     messages = [{"role": "user", "content": "hi"}]
     _rendered(template, messages)
-    assert template.put_together(_names(template), messages, (b"", ("user",))) is None
+    assert template.put_together(_names(template), messages, (b"", "string", ("user",))) is None
 
 
 def test_other_arguments_are_another_chat() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ greeting }}", PromptStats())
     messages = [{"role": "user", "content": "hi"}]
-    template.learn({"greeting": "!"}, messages, (b"one", ("user",)), "hi!")
-    assert template.put_together({}, messages, (b"one", ("user",))) == "hi!"
-    assert template.put_together({}, messages, (b"two", ("user",))) is None
-    template.learn({"greeting": "?"}, messages, (b"two", ("user",)), "something else")
-    assert template.put_together({}, messages, (b"two", ("user",))) is None, "it was rendered to another text"
+    template.learn({"greeting": "!"}, messages, (b"one", "string", ("user",)), "hi!")
+    assert template.put_together({}, messages, (b"one", "string", ("user",))) == "hi!"
+    assert template.put_together({}, messages, (b"two", "string", ("user",))) is None
+    template.learn({"greeting": "?"}, messages, (b"two", "string", ("user",)), "something else")
+    assert template.put_together({}, messages, (b"two", "string", ("user",))) is None, (
+        "it was rendered to another text"
+    )
 
 
 def test_a_difference_met_in_use_ends_putting_together() -> None:
     stats = PromptStats()
     template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", stats)
     messages = [{"role": "user", "content": "hi"}]
-    key = (b"", ("user",))
+    key = (b"", "string", ("user",))
     template.learn({"bos_token": "wrong"}, messages, key, "hiwrong")
     found = [template.put_together({"bos_token": "right"}, messages, key) for _ in range(CHECK_EVERY + 1)]
     assert found == ["hiwrong"] * (CHECK_EVERY - 1) + ["hiright", None]
@@ -155,11 +171,11 @@ def test_what_is_kept_is_bounded() -> None:
     watching = compile_template("{{ messages[0].content }}{{ preface }}", ()).watching
     kept = Skeletons(watching)
     for number in range(1000):
-        kept.learn((b"%d" % number, ("user",)), ["hi"], {}, "hi")
-        assert kept.text((b"%d" % number, ("user",)), ["you"]) == "you"
+        kept.learn((b"%d" % number, "string", ("user",)), ["hi"], {}, "hi")
+        assert kept.text((b"%d" % number, "string", ("user",)), ["you"]) == "you"
     assert len(kept._kept) <= 256
-    kept.learn((b"long", ("user",)), ["hi"], {"preface": "x" * 20_000}, "hi" + "x" * 20_000)
-    assert kept.text((b"long", ("user",)), ["you"]) is None
+    kept.learn((b"long", "string", ("user",)), ["hi"], {"preface": "x" * 20_000}, "hi" + "x" * 20_000)
+    assert kept.text((b"long", "string", ("user",)), ["you"]) is None
     many = ("user",) * 100
-    kept.learn((b"", many), ["hi"] * 100, {}, "hi")
-    assert kept.text((b"", many), ["hi"] * 100) is None
+    kept.learn((b"", "string", many), ["hi"] * 100, {}, "hi")
+    assert kept.text((b"", "string", many), ["hi"] * 100) is None

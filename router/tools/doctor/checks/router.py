@@ -203,9 +203,9 @@ def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
             )
         elif name == "kvatlas_prompts_template_mismatches_total":
             yield info(
-                "the fast template engine differed from jinja2 and was taken out of use",
-                "a template that uses something the fast engine does differently",
-                "nothing: jinja2 is used, a little slower",
+                "a faster way to a chat template's text differed from jinja2 and was taken out of use",
+                "a template that uses something which that does differently",
+                "nothing: the text is made in a slower way",
                 subject=router.url,
             )
         elif name == "kvatlas_index_unknown_removals_total":
