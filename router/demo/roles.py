@@ -32,7 +32,7 @@ def apart(
     if connector is None:
         return [engine] * count, PdSettings()
     prefills = max(1, count // 3)
-    roles: list[Role] = ["prefill"] * prefills + ["decode"] * (count - prefills)
+    roles: list[Role] = ["prefill" if number < prefills else "decode" for number in range(count)]
     engines = [msgspec.structs.replace(engine, role=role, kv_connector=connector) for role in roles]
     if connector == "nixl":
         return engines, PdSettings()
