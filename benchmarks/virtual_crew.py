@@ -15,11 +15,11 @@ from functools import partial
 
 import msgspec
 
-from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.simulator.request import SimRequest
-from publisher.simulator.scheduler import Scheduler, Step, StepCosts
-from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from publisher.simulator.scheduler import Step
+from publisher.simulator.settings import EngineSettings
+from publisher.simulator.virtual import eventless
 from router.placement.candidate import Candidate, Hit, PolicySettings, ask
 from router.placement.cost import choose
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
@@ -134,23 +134,8 @@ class _Engine:
     """A pool and its scheduler; the fleet tells the time."""
 
     def __init__(self, settings: EngineSettings, clock: Callable[[], float]) -> None:
-        groups = resolve_groups(settings)
         self.works = False
-        self.pool = HybridBlockPool(
-            groups,
-            num_blocks=settings.num_blocks,
-            scheme=hash_scheme(settings, groups),
-            retention_interval=settings.retention_interval,
-            chunk_tokens_max=settings.max_num_batched_tokens,
-            events=False,
-        )
-        self.scheduler = Scheduler(
-            self.pool,
-            costs=StepCosts(settings.prefill_s_per_token, settings.decode_s_per_token),
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            clock=clock,
-        )
+        self.pool, self.scheduler = eventless(settings, clock)
 
 
 class VirtualFleet:

@@ -6,35 +6,44 @@ Always true: time never goes back, and what happened up to a moment does not dep
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from publisher.block_pool import HybridBlockPool
 from publisher.simulator.request import SimRequest
 from publisher.simulator.scheduler import Scheduler, Step, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
 
 
+def eventless(settings: EngineSettings, clock: Callable[[], float]) -> tuple[HybridBlockPool, Scheduler]:
+    """An engine's pool and scheduler for whoever tells the time; events are not written."""
+    groups = resolve_groups(settings)
+    pool = HybridBlockPool(
+        groups,
+        num_blocks=settings.num_blocks,
+        scheme=hash_scheme(settings, groups),
+        retention_interval=settings.retention_interval,
+        chunk_tokens_max=settings.max_num_batched_tokens,
+        events=False,
+    )
+    costs = StepCosts(settings.prefill_s_per_token, settings.decode_s_per_token)
+    scheduler = Scheduler(
+        pool,
+        costs=costs,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        clock=clock,
+    )
+    return pool, scheduler
+
+
 class VirtualEngine:
     """One engine; seconds of virtual time. ``first_token_s`` holds, by request id, when its answer began."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        groups = resolve_groups(settings)
         self._now = 0.0
         self._step: Step | None = None
         self._step_ends_s = 0.0
-        self._pool = HybridBlockPool(
-            groups,
-            num_blocks=settings.num_blocks,
-            scheme=hash_scheme(settings, groups),
-            retention_interval=settings.retention_interval,
-            chunk_tokens_max=settings.max_num_batched_tokens,
-            events=False,
-        )
-        self.scheduler = Scheduler(
-            self._pool,
-            costs=StepCosts(settings.prefill_s_per_token, settings.decode_s_per_token),
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            clock=lambda: self._now,
-        )
+        self._pool, self.scheduler = eventless(settings, lambda: self._now)
         self.first_token_s: dict[str, float] = {}
 
     def submit(self, request: SimRequest, now: float) -> None:
