@@ -21,7 +21,6 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.fake_engine_events import SESSIONS
-from benchmarks.legs import Load, Router, engines, hold, router_words
+from benchmarks.legs import Load, Router, engines, hold, router_words, running
 
 HERE = Path(__file__).resolve().parent.parent
 WARM_ROUNDS = 3
@@ -41,15 +40,9 @@ def counted_router(tree: Path, told: Sequence[str], port: int, counts: Path) -> 
     """The tree's router under callgrind, its feeds followed, counting nothing yet."""
     words = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=no"]
     words += [f"--callgrind-out-file={counts}/callgrind.out.%p", *router_words(told, port, port + 1)]
-    process = subprocess.Popen(words, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
-    router = Router(process, port, port + 1)
-    try:
-        while not router.ready():
-            time.sleep(0.2)
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    with running(words, port, port + 1, cwd=tree, env=environment) as router:
         yield router
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def count(router: Router, load: Load, requests: int, counts: Path) -> float:

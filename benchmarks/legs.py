@@ -28,6 +28,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import uvloop
 
@@ -167,9 +168,7 @@ def routers() -> Iterator[tuple[Router, Router]]:
         both = stack.enter_context(engines(("prefill", "decode"), EVENTS_PORT))
         alone = both[1].removesuffix(",role=decode")
         known = zip((both, [alone]), ROUTER_PORTS, strict=True)
-        made = [stack.enter_context(_router(told, *ports)) for told, ports in known]
-        while not all(one.ready() for one in made):
-            time.sleep(0.2)
+        made = [stack.enter_context(running(router_words(told, *at), *at)) for told, at in known]
         yield made[0], made[1]
 
 
@@ -186,13 +185,17 @@ def router_words(told: Sequence[str], port: int, ops_port: int) -> list[str]:
 
 
 @contextmanager
-def _router(told: Sequence[str], port: int, ops_port: int) -> Iterator[Router]:
-    process = subprocess.Popen(router_words(told, port, ops_port))
+def running(words: Sequence[str], port: int, ops_port: int, **process: Any) -> Iterator[Router]:
+    """The router of this command, once its engines' events are known. ``process``: as for ``Popen``."""
+    started = subprocess.Popen(words, **process)
+    router = Router(started, port, ops_port)
     try:
-        yield Router(process, port, ops_port)
+        while not router.ready():
+            time.sleep(0.2)
+        yield router
     finally:
-        process.terminate()
-        process.wait()
+        started.terminate()
+        started.wait()
 
 
 class Load:

@@ -29,7 +29,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.fake_engine_events import SESSIONS
-from benchmarks.legs import Load, Router, engines, router_words
+from benchmarks.legs import Load, Router, engines, router_words, running
 from benchmarks.picker import cpu_s
 
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
@@ -88,21 +88,14 @@ def workers(
     told: Sequence[str], number: int, port: int, share: float, sizes: Sequence[int]
 ) -> Iterator[Workers]:
     """A router with so many workers, each with its share of a core."""
-    process = subprocess.Popen([*router_words(told, port, port + 1), "--workers", str(number)])
-    router = Router(process, port, port + 1)
-    try:
-        while not router.ready():
-            time.sleep(0.2)
-        pids = worker_pids(process)
+    words = [*router_words(told, port, port + 1), "--workers", str(number)]
+    with running(words, port, port + 1) as router, ExitStack() as limits:
+        pids = worker_pids(router.process)
         if len(pids) != number:
             raise RuntimeError(f"{number} workers were asked for, {len(pids)} serve")
-        with ExitStack() as limits:
-            for pid in pids:
-                limits.enter_context(limited(pid, share))
-            yield Workers(router, pids, sizes)
-    finally:
-        process.terminate()
-        process.wait()
+        for pid in pids:
+            limits.enter_context(limited(pid, share))
+        yield Workers(router, pids, sizes)
 
 
 async def main() -> None:

@@ -15,7 +15,7 @@ import uvicorn
 
 _BACKLOG = 2048
 _DRAIN_S = 1
-"""How long ``stop`` waits for connections whose requests it has just ended."""
+"""How long ``shutdown`` waits for connections whose requests it has just ended."""
 _LOOK_S = 0.005
 _TICK_S = 0.1
 """How often uvicorn's own housekeeping (``on_tick``) is due."""

@@ -22,17 +22,7 @@ from jinja2 import nodes
 _NODES: Final = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef),
     *(nodes.If, nodes.For, nodes.Assign, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Operand),
-    *(
-        nodes.Add,
-        nodes.Sub,
-        nodes.Mod,
-        nodes.Neg,
-        nodes.List,
-        nodes.Tuple,
-        nodes.Dict,
-        nodes.Pair,
-        nodes.Slice,
-    ),
+    *(nodes.Add, nodes.Sub, nodes.Mod, nodes.Neg, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
     *(nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Test, nodes.Filter, nodes.Call, nodes.Keyword),
     *(nodes.Slice, nodes.Break, nodes.Continue),
 )

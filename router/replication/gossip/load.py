@@ -8,7 +8,7 @@ a field that cannot be decoded counts as empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -63,12 +63,7 @@ class LoadGossip:
     def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
         """What all other live replicas together have in flight, by engine."""
         total: dict[str, OthersLoad] = {}
-        for name, value in fields.items():
-            if name == self._me:
-                continue
-            remote = self._decode(name, value)
-            if remote is None or not self._heartbeats.beat(name, remote.beat, now):
-                continue
+        for remote in self._alive(fields, now):
             for engine_id, load in remote.engines.items():
                 known = total.get(engine_id)
                 total[engine_id] = load if known is None else known.plus(load)
@@ -80,12 +75,17 @@ class LoadGossip:
     def at(self, engine_id: str, fields: Mapping[str, bytes], now: float) -> OthersLoad:
         """The same of one engine."""
         total = NO_OTHERS
+        for remote in self._alive(fields, now):
+            load = remote.engines.get(engine_id)
+            total = total if load is None else total.plus(load)
+        return total
+
+    def _alive(self, fields: Mapping[str, bytes], now: float) -> Iterator[ReplicaLoad]:
+        """The fields of other replicas that can be read, and have been written lately."""
         for name, value in fields.items():
             remote = None if name == self._me else self._decode(name, value)
             if remote is not None and self._heartbeats.beat(name, remote.beat, now):
-                load = remote.engines.get(engine_id)
-                total = total if load is None else total.plus(load)
-        return total
+                yield remote
 
     def _decode(self, name: str, value: bytes) -> ReplicaLoad | None:
         """A field decoded; the same bytes are decoded once."""
