@@ -17,7 +17,8 @@ from router.admission.gate import KeyGate
 from router.admission.queue.claims import read_claim
 from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
-from router.http.server.disconnect import DisconnectWatch, Receive, Scope, Send
+from router.http.server.exchange import Exchange
+from router.http.server.seam import OWN, DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
@@ -136,7 +137,12 @@ class ProxyApp:
                 entry = self._gate.enter(sent)
                 record.tenant = entry.tenant.name
             self._check(scope["path"], scope["method"], head)
-            out = await self._outbound(scope, head, await self._read_body(head, receive), record, entry)
+            own: Exchange | None = scope.get("extensions", _NONE).get(OWN)
+            body = None if own is None else self._whole_body(own)
+            if body is None:
+                body = await self._read_body(head, receive)
+            out = await self._outbound(scope, head, body, record, entry)
+            out.own = own
             watch.start(scope, receive)
             await self._forwarder.forward(out, send)
         except ApiError as error:
@@ -234,6 +240,12 @@ class ProxyApp:
             raise body_too_complex(STEPS_MAX) from None
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
+
+    def _whole_body(self, own: Exchange) -> bytes | None:
+        body = own.whole_body()
+        if body is not None and len(body) > self.settings.body_bytes_max:
+            raise self._too_large()
+        return body
 
     async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
         limit = self.settings.body_bytes_max

@@ -11,6 +11,7 @@ import msgspec
 
 from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
+from router.http.server.exchange import Exchange
 from router.observe.requests import RequestRecord
 from router.openai.request import InboundRequest
 from router.proxy.attempt import Attempt
@@ -29,6 +30,8 @@ class Outbound(msgspec.Struct, gc=False):
     """Of the tenant it came from, where clients have keys."""
     carrier: Carrier | None = None
     """None: our own connections."""
+    own: Exchange | None = None
+    """Where it came from, if that is our own listener."""
 
 
 class Answer(Protocol):

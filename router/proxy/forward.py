@@ -22,7 +22,7 @@ import structlog
 
 from router.http.client.connection import UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
-from router.http.server.disconnect import Send
+from router.http.server.seam import Messages, Send
 from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS
 from router.openai.errors import (
@@ -296,7 +296,7 @@ class Forwarder:
                 placement,
                 out.record,
                 head,
-                send,
+                out.own if out.own is not None and send == out.own.send else Messages(send),
                 self._stats,
                 self._settings.usage_bytes_max,
             )

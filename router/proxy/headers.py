@@ -102,7 +102,7 @@ def request_head(
         names = {name.lower() for name, _ in own}
         fields = [field for field in fields if field[0] not in names]
         fields.extend(own)
-    lines = b"\r\n".join([b": ".join(field) for field in fields])
+    lines = b"\r\n".join(map(b": ".join, fields))
     end = b"\r\n\r\n" if length is None else b"\r\ncontent-length: %d\r\n\r\n" % length
     return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b" % (method.encode(), target, host, lines, end)
 
@@ -115,6 +115,8 @@ class AnswerHead(msgspec.Struct, gc=False):
     encoded: bool
     """The body is compressed."""
     retry_after: bytes | None
+    length: bytes
+    """As declared; empty without one."""
 
 
 def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Header, ...]) -> AnswerHead:
@@ -130,4 +132,5 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
     if sse and b"x-accel-buffering" not in told:
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
-    return AnswerHead(fields, sse, encoded, told.get(b"retry-after"))
+    length = told.get(b"content-length", b"")
+    return AnswerHead(fields, sse, encoded, told.get(b"retry-after"), length)

@@ -31,7 +31,7 @@ from router.epp.wire.grpc import GrpcError, GrpcReader
 from router.epp.wire.protobuf import ProtobufError
 from router.http.h2.frames import CANCEL, INTERNAL_ERROR
 from router.http.h2.stream import Stream
-from router.http.server.disconnect import EXTENSION, Message
+from router.http.server.seam import EXTENSION, Message
 from router.openai.errors import ApiError, internal_error, request_timeout, too_many_bodies
 from router.proxy.app import CARRIER
 
@@ -199,7 +199,7 @@ class GatewayExchange:
             self._carrier.release()
 
     def _on_disconnect(self, callback: Any) -> None:
-        """The extension ``router.http.server.disconnect.EXTENSION``."""
+        """The extension ``router.http.server.seam.EXTENSION``."""
         self._left_hook = callback
         if callback is not None and self._gone:
             callback()

@@ -9,7 +9,7 @@ import re
 
 from router.epp.fields import own_fields
 from router.epp.wire import messages as m
-from router.http.server.disconnect import Message
+from router.http.server.seam import Message
 
 _DROPPED = b"x-llm-d-request-dropped-reason"
 _BY_STATUS = {429: b"rejected-saturated", 503: b"rejected-no-endpoints"}

@@ -279,18 +279,19 @@ class ClientConnection(asyncio.Protocol):
             raise _RefusedError(no_tunnel())
         if parser.should_upgrade():
             return
-        version = parser.get_http_version()
         if self._fed_bytes > self.settings.header_bytes_max:
             self._weigh_fields()
         fields = self._fields
         told = dict(fields)
+        persists: bool = parser.should_keep_alive()
+        # A connection that stays open without being asked to is of 1.1; the parser spells its version slowly.
+        asked = b"connection" in told or b"proxy-connection" in told
+        version = "1.1" if persists and not asked else parser.get_http_version()
         hosts: int = b"host" in told
         if len(told) < len(fields):  # something was said twice
             hosts = [name for name, _ in fields].count(b"host")
-        problem = head_problem(version, self._url, hosts)
-        if problem:
-            self.stats.bad_requests += 1
-            raise _RefusedError(bad_request("invalid_http", problem))
+        if hosts != 1 or self._url.find(b"#") >= 0:
+            self._look_for_problems(version, hosts)
         self._in_head = False
         self._fields = []
         self._weighed = self._head_bytes = 0
@@ -299,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
         if self._spare and scope["path"] not in PROBE_PATHS:
             self.stats.connections_refused += 1
             raise _RefusedError(too_many_connections())
-        keep_alive = parser.should_keep_alive() and version == "1.1" and not self._spare
+        keep_alive = persists and version == "1.1" and not self._spare
         expects = b"expect" in told and _expects(fields)
         exchange = Exchange(self, scope, keep_alive, expects)
         self._reading = exchange
@@ -311,7 +312,13 @@ class ClientConnection(asyncio.Protocol):
                 self.stats.pipeline_pauses += 1
                 self.pause_reading()
 
-    def _hand_over(self) -> None:
+    def _look_for_problems(self, version: str, hosts: int) -> None:
+        """Raises ``_RefusedError`` where the head has one."""
+        if problem := head_problem(version, self._url, hosts):
+            self.stats.bad_requests += 1
+            raise _RefusedError(bad_request("invalid_http", problem))
+
+    def _hand_over(self, *, last: bool = False) -> None:
         """Give the request the body bytes that the parser found in this read, in one piece."""
         pieces = self._pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -324,7 +331,7 @@ class ClientConnection(asyncio.Protocol):
             self.stats.bodies_refused += 1
             self._refuse(too_many_bodies())
             return
-        if exchange is self._current:
+        if not last and exchange is self._current:
             earned_s = len(data) / self.settings.body_bytes_per_s_min
             self._body_due = min(self._body_due + earned_s, self._read_s + self.settings.body_grace_s)
         if waiting > self.settings.body_ahead_bytes_max:
@@ -332,7 +339,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._pieces:
-            self._hand_over()
+            self._hand_over(last=True)
         if self._fields and not self._in_head:
             self._weigh_fields()
         self._given = True
@@ -361,7 +368,8 @@ class ClientConnection(asyncio.Protocol):
         self.stats.requests += 1
         self._state.total_requests += 1
         tasks = self._state.tasks
-        task = exchange.task = self.loop.create_task(exchange.run(self.app, tasks))
+        # Not by ``create_task``: a name of its own costs more than the rest of a task.
+        task = exchange.task = asyncio.Task(exchange.run(self.app, tasks), loop=self.loop, name="request")
         tasks.add(task)
 
     def answered(self, *, keep_alive: bool) -> None:
@@ -379,7 +387,8 @@ class ClientConnection(asyncio.Protocol):
         if self.read_paused:
             self.resume_reading()
         now = self.clock()
-        self._head_due = now + self.settings.header_timeout_s  # of what has begun to come meanwhile
+        if self._in_head:  # what has begun to come meanwhile
+            self._head_due = now + self.settings.header_timeout_s
         if self._queue:
             self._begin(self._queue.popleft(), now)
         elif self._last_word is not None:

@@ -11,17 +11,19 @@ import asyncio
 import http
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from router.http.server.capacity import Capacity
-from router.http.server.disconnect import EXTENSION, Message
+from router.http.server.seam import OWN, Header, Message
 from router.openai.errors import ApiError, internal_error
 
 _log = structlog.get_logger()
 _DISCONNECT: Message = {"type": "http.disconnect"}
+Head = tuple[int, Iterable[Header], bytes | None]
+"""Status, fields, and the content-length among them: empty where there is none, None where nobody told."""
 _JOIN_BYTES_MAX = 64 * 1024  # larger pieces are written without being copied
 
 
@@ -78,7 +80,7 @@ class Exchange(msgspec.Struct, eq=False):
     task: asyncio.Task[None] | None = None
     started: bool = False
     """Bytes of the answer have been written."""
-    _start: Message | None = None
+    _start: Head | None = None
     """Goes out with the first of the body, in one packet."""
     _body: list[bytes] = []
     """What waits for the application."""
@@ -133,7 +135,7 @@ class Exchange(msgspec.Struct, eq=False):
         """What ``task`` does; it leaves ``tasks`` at its end."""
         connection = self._connection
         self._begun = True
-        self._scope["extensions"] = {EXTENSION: self.on_disconnect}
+        self._scope["extensions"] = {OWN: self}
         try:
             await app(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -146,7 +148,8 @@ class Exchange(msgspec.Struct, eq=False):
             await self._fail()
         finally:
             self._free()
-            tasks.discard(cast("asyncio.Task[None]", self.task))
+            if self.task is not None:
+                tasks.discard(self.task)
             # Both refer back to this: no cycle for the collector to find.
             self.task = None
             del self._scope["extensions"]
@@ -173,7 +176,7 @@ class Exchange(msgspec.Struct, eq=False):
     # The application's side.
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """The extension ``router.http.server.disconnect.EXTENSION``."""
+        """Have this called once the client has gone."""
         self._on_left = callback
         if callback is not None and self._gone:
             callback()
@@ -186,19 +189,30 @@ class Exchange(msgspec.Struct, eq=False):
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while not (self._gone or self._done):
             if self._body or (self._body_whole and not self._body_given):
-                body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-                self._body.clear()
-                self._body_bytes = 0
-                self._body_given = self._body_whole
-                if connection.read_paused:
-                    connection.resume_reading()
-                return {"type": "http.request", "body": body, "more_body": not self._body_whole}
+                return {"type": "http.request", "body": self._take(), "more_body": not self._body_whole}
             waiter = self._waiter = connection.loop.create_future()
             try:
                 await waiter
             finally:
                 self._waiter = None
         return _DISCONNECT
+
+    def whole_body(self) -> bytes | None:
+        """The body, where all of it has come; asked for instead of ``receive``, or before it."""
+        if not self._body_whole or self._body_given or self._gone:
+            return None
+        return self._take()
+
+    def _take(self) -> bytes:
+        """What waits for the application."""
+        waiting = self._body
+        body = waiting[0] if len(waiting) == 1 else b"".join(waiting)
+        waiting.clear()
+        self._body_bytes = 0
+        self._body_given = self._body_whole
+        if self._connection.read_paused:
+            self._connection.resume_reading()
+        return body
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -222,22 +236,40 @@ class Exchange(msgspec.Struct, eq=False):
         if self._start is None:
             if message["type"] != "http.response.start":
                 raise RuntimeError(f"expected http.response.start, got {message['type']}")
-            self._start = message
+            self._start = message["status"], message.get("headers", ()), None
         elif self._done or message["type"] != "http.response.body":
             raise RuntimeError(f"unexpected {message['type']}")
         else:
             self._send_body(message.get("body", b""), message.get("more_body", False))
 
-    def _build_head(self, message: Message) -> bytes:
-        status = message["status"]
-        headers = message.get("headers", ())
-        lines = [_STATUS_LINES[status], *[b": ".join(field) for field in headers], b""]
+    def begin(self, status: int, fields: list[Header], length: bytes) -> None:
+        """See ``Answering``. No field is ``connection``."""
+        self._start = status, fields, length
+
+    def piece(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
+        """See ``Answering``."""
+        if self._connection.write_paused is not None:
+            return self._piece_later(data, more, self._connection.write_paused)
+        if not self._gone:
+            self._send_body(data, more)
+        return None
+
+    async def _piece_later(self, data: bytes, more: bool, caught_up: asyncio.Future[None]) -> None:
+        await asyncio.shield(caught_up)
+        if not self._gone:
+            self._send_body(data, more)
+
+    def _build_head(self, head: Head) -> bytes:
+        status, headers, length = head
+        lines = [_STATUS_LINES[status], *map(b": ".join, headers), b""]
         block = b"\r\n".join(lines)
         if block.count(b"\n") >= len(lines) or block.count(b"\r") >= len(lines):
             raise RuntimeError("a header field of the answer contains a line end")
-        lowered = block.lower()
-        length = _value(lowered, b"\r\ncontent-length: ")
-        says_close = b"\r\nconnection: " in lowered and _says_close(headers)
+        says_close = False
+        if length is None:
+            lowered = block.lower()
+            length = _value(lowered, b"\r\ncontent-length: ")
+            says_close = lowered.find(b"\r\nconnection: ") >= 0 and _says_close(headers)
         more = b""
         if self._scope["method"] == "HEAD" or status in (204, 304):
             self._left = 0
@@ -252,13 +284,13 @@ class Exchange(msgspec.Struct, eq=False):
             self._keep_alive = False
         if not self._keep_alive and not says_close:
             more += b"connection: close\r\n"
-        return b"%b%b\r\n" % (block, more)
+        return block + more + b"\r\n"
 
     def _send_body(self, body: bytes, more: bool) -> None:
         if self.started and self._chunked and more and 0 < len(body) < _JOIN_BYTES_MAX:
             self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
             return
-        begin = b"" if self.started else self._build_head(cast(Message, self._start))
+        begin = b"" if self.started or self._start is None else self._build_head(self._start)
         if self._scope["method"] == "HEAD":
             body = b""
         if self._left >= 0:
@@ -274,7 +306,7 @@ class Exchange(msgspec.Struct, eq=False):
             if not more:
                 end += b"0\r\n\r\n"
         if len(body) < _JOIN_BYTES_MAX:
-            self._connection.transport.write(b"%b%b%b" % (begin, body, end))
+            self._connection.transport.write(b"".join((begin, body, end)))
         else:
             self._connection.transport.writelines((begin, body, end))
         if not more:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 import msgspec
 
 from router.http.client.connection import UpstreamError
-from router.http.server.disconnect import Send
+from router.http.server.seam import Answering
 from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.errors import stream_broken
@@ -34,7 +34,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _attempt: Attempt
     _record: RequestRecord
     _head: AnswerHead
-    _send: Send
+    _answer: Answering
     _stats: ProxyStats
     _usage_bytes_max: int
 
@@ -54,16 +54,16 @@ class AnswerRelay(msgspec.Struct, eq=False):
     def _success(self) -> bool:
         return 200 <= self._connection.status < 300
 
-    def _start(self) -> Awaitable[None]:
-        status, fields = self._connection.status, self._head.fields
-        return self._send({"type": "http.response.start", "status": status, "headers": fields})
+    def _start(self) -> None:
+        head = self._head
+        self._answer.begin(self._connection.status, head.fields, head.length)
 
     async def _pass_body(self, data: bytes) -> None:
-        connection, attempt, record, send = self._connection, self._attempt, self._record, self._send
+        connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
         more = not connection.finished
         if data or not more:
             attempt.first_byte(connection.status if data else 0)
-        await self._start()
+        self._start()
         path = attempt.request.path
         wants_usage = path in PROMPT_APIS and self._success and not self._head.encoded
         seen: list[bytes] = []
@@ -74,7 +74,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
                 seen_bytes += len(data)
                 wants_usage = seen_bytes <= self._usage_bytes_max
             record.bytes_out += len(data)
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            if (waits := answer.piece(data, more=more)) is not None:
+                await waits
             if not more:
                 break
             try:
@@ -99,7 +100,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             return None
 
     async def _pass_events(self, data: bytes) -> None:
-        connection, attempt, record = self._connection, self._attempt, self._record
+        connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
         events = SseRelay(seeks_id=attempt.request.path == RESPONSES)
         begun = False
         started = False
@@ -117,9 +118,9 @@ class AnswerRelay(msgspec.Struct, eq=False):
             record.bytes_out += len(out)
             if not started and (out or not more):
                 started = True
-                await self._start()
-            if out or not more:
-                await self._send({"type": "http.response.body", "body": out, "more_body": more})
+                self._start()
+            if (out or not more) and (waits := answer.piece(out, more=more)) is not None:
+                await waits
             if not more:
                 break
             try:
@@ -130,7 +131,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
                 if not events.done:
                     await self._break_stream(events, error)
                     return
-                await self._send({"type": "http.response.body", "body": events.end(), "more_body": False})
+                await self._last(events.end())
                 break
         self._stats.usage_unread += events.unread_usages
         record.usage = events.usage
@@ -151,7 +152,11 @@ class AnswerRelay(msgspec.Struct, eq=False):
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         error_told = stream_broken(f"The engine {said} before its answer was complete.")
         event = error_event(error_told, self._attempt.request.path, events.passed_on)
-        await self._send({"type": "http.response.body", "body": events.broken(*event), "more_body": False})
+        await self._last(events.broken(*event))
+
+    async def _last(self, data: bytes) -> None:
+        if (waits := self._answer.piece(data, more=False)) is not None:
+            await waits
 
 
 def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from router.http.server.disconnect import Send
+from router.http.server.seam import Send
 from router.pd.course import Course
 from router.pd.handoff import Handoff
 from router.pd.places import Places

@@ -112,12 +112,13 @@ def test_connection_close_is_honoured() -> None:
     run(main())
 
 
-def test_http_1_0_gets_no_chunks() -> None:
+@pytest.mark.parametrize("fields", [(), ("connection: keep-alive",), ("proxy-connection: keep-alive",)])
+def test_http_1_0_gets_no_chunks(fields: tuple[str, ...]) -> None:
     async def main() -> None:
         script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")) + b"0\r\n\r\n")
         async with Engine(script) as engine, routing(engine.url) as rig:
             reader, writer = await rig.connect()
-            writer.write(request(STREAM).replace(b"HTTP/1.1", b"HTTP/1.0"))
+            writer.write(request(STREAM, *fields).replace(b"HTTP/1.1", b"HTTP/1.0"))
             got = await read_answer(reader)
             assert "transfer-encoding" not in got.head
             assert got.body == event("a") + event("b")
