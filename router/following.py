@@ -84,11 +84,9 @@ class Following:
         if not self._control.follows(address, base):  # new, moved, or another model: known anew
             self._control.stop(engine.engine_id)
             self.scopes.remove(engine.engine_id)
-        engine.residency = self.scopes.assign(engine.engine_id, base)
-        if not engine.publishes_events:
-            engine.begin_shadow(self._config.model(base).shadow_spec())
-        elif not self._control.follows(address, base):
-            engine.shadow = None
+        shadow = None if engine.publishes_events else self._config.model(base).shadow_spec()
+        engine.learn_from(self.scopes.assign(engine.engine_id, base), shadow=shadow)
+        if engine.publishes_events and not self._control.follows(address, base):
             self._control.follow(address, base, self._tasks)
 
     def engine_down(self, engine: Engine) -> None:
@@ -164,7 +162,7 @@ class Following:
             self._learn_adapters(engine, engine.base_model or "")
             if engine.base_model in other:
                 self._control.stop(engine.engine_id)
-                engine.residency = engine.shadow = None
+                engine.learn_from(None, shadow=None)
         for base in other:
             self.scopes.relearn(base)
         for engine in served:

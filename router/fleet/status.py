@@ -66,8 +66,9 @@ class EngineStatus:
 
     @up.setter
     def up(self, up: bool) -> None:
-        self._up = up
-        self._fleet_changed()
+        if up != self._up:
+            self._up = up
+            self._fleet_changed()
 
     @property
     def held(self) -> str:
@@ -76,8 +77,9 @@ class EngineStatus:
 
     @held.setter
     def held(self, why: str) -> None:
-        self._held = why
-        self._fleet_changed()
+        if why != self._held:
+            self._held = why
+            self._fleet_changed()
 
     @property
     def asleep(self) -> bool:
@@ -208,9 +210,7 @@ class Fleet(Generic[E]):
         self._holds = wanted.holds
         self._identities = {url: self._identities.get(url, "") for url in given} | wanted.identities
         for status in self._status.values():
-            why = self._why_held(status.engine)
-            if status.held != why:
-                status.held = why
+            status.held = self._why_held(status.engine)
         return changes
 
     def _why_held(self, engine: EngineAddress) -> str:

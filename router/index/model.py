@@ -8,7 +8,7 @@ engine's own events speak; that cannot over-predict, since hashes of another sch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from publisher.block_hash import HashScheme, PromptExtras
@@ -105,10 +105,14 @@ class Residency:
 
 
 class FleetResidency:
-    """Residency of all engines of one model; implements the feeds' sink."""
+    """Residency of all engines of one model; implements the feeds' sink. ``changed`` is told whenever what
+    is known of an engine's hashes and groups may have changed."""
 
-    def __init__(self, facts: ModelFacts, index: Index | None = None) -> None:
+    def __init__(
+        self, facts: ModelFacts, index: Index | None = None, *, changed: Callable[[], None] = lambda: None
+    ) -> None:
         self.facts = facts
+        self._tell_changed = changed
         self.index: Index = index if index is not None else MemoryIndex()
         self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
@@ -244,6 +248,7 @@ class FleetResidency:
     def unseat(self) -> None:
         """Something of an engine changed, or one came or left: who sits where is to be worked out anew."""
         self._seatings.clear()
+        self._tell_changed()
 
     def _offered(self, engine_id: str, prompt: HashedPrompt) -> Seat | EngineHit:
         """The seat of an engine that may find its hashes in this prompt."""

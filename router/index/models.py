@@ -29,6 +29,8 @@ class Scopes:
         self._index_of = index_of
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
+        self.changes = 0
+        """How often anything may have changed that is known of engines' hashes and groups."""
 
     def assign(self, engine_id: str, base_model: str) -> Residency:
         """The engine serves this model (from now on). Returns its part of it."""
@@ -46,7 +48,10 @@ class Scopes:
 
     def _new_scope(self, base_model: str) -> FleetResidency:
         index = None if self._index_of is None else self._index_of(base_model)
-        return FleetResidency(self._facts_of(base_model), index)
+        return FleetResidency(self._facts_of(base_model), index, changed=self._changed)
+
+    def _changed(self) -> None:
+        self.changes += 1
 
     def models(self) -> dict[str, FleetResidency]:
         return self._by_model

@@ -31,16 +31,14 @@ from router.placement.askable import Askable
 from router.placement.candidate import Ask, Candidate, PolicySettings, ask
 from router.placement.engine import (
     NO_LOOK,
-    NO_PARTY,
     Accounts,
     Engine,
     Look,
-    Party,
     PromptView,
     SharedView,
-    party_of,
 )
 from router.placement.holding.hold import Hold
+from router.placement.party import NO_PARTY, Parties, Party
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
@@ -82,6 +80,7 @@ class Planner:
         self._fleet = fleet
         self._askable = Askable(fleet, accounts)
         self._scopes = scopes
+        self._parties = Parties(fleet, scopes)
         self._reader = reader
         self._accounts = accounts
         self._retention = retention
@@ -229,7 +228,7 @@ class Planner:
             read = await self._reader.read(request)
         party = NO_PARTY
         if isinstance(read, Prompt):
-            party = party_of(asked_of)
+            party = self._parties.of(asked_of)
             for scheme in party.schemes:
                 await self._reader.hashes(read, scheme)
         if apart is not None:

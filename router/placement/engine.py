@@ -11,7 +11,7 @@ not learn is ``unknown``, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -140,18 +140,6 @@ class PromptView(msgspec.Struct, gc=False):
     """Hits worked out so far: engines that hold and share as much, and missed nothing, have the same."""
 
 
-class Party(msgspec.Struct, gc=False):
-    """Some engines, by what one prompt is to be looked up with: their hash schemes, the first one's first,
-    and the ids of those that publish events, by model. ``guessed``: some have shadows."""
-
-    schemes: list[HashScheme] = []
-    by_model: dict[str, list[str]] = {}
-    guessed: bool = False
-
-
-NO_PARTY = Party()
-
-
 class Engine(EngineStatus):
     """See the module. ``leaving`` are told when it closes, each once, the engine being whole until then."""
 
@@ -219,10 +207,15 @@ class Engine(EngineStatus):
         if tokens >= (_EVENTS_DUE_TOKENS if layout is None else 2 * _longest_block(layout)):
             self._events_due(self.engine_id, since)
 
-    def begin_shadow(self, spec: ShadowSpec) -> None:
-        """It publishes no events: stand in for them, unless that is being done already."""
-        if self.shadow is None:
-            self.shadow = Shadow(spec, self._accounts.shadow_stats)
+    def learn_from(self, residency: Residency | None, *, shadow: ShadowSpec | None) -> None:
+        """What it holds is kept there from now on (None: nowhere yet). ``shadow``: it publishes no events, so
+        a shadow of this kind stands in for them, or the one that it has already."""
+        self.residency = residency
+        if shadow is None:
+            self.shadow = None
+        elif self.shadow is None:
+            self.shadow = Shadow(shadow, self._accounts.shadow_stats)
+        self._fleet_changed()
 
     @property
     def feed_state(self) -> str:
@@ -231,6 +224,12 @@ class Engine(EngineStatus):
             return str(self.feed.state)
         told = None if self._elsewhere is None else self._elsewhere.feed_state(self.engine_id)
         return told or "none"
+
+    @property
+    def lasting_scheme(self) -> HashScheme | None:
+        """``scheme``, where it stays until the fleet or what is known here of its hashes changes."""
+        scheme = None if self.residency is None else self.residency.writer.scheme
+        return self.scheme if scheme is None and self._elsewhere is None else scheme
 
     @property
     def scheme(self) -> HashScheme:
@@ -311,31 +310,6 @@ class Engine(EngineStatus):
 @lru_cache(maxsize=256)
 def _longest_block(layout: CacheLayout) -> int:
     return max([spec_class.block_size for spec_class in layout.classes])
-
-
-def party_of(engines: Iterable[Engine]) -> Party:
-    """These engines as one prompt is looked up for them."""
-    party = Party()
-    schemes, by_model = party.schemes, party.by_model
-    last = None
-    for engine in engines:
-        residency, model = engine.residency, engine.base_model
-        scheme = None if residency is None else residency.writer.scheme
-        if scheme is None:
-            scheme = engine.scheme
-        if scheme is not last:  # most of a fleet have the same object
-            last = scheme
-            if scheme not in schemes:
-                schemes.append(scheme)
-        if engine.shadow is not None:
-            party.guessed = True
-        if model is not None and engine.engine.events is not None:
-            ids = by_model.get(model)
-            if ids is None:
-                by_model[model] = [engine.engine_id]
-            else:
-                ids.append(engine.engine_id)
-    return party
 
 
 def _expected(held: EngineHit, feed: FeedStats | None) -> tuple[int, int, int]:

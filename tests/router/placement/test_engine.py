@@ -42,7 +42,7 @@ def test_an_engine_leaves_everything_it_is_in_also_where_one_part_fails() -> Non
     fleet = Fleet([EngineAddress("http://a:1"), EngineAddress("http://b:1")], make)
     gone, stays = fleet
     for one in (gone, stays):
-        one.begin_shadow(ShadowSpec())
+        one.learn_from(None, shadow=ShadowSpec())
         accounts.inflight.add(one.engine_id, [1, 2, 3], NOW)  # type: ignore[list-item]
         accounts.affinity.record([7, 8], one.engine_id)
         for _ in range(10):
@@ -114,7 +114,7 @@ def test_what_nobody_keeps_up_to_date_is_a_trunk_and_nothing_to_count_on() -> No
 
 def test_an_engine_that_never_stored_a_block_is_known_to_be_empty() -> None:
     one = engine()
-    one.residency = FleetResidency(ModelFacts()).residency(one.engine_id)
+    one.learn_from(FleetResidency(ModelFacts()).residency(one.engine_id), shadow=None)
     unknown = held(mode="unknown")
     assert one.hit(PromptView(5000, unknown)).confidence == "exact"
     assert one.hit(PromptView(5000, unknown, {one.engine_id: 16})).confidence == "none"
@@ -124,7 +124,7 @@ def test_an_engine_that_never_stored_a_block_is_known_to_be_empty() -> None:
 
 def test_a_shadow_stands_in_for_events() -> None:
     one, tokens = engine(), list(range(200))
-    one.begin_shadow(ShadowSpec())
+    one.learn_from(None, shadow=ShadowSpec())
     assert one.shadow is not None
 
     def hashes_of(scheme: HashScheme) -> list[int]:
