@@ -3,14 +3,22 @@
 Left out are engines that only prefill, that were tried, or whose breakers are open, unless all are. A
 gateway's subset, a client's own choice and the engine that holds an earlier response narrow it down. Always
 true: at least one comes out, or the error that says why there is none.
+
+And what their prompt is to be looked up with, their ``Party``. Most requests may go to the same engines, so
+the last one stays for as long as nothing of it changes. Always true: it is what working it out anew would give.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import msgspec
+
+from publisher.block_hash import HashScheme
 from router.fleet.identity import endpoint_of
 from router.fleet.status import Fleet
+from router.index.models import Scopes
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.engine import Accounts, Engine
@@ -96,3 +104,49 @@ def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
     if not found:
         raise no_ready_engine(f"Engine {echoed(engine_id)}, which was asked for, cannot take it now.")
     return found
+
+
+class Party(msgspec.Struct):
+    """Some engines: their hash schemes, the first one's first, and the ids of those that publish events, by
+    model. ``guessed``: some have shadows."""
+
+    schemes: list[HashScheme] = []
+    by_model: dict[str, list[str]] = {}
+    guessed: bool = False
+
+
+NO_PARTY = Party()
+
+
+class Parties:
+    """Of one fleet. What is known of engines' hashes is in ``scopes``, or told by other replicas."""
+
+    def __init__(self, fleet: Fleet[Engine], scopes: Scopes) -> None:
+        self._fleet = fleet
+        self._scopes = scopes
+        self._last = NO_PARTY
+        self._engines: Sequence[Engine] = ()
+        self._changes = -1, -1
+
+    def of(self, engines: Sequence[Engine]) -> Party:
+        """These engines; what is returned is not to be changed."""
+        changes = self._fleet.changes, self._scopes.changes
+        if changes != self._changes or (engines is not self._engines and engines != self._engines):
+            self._last, self._engines = party_of(engines), engines
+            lasts = all(engine.lasting_scheme is not None for engine in engines)
+            self._changes = changes if lasts else (-1, -1)
+        return self._last
+
+
+def party_of(engines: Sequence[Engine]) -> Party:
+    """Worked out anew."""
+    party = Party()
+    for engine in engines:
+        scheme, model = engine.scheme, engine.base_model
+        if scheme not in party.schemes:
+            party.schemes.append(scheme)
+        if engine.shadow is not None:
+            party.guessed = True
+        if model is not None and engine.publishes_events:
+            party.by_model.setdefault(model, []).append(engine.engine_id)
+    return party

@@ -27,7 +27,7 @@ from router.pd.course import Course
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
-from router.placement.askable import Askable
+from router.placement.askable import NO_PARTY, Askable, Parties, Party
 from router.placement.candidate import Ask, Candidate, PolicySettings, ask
 from router.placement.engine import (
     NO_LOOK,
@@ -38,7 +38,6 @@ from router.placement.engine import (
     SharedView,
 )
 from router.placement.holding.hold import Hold
-from router.placement.party import NO_PARTY, Parties, Party
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-import numpy as np
 import xxhash
 
 from publisher.block_hash import PromptExtras
@@ -32,6 +31,9 @@ _CHAIN_BYTES_PER_TOKEN: Final = 4
 what arrays have to spare to grow."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
+_COMPARED: Final = 64
+"""Ids that are compared at once, at first; twice as many after each comparison that found them equal."""
+_ID_BITS: Final = 32
 CHUNK_BYTES: Final = 1024
 """Prompts without messages are indexed by such chunks of their text, or of their ids: 256 of them."""
 
@@ -138,13 +140,20 @@ def _chunk_keys(key: int, data: bytes) -> list[int]:
 
 
 def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
-    """How many leading ids are equal, the first ``known`` of which need no look."""
-    limit = min(len(left), len(right))
-    if known >= limit:
-        return limit
-    differ = np.frombuffer(left, np.uint32)[known:limit] != np.frombuffer(right, np.uint32)[known:limit]
-    first = int(differ.argmax())
-    return known + first if differ[first] else limit
+    """How many leading ids are equal, the first ``known`` of which need no look. Mostly few are to be looked
+    at, so this goes without numpy, whose code is out of the processor's caches by now."""
+    at, limit, step = known, min(len(left), len(right)), _COMPARED
+    while at < limit:
+        end = min(limit, at + step)
+        one, two = left[at:end], right[at:end]
+        if one == two:
+            at, step = end, 2 * step
+        elif step > _COMPARED:
+            step = _COMPARED
+        else:
+            differ = int.from_bytes(one.tobytes(), "little") ^ int.from_bytes(two.tobytes(), "little")
+            return at + ((differ & -differ).bit_length() - 1) // _ID_BITS  # where the lowest bit is
+    return limit
 
 
 def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:

@@ -412,13 +412,17 @@ def _common(left: list[msgspec.Raw], right: list[msgspec.Raw]) -> list[msgspec.R
     return left[:count]
 
 
+IDS = st.lists(st.sampled_from((0, 1, 255, 256, 1 << 31, (1 << 32) - 1)), max_size=40)
+
+
 @settings(max_examples=examples(200), deadline=None)
-@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
-def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int]) -> None:
+@given(IDS, IDS, st.lists(st.integers(0, 700), max_size=1).map(sum))
+def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int], alike: int) -> None:
+    left, right = [7] * alike + left, [7] * alike + right
     expected = 0
     while expected < min(len(left), len(right)) and left[expected] == right[expected]:
         expected += 1
-    for known in range(expected + 1):
+    for known in {0, expected // 2, max(0, expected - 1), expected}:
         assert common_tokens(ids_of(left), ids_of(right), known) == expected
 
 

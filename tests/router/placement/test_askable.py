@@ -1,0 +1,130 @@
+"""What the engines asked are looked up with stays until something of it changes, and not a request longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from publisher.block_hash import HashScheme
+from publisher.events import DecodedBatch
+from router.fleet.desired import DesiredFleet
+from router.fleet.identity import EngineAddress
+from router.fleet.status import Fleet, ModelCard
+from router.index.learn.layout import ModelFacts
+from router.index.models import Scopes
+from router.placement.askable import Parties, party_of
+from router.placement.engine import Accounts, Engine
+from router.placement.shadow import ShadowSpec
+from tests.support.event_writer import Writer, batch
+from tests.support.examples import examples
+
+EVENTS = (*["tcp://e:1"] * 3, None)
+ADDRESSES = [
+    EngineAddress(f"http://{name}:1", events=events) for name, events in zip("abcd", EVENTS, strict=True)
+]
+SCHEMES = [HashScheme(hash_block_size=size) for size in (16, 32)]
+MODELS = [ModelCard("m"), ModelCard("n")]
+
+engine = st.integers(0, 3)
+change = st.one_of(
+    st.tuples(st.just("up"), engine, st.sampled_from(MODELS)),
+    st.tuples(st.just("down"), engine),
+    st.tuples(st.just("stores"), engine, st.sampled_from(SCHEMES)),
+    st.tuples(st.just("restarts"), engine),
+    st.tuples(st.just("snapshot"), engine, st.sampled_from(SCHEMES)),
+    st.tuples(st.just("told"), engine, st.sampled_from(SCHEMES)),
+    st.tuples(st.just("shadowed"), engine, st.booleans()),
+    st.tuples(st.just("leaves"), engine),
+    st.tuples(st.just("comes"), engine),
+    st.tuples(st.just("reloads")),
+)
+
+
+class Elsewhere:
+    """What other replicas say, of schemes only."""
+
+    def __init__(self) -> None:
+        self.schemes: dict[str, HashScheme] = {}
+
+    def scheme(self, engine_id: str) -> HashScheme | None:
+        return self.schemes.get(engine_id)
+
+
+class World:
+    """A fleet of up to four engines, the last one without events."""
+
+    def __init__(self, elsewhere: Elsewhere | None) -> None:
+        self.accounts, self.elsewhere, self.known = Accounts(lambda: 0.0), elsewhere, set(range(4))
+        self.scopes = Scopes(lambda model: ModelFacts())
+        self.fleet: Fleet[Engine] = Fleet(ADDRESSES, self._make)
+        self.parties = Parties(self.fleet, self.scopes)
+
+    def _make(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
+        other: Any = self.elsewhere
+        leaving = (lambda one: self.scopes.remove(one.engine_id),)
+        return Engine(address, self.accounts, fleet_changed=fleet_changed, elsewhere=other, leaving=leaving)
+
+    def change(self, name: str, number: int = 0, what: Any = None) -> None:
+        address = ADDRESSES[number]
+        one = self.fleet.get(address.engine_id)
+        if name in {"leaves", "comes"}:
+            (self.known.discard if name == "leaves" else self.known.add)(number)
+            self.fleet.assign(DesiredFleet(tuple(ADDRESSES[at] for at in sorted(self.known))))
+        elif name == "reloads":
+            for each in self.fleet:
+                each.learn_from(None, shadow=None)
+            for card in MODELS:
+                self.scopes.relearn(card.id)
+        elif name == "told" and self.elsewhere is not None:
+            self.elsewhere.schemes[address.engine_id] = what
+        elif one is not None:
+            self._of_engine(one, name, what)
+
+    def _of_engine(self, one: Engine, name: str, what: Any) -> None:
+        if name == "up":
+            one.up, one.models = True, (what,)
+            shadow = None if one.publishes_events else ShadowSpec()
+            one.learn_from(self.scopes.assign(one.engine_id, what.id), shadow=shadow)
+        elif name == "down":
+            one.up = False
+        elif name == "shadowed":
+            one.learn_from(one.residency, shadow=ShadowSpec() if what else None)
+        elif one.residency is not None and one.publishes_events:
+            if name == "restarts":
+                one.residency.forget()
+            if name == "stores":
+                one.residency.apply(stored(what))
+            if name == "snapshot":
+                one.residency.stage(stored(what))
+                one.residency.adopt()
+
+
+def stored(scheme: HashScheme) -> DecodedBatch:
+    return batch(Writer(scheme).stored(list(range(96))))
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(st.tuples(change, st.booleans()), max_size=25), st.booleans())
+def test_what_stays_is_what_would_be_found_anew(changes: list[tuple[Any, bool]], replicas: bool) -> None:
+    world = World(Elsewhere() if replicas else None)
+    for (name, *what), ready in changes:
+        world.change(name, *what)
+        engines = world.fleet.ready(None) if ready else list(world.fleet)
+        assert world.parties.of(engines) == party_of(engines)
+
+
+def test_what_is_known_of_the_same_engines_is_not_found_again() -> None:
+    world = World(None)
+    for number in range(4):
+        world.change("up", number, MODELS[0])
+        world.change("stores", number, SCHEMES[0])
+    ready = world.fleet.ready("m")
+    first = world.parties.of(ready)
+    assert [*first.by_model.values()] == [[one.engine_id for one in ready if one.publishes_events]]
+    assert first.guessed
+    assert world.parties.of(ready) is first
+    world.change("restarts", 1)
+    assert world.parties.of(ready) is not first
