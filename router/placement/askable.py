@@ -5,7 +5,7 @@ gateway's subset, a client's own choice and the engine that holds an earlier res
 true: at least one comes out, or the error that says why there is none.
 
 And what their prompt is to be looked up with, their ``Party``. Most requests may go to the same engines, so
-the last one stays for as long as nothing of it changes. Always true: it is what working it out anew would give.
+the last one stays for as long as nothing of it changes. Always true: it is what would be found anew.
 """
 
 from __future__ import annotations

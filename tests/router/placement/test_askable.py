@@ -106,7 +106,7 @@ def stored(scheme: HashScheme) -> DecodedBatch:
     return batch(Writer(scheme).stored(list(range(96))))
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(st.lists(st.tuples(change, st.booleans()), max_size=25), st.booleans())
 def test_what_stays_is_what_would_be_found_anew(changes: list[tuple[Any, bool]], replicas: bool) -> None:
     world = World(Elsewhere() if replicas else None)
