@@ -56,11 +56,9 @@ _Around = tuple[bytes, bytes, bytes]
 """What stands before the parent's hash, between it and the tokens, and behind them."""
 
 
-def plain_hashes(
-    token_ids: Sequence[int], size: int, algo: str, parent: bytes
-) -> tuple[bytes, list[int]] | None:
-    """The hashes of blocks without extra keys, joined, and of each its last eight bytes as a number;
-    ``parent``: the hash before. None for ids or a block size whose serialization is another."""
+def plain_hashes(token_ids: Sequence[int], size: int, algo: str, parent: bytes) -> tuple[bytes, bytes] | None:
+    """The hashes of blocks without extra keys, joined, and of each its last eight bytes as this machine has
+    numbers; ``parent``: the hash before. None for ids or a block size whose serialization is another."""
     try:
         numbers = np.asarray(token_ids, dtype=np.int64)
     except OverflowError:
@@ -87,7 +85,7 @@ def plain_hashes(
             at = end
     words = len(parent) // 8
     whole = b"".join(full)
-    return whole, np.frombuffer(whole, ">u8")[words - 1 :: words].tolist()
+    return whole, np.frombuffer(whole, ">u8")[words - 1 :: words].astype(np.uint64).tobytes()
 
 
 def _written(numbers: npt.NDArray[np.int64], size: int, form: _Format) -> tuple[bytes, list[int]]:

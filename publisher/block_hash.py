@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import cbor2
 import msgspec
@@ -34,7 +35,7 @@ One more name is known, ``learned``: our own chain (xxh3-128 over msgpack), for 
 reproduced and are looked up by token prefix instead."""
 
 
-class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
+class HashScheme(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """Everything but the prompt that a block hash depends on.
 
     ``hash_block_size`` and ``lookahead`` are in tokens. ``tagged`` says whether extra keys carry their
@@ -132,49 +133,56 @@ def num_hash_blocks(num_tokens: int, scheme: HashScheme) -> int:
     return max(0, (num_tokens - scheme.lookahead) // scheme.hash_block_size)
 
 
-class PromptHashes(list[BlockHash]):
-    """The hashes of one prompt. ``found`` is of whoever looks them up: what was found of the first of them,
-    with ``first(n)`` for fewer; a prompt that begins alike has it too."""
+if TYPE_CHECKING:
+    _Words = array[int]
+else:
+    _Words = array  # says only from Python 3.12 on what is in it
+
+
+class PromptHashes(_Words):
+    """The hashes of one prompt, unsigned 64 bits each, in one piece of memory: as objects, a look at a
+    thousand of them would touch each, and the collector of garbage does look. ``found`` is of whoever looks
+    them up: what was found of the first of them, with ``first(n)`` for fewer; a prompt that begins alike has
+    it too."""
 
     __slots__ = ("found",)
+    found: Any
 
-    def __init__(self, hashes: Iterable[BlockHash] = (), found: Any = None) -> None:
-        list.__init__(self, hashes)
-        self.found = found
-
-    def first(self, num_hashes: int) -> PromptHashes:
-        """The hashes of a prompt that begins alike, in a list of its own."""
-        made = PromptHashes(self, None if self.found is None else self.found.first(num_hashes))
-        del made[num_hashes:]
+    def __new__(cls, hashes: Iterable[int] = (), found: Any = None) -> PromptHashes:
+        made = cast("PromptHashes", super().__new__(cls, "Q", hashes))
+        made.found = found
         return made
 
+    __hash__ = None
 
-class HashChain:
-    """The hashes of one growing prompt; extending it hashes new blocks only.
+    def __eq__(self, other: object) -> bool:
+        """As lists of numbers are."""
+        return self.tolist() == (other.tolist() if isinstance(other, array) else other)
+
+    def first(self, num_hashes: int) -> PromptHashes:
+        """The hashes of a prompt that begins alike, in a piece of its own."""
+        found = self.found
+        return PromptHashes(self[:num_hashes], None if found is None else found.first(num_hashes))
+
+
+class HashChain(msgspec.Struct, eq=False, gc=False):
+    """The hashes of one growing prompt; extending it hashes new blocks only. ``parent``: the whole hash that
+    comes before the first block, where that is not the seed's.
 
     ``hashes`` has their 64-bit form, one per hash block. The whole ones, which are needed to go on, stand one
-    after the other in one piece of memory: as objects, a fork of a thousand would touch each.
+    after the other in ``_whole``.
     """
 
-    __slots__ = ("_hash", "_parent", "_whole", "extras", "hashes", "scheme")
-
-    def __init__(
-        self, scheme: HashScheme, extras: PromptExtras = NO_EXTRAS, *, parent: bytes | None = None
-    ) -> None:
-        """``parent``: the whole hash that comes before the first block, where that is not the seed's."""
-        self.scheme = scheme
-        self.extras = extras
-        self._parent = parent
-        self._whole = bytearray()
-        self.hashes = PromptHashes()
-        self._hash = hash_function(scheme.algo)
+    scheme: HashScheme
+    extras: PromptExtras = NO_EXTRAS
+    parent: bytes | None = None
+    hashes: PromptHashes = msgspec.field(default_factory=PromptHashes)
+    _whole: bytearray = msgspec.field(default_factory=bytearray)
 
     def fork(self, num_blocks: int) -> HashChain:
         """A new chain that starts with this one's first ``num_blocks`` blocks."""
-        other = HashChain(self.scheme, self.extras, parent=self._parent)
-        other._whole = self._whole[: self._digest_bytes * num_blocks]
-        other.hashes = self.hashes.first(num_blocks)
-        return other
+        whole = self._whole[: self._digest_bytes * num_blocks]
+        return HashChain(self.scheme, self.extras, self.parent, self.hashes.first(num_blocks), whole)
 
     def cut(self, num_blocks: int) -> HashChain:
         """``fork`` for a chain that nobody needs any more: it becomes the new one, and whole hashes are not
@@ -192,8 +200,9 @@ class HashChain:
         size = self._digest_bytes
         return [bytes(self._whole[at : at + size]) for at in range(start * size, len(self._whole), size or 1)]
 
-    def extend(self, token_ids: Sequence[int]) -> list[BlockHash]:
-        """Hash every block of ``token_ids`` (the whole prompt) not hashed yet; returns all hashes."""
+    def extend(self, token_ids: Sequence[int]) -> PromptHashes:
+        """Hash every block of ``token_ids`` (the whole prompt) not hashed yet; returns all hashes. Raises
+        ``ValueError`` for an unknown algorithm."""
         size = self.scheme.hash_block_size
         done, total = len(self.hashes), num_hash_blocks(len(token_ids), self.scheme)
         if done >= total:
@@ -208,7 +217,7 @@ class HashChain:
     def _last(self) -> bytes:
         """What the next block's hash covers of those before."""
         if not self.hashes:
-            return self._parent or self._hash(self.scheme.seed)
+            return self.parent or hash_function(self.scheme.algo)(self.scheme.seed)
         return bytes(self._whole[-self._digest_bytes :])
 
     def _first_plain_block(self, done: int, total: int) -> int:
@@ -223,7 +232,7 @@ class HashChain:
         return plain if total - plain >= _MANY_BLOCKS else total
 
     def _extend_each(self, token_ids: Sequence[int], starts: range) -> None:
-        parent, digest = self._last(), self._hash
+        parent, digest = self._last(), hash_function(self.scheme.algo)
         size, stop = self.scheme.hash_block_size, starts.stop
         made: list[bytes] = []
         if self.extras == NO_EXTRAS and not self.scheme.lookahead:
@@ -237,7 +246,7 @@ class HashChain:
                 parent = digest((parent, new[at * size : (at + 1) * size], extra))
                 made.append(parent)
         self._whole += b"".join(made)
-        self.hashes += cast("list[BlockHash]", [int.from_bytes(one[-8:]) for one in made])
+        self.hashes.extend([int.from_bytes(one[-8:]) for one in made])
 
     def _extend_plain(self, token_ids: Sequence[int], starts: range) -> None:
         from publisher import block_bytes  # noqa: PLC0415  # numpy comes with it
@@ -249,7 +258,7 @@ class HashChain:
             self._extend_each(token_ids, starts)
             return
         self._whole += found[0]
-        self.hashes += cast("list[BlockHash]", found[1])
+        self.hashes.frombytes(found[1])
 
 
 def hashed_parts(
@@ -296,4 +305,4 @@ def block_hashes(
     token_ids: Sequence[int], scheme: HashScheme, extras: PromptExtras = NO_EXTRAS
 ) -> list[BlockHash]:
     """All hashes of one prompt, one per hash block."""
-    return HashChain(scheme, extras).extend(token_ids)
+    return cast("list[BlockHash]", HashChain(scheme, extras).extend(token_ids).tolist())

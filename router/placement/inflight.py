@@ -31,7 +31,7 @@ from publisher.events import BlockHash
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds. A block costs 8 bytes here and up to 36 in the list it shares with the prompt."""
+    """Bounds. A block costs 8 bytes, in the array that it shares with the prompt."""
 
     prompts_max: int = 8192
     blocks_max: int = 2_000_000
@@ -96,7 +96,7 @@ def keeps(
     return tuple([end // hash_block_size for end in ends if end])
 
 
-class PrefixNode:
+class PrefixNode(msgspec.Struct, eq=False, gc=False):
     """A node of the tree: hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through.
 
     It keeps a slice of one prompt's hash list (no copy), the number of open prompts of each engine that pass
@@ -104,15 +104,12 @@ class PrefixNode:
     positions are absolute in the prompt, and a child starts where its parent ends.
     """
 
-    __slots__ = ("children", "end", "engines", "hashes", "keepers", "start")
-
-    def __init__(self, hashes: Sequence[BlockHash], start: int, end: int) -> None:
-        self.hashes = hashes
-        self.start = start
-        self.end = end
-        self.children: dict[BlockHash, PrefixNode] = {}
-        self.engines: dict[str, int] = {}
-        self.keepers: dict[str, int] = {}
+    hashes: Sequence[BlockHash]
+    start: int
+    end: int
+    children: dict[BlockHash, PrefixNode] = {}
+    engines: dict[str, int] = {}
+    keepers: dict[str, int] = {}
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
@@ -130,8 +127,7 @@ class PrefixNode:
 
     def split(self, at: int) -> None:
         """Cut this node in two at position ``at``; the upper part stays this object."""
-        lower = PrefixNode(self.hashes, at, self.end)
-        lower.children, lower.engines, lower.keepers = self.children, self.engines.copy(), self.keepers
+        lower = PrefixNode(self.hashes, at, self.end, self.children, self.engines.copy(), self.keepers)
         self.end, self.keepers = at, {}
         self.children = {self.hashes[at]: lower}
 

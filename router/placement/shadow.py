@@ -24,7 +24,7 @@ from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash
 from publisher.groups import GroupSpec
 
-HashesOf = Callable[[HashScheme], list[BlockHash]]
+HashesOf = Callable[[HashScheme], Sequence[BlockHash]]
 """The prompt's block hashes under a scheme (``Prompt.hashes``)."""
 
 

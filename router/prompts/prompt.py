@@ -5,7 +5,8 @@ Shares its hash chains with the prompt cache, so that a next turn hashes only it
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import msgspec
 
@@ -16,7 +17,7 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 
 
-class Prompt(msgspec.Struct, eq=False, gc=True):
+class Prompt(msgspec.Struct, eq=False, gc=False):
     """Token ids of a request's (first) prompt, in the order the engine computes them.
 
     ``source``: computed here, or by a render server or an engine; ``by`` says with what,
@@ -31,7 +32,7 @@ class Prompt(msgspec.Struct, eq=False, gc=True):
     by: str = ""
     num_prompts: int = 1
     skips_cache: bool = False
-    _hashes: dict[HashScheme, list[BlockHash]] = {}
+    _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -48,14 +49,14 @@ class Prompt(msgspec.Struct, eq=False, gc=True):
         """Adapter, salt and multimodal items: what hashes cover besides tokens."""
         return self._entry.extras
 
-    def hashes(self, scheme: HashScheme) -> list[BlockHash]:
+    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
         """All block hashes under ``scheme``; must not be changed. ``ValueError`` for an unknown algorithm."""
         known = self._hashes.get(scheme)
         if known is None:
             known = self._hashes[scheme] = self._chain(scheme)
         return known
 
-    def _chain(self, scheme: HashScheme) -> list[BlockHash]:
+    def _chain(self, scheme: HashScheme) -> Sequence[BlockHash]:
         entry, stats = self._entry, self._stats
         chain = entry.chains.get(scheme)
         if chain is None:
@@ -65,7 +66,7 @@ class Prompt(msgspec.Struct, eq=False, gc=True):
         stats.blocks_reused += known
         stats.blocks_hashed += len(hashes) - known
         entry.chains[scheme] = chain
-        return hashes
+        return cast("Sequence[BlockHash]", hashes)
 
     def num_blocks(self, scheme: HashScheme) -> int:
         """How many hashes there are."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -198,7 +198,7 @@ class PromptReader:
         self.stats.local += 1
         return prompt
 
-    async def hashes(self, prompt: Prompt, scheme: HashScheme) -> list[BlockHash]:
+    async def hashes(self, prompt: Prompt, scheme: HashScheme) -> Sequence[BlockHash]:
         """``prompt.hashes(scheme)``, in a worker thread where many blocks are new."""
         if prompt.num_new_blocks(scheme) > self._settings.inline_blocks_max:
             try:

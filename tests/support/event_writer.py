@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, extra_keys
+from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, block_hashes, extra_keys
 from publisher.events import BlockHash, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
 
 FULL = "full_attention"
@@ -120,4 +120,4 @@ class Prompt:
         return len(self.token_ids)
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:
-        return HashChain(scheme, self.extras).extend(self.token_ids)
+        return block_hashes(self.token_ids, scheme, self.extras)

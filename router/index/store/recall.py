@@ -10,16 +10,14 @@ Always true: ``rows`` gives what a plain look-up would (tests/router/index/store
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from publisher.block_hash import PromptHashes
-from publisher.events import BlockHash
 
 _PLACES = 1 << 20
 """Of 4 bytes. Of a conversation that comes back after a million changes two thirds are looked up again."""
@@ -28,7 +26,7 @@ HASHES_MIN = 128
 """Of fewer, looking all of them up costs less."""
 
 Numbers = npt.NDArray[np.int32]
-Find = Callable[[Sequence[BlockHash]], npt.NDArray[np.intp]]
+Find = Callable[[Sequence[Any]], npt.NDArray[np.intp]]
 
 
 class Recalled(NamedTuple):
@@ -96,6 +94,5 @@ class Recall:
             numbers = np.concatenate((numbers, find(new).astype(np.int32)))
         return numbers, places
 
-    def _places(self, hashes: Sequence[BlockHash]) -> Numbers:
-        words = np.frombuffer(struct.pack(f"{len(hashes)}Q", *hashes), np.uint64)
-        return (words & np.uint64(self.mask)).astype(np.int32)
+    def _places(self, hashes: array[int]) -> Numbers:
+        return (np.frombuffer(hashes, np.uint64) & np.uint64(self.mask)).astype(np.int32)

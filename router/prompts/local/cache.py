@@ -27,9 +27,9 @@ from router.prompts.sizes import SHARE, extras_bytes
 from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 
-_CHAIN_BYTES_PER_TOKEN: Final = 8
-"""A block of 16 tokens has a 32-byte hash object (65 B), its integer (32 B), two list slots, and its row in
-the index (8 B)."""
+_CHAIN_BYTES_PER_TOKEN: Final = 4
+"""A block of 16 tokens has a hash of 32 bytes, 8 of it once more, its row and its place in the index (8), and
+what arrays have to spare to grow."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 CHUNK_BYTES: Final = 1024
@@ -153,7 +153,7 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
         raise NotLocalError("empty")
     keys = token_keys(scope, ids)
     parent = cache.find_in(scope, keys)
-    entry = Entry(keys, scope, ids, extras)
+    entry = Entry(tuple(keys), scope, ids, extras)
     if parent is None:
         cache.put(entry)
         return entry

@@ -27,23 +27,23 @@ class KnownMessage(msgspec.Struct, frozen=True, gc=False):
     """Of what a template sees as a role and a text that is not empty, and nothing else."""
 
 
-class Entry(msgspec.Struct, eq=False, gc=True):
-    """One prompt.
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """One prompt. Thousands are kept, so it is made of what the garbage collector does not go through.
 
     ``scope`` is everything besides messages that the text and hashes depend on, compact. ``media`` are the
     digests of all images, in order: where there are any, ``ids`` has the template's marks for them and is no
     prompt.
     """
 
-    keys: list[int]
+    keys: tuple[int, ...]
     scope: bytes
     ids: Ids
     extras: PromptExtras
-    messages: list[KnownMessage] = []
+    messages: tuple[KnownMessage, ...] = ()
     media: tuple[bytes, ...] = ()
     cut: CutText | None = None
     """None: the ids are not those of a text alone, or the family makes them."""
-    chains: dict[HashScheme, HashChain] = msgspec.field(default_factory=dict)
+    chains: dict[HashScheme, HashChain] = {}
     size_bytes: int = 0
 
     def begins_as(self, scope: bytes, raws: list[msgspec.Raw]) -> bool:

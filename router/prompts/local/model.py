@@ -116,7 +116,7 @@ class LocalModel:
         if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
             self._stats.tokens_reused += len(parent.ids)
             return parent
-        known = parent.messages[:shared] if parent is not None else []
+        known = list(parent.messages[:shared]) if parent is not None else []
         new = body.messages[shared:] if shared else body.messages
         if len(new) <= _INLINE_MESSAGES and not long:
             plain = self.renderer.plain(new, form.template)
@@ -130,12 +130,15 @@ class LocalModel:
         if media and (special or not whole or form.context.continue_final):
             raise NotLocalError("multimodal")
         if isinstance(text, list):  # the family's own ids, complete
-            return self._keep(Entry(keys, scope, ids_of(text), extras, messages, media), parent, 0)
+            return self._keep(
+                Entry(tuple(keys), scope, ids_of(text), extras, tuple(messages), media), parent, 0
+            )
         cut, ids, known_tokens = await self._tokenize(text, parent, special=special)
         if not whole:
             ids = self._truncated(ids, body, special)
         kept = cut if whole else None  # its ids are no longer there
-        return self._keep(Entry(keys, scope, ids, extras, messages, media, kept), parent, known_tokens)
+        entry = Entry(tuple(keys), scope, ids, extras, tuple(messages), media, kept)
+        return self._keep(entry, parent, known_tokens)
 
     async def completion(
         self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
@@ -160,7 +163,7 @@ class LocalModel:
             self._stats.tokens_reused += len(parent.ids)
             return parent
         cut, ids, known_tokens = await self._tokenize(prompt, parent, special=special)
-        return self._keep(Entry(keys, scope, ids, extras, cut=cut), parent, known_tokens)
+        return self._keep(Entry(tuple(keys), scope, ids, extras, cut=cut), parent, known_tokens)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
         """A cached prompt of given ids."""
@@ -229,15 +232,15 @@ class LocalModel:
             starts, counts, known = before.starts[:kept], before.counts[:kept], parent.ids
         else:
             begin, reused = 0, len(prefix)
-            starts, counts, known = [], [], prefix
+            starts, counts, known = (), (), prefix
         rest = text[begin:]
         if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
             cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
         else:
             cuts, tail = self.tokenizer.encode_cut(rest)
         self._stats.tokens_new += len(tail.ids)
-        starts += [begin + cut for cut in cuts]
-        counts += [reused + count for count in tail.offsets[:-1]]
+        starts += tuple([begin + cut for cut in cuts])
+        counts += tuple([reused + count for count in tail.offsets[:-1]])
         ids = known[: reused + len(tail.ids)]
         ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
         ids += suffix

@@ -15,8 +15,8 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
     """Piece ``i`` begins at character ``starts[i]``, with ``counts[i]`` tokens before it."""
 
     text: str
-    starts: list[int]
-    counts: list[int]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
 
     def num_shared(self, text: str, may_cut: Callable[[str, int], bool]) -> int:
         """How many leading pieces ``text`` begins with and may be cut behind; never the last one."""

@@ -13,7 +13,7 @@ PIECES = st.lists(st.text("ab\uff5c", max_size=3).map("|".__add__), min_size=1, 
 
 def cut(pieces: list[str]) -> CutText:
     starts = [sum(map(len, pieces[:number])) for number in range(len(pieces))]
-    return CutText("".join(pieces), starts, starts)
+    return CutText("".join(pieces), tuple(starts), tuple(starts))
 
 
 @settings(max_examples=examples(500), deadline=None)

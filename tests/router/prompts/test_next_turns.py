@@ -127,10 +127,10 @@ def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_hashes_are_not_inherited_across_extras() -> None:
     ids = ids_of(range(64))
-    parent = Entry([1], b"", ids, PromptExtras(cache_salt="x"))
+    parent = Entry((1,), b"", ids, PromptExtras(cache_salt="x"))
     parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
     parent.chains[SCHEME].extend(ids)
-    child, sibling = Entry([2], b"", ids, PromptExtras()), Entry([3], b"", ids, parent.extras)
+    child, sibling = Entry((2,), b"", ids, PromptExtras()), Entry((3,), b"", ids, parent.extras)
     child.inherit(parent, 64, last=False)
     sibling.inherit(parent, 40, last=False)
     assert child.chains == {}
@@ -139,7 +139,7 @@ def test_hashes_are_not_inherited_across_extras() -> None:
 
 def test_hashes_that_are_handed_over_change_nothing_for_who_has_them() -> None:
     ids = ids_of(range(64))
-    parent, child = (Entry([key], b"", ids, PromptExtras()) for key in (1, 2))
+    parent, child = (Entry((key,), b"", ids, PromptExtras()) for key in (1, 2))
     chain = parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)
     held, before = chain.extend(ids), block_hashes(ids, SCHEME)
     child.inherit(parent, 40, last=True)
@@ -400,8 +400,8 @@ def test_the_index_always_proposes_the_longest_live_prefix(
         live = [[one.raw for one in e.messages] for e in cache._entries.values()]
         longest = max((sum(1 for _ in _common(raws, other)) for other in live), default=0)
         assert (found[1] if found else 0) == longest
-        known = [KnownMessage(raw, {}, 0, 1, 34) for raw in raws]
-        cache.put(Entry(keys, b"s", ids_of(sequence), PromptExtras(), known))
+        known = tuple(KnownMessage(raw, {}, 0, 1, 34) for raw in raws)
+        cache.put(Entry(tuple(keys), b"s", ids_of(sequence), PromptExtras(), known))
         cache.check_integrity()
 
 
