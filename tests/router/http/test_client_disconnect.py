@@ -82,7 +82,7 @@ def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered() -> N
                 await until(lambda: scope["extensions"][OWN].gone, "the client is gone")
                 return await outbound(scope, *more)
 
-            rig.app._outbound = look  # type: ignore[method-assign]
+            rig.app._outbound = look  # type: ignore[assignment, method-assign]
             _, writer = await rig.connect()
             writer.write(request(CHAT))
             await asyncio.wait_for(looked.wait(), WAIT_S)
