@@ -18,7 +18,7 @@ from router.admission.queue.claims import read_claim
 from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
 from router.http.server.exchange import Exchange
-from router.http.server.seam import OWN, DisconnectWatch, Receive, Scope, Send
+from router.http.server.seam import OWN, TOLD, DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
@@ -121,7 +121,8 @@ class ProxyApp:
             return
         self.stats.requests += 1
         self.stats.requests_active += 1
-        watch = DisconnectWatch()
+        own: Exchange | None = scope.get("extensions", _NONE).get(OWN)
+        watch = DisconnectWatch(scope, receive) if own is None else own
         request_id: bytes | None = None
         record = self.requests.begin(scope["method"], scope["path"])
         entry: TenantRequest | None = None
@@ -130,20 +131,19 @@ class ProxyApp:
             sent, scope = scope["headers"], self._cleaned(scope)
             if self.requests.traces is not None:
                 self.requests.trace(record, sent)
-            head = read_request_headers(scope["headers"], client[0] if client else None)
+            head = read_request_headers(scope["headers"], client[0] if client else None, scope.get(TOLD))
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
             if self._gate is not None:
                 entry = self._gate.enter(sent)
                 record.tenant = entry.tenant.name
             self._check(scope["path"], scope["method"], head)
-            own: Exchange | None = scope.get("extensions", _NONE).get(OWN)
             body = None if own is None else self._whole_body(own)
             if body is None:
                 body = await self._read_body(head, receive)
             out = await self._outbound(scope, head, body, record, entry)
             out.own = own
-            watch.start(scope, receive)
+            watch.watch()
             await self._forwarder.forward(out, send)
         except ApiError as error:
             await self._answer_error(error, request_id, record, send)
@@ -158,7 +158,7 @@ class ProxyApp:
             self.stats.clients_gone += 1
             record.gone = True
         finally:
-            watch.stop()
+            watch.unwatch()
             if entry is not None:
                 entry.leave(record.usage)
             self.stats.requests_active -= 1
@@ -168,16 +168,17 @@ class ProxyApp:
         """Without what must not reach engines."""
         if self._gate is None:
             return scope
-        return {**scope, "headers": self._gate.for_engines(scope["headers"])}
+        return {**scope, "headers": self._gate.for_engines(scope["headers"]), TOLD: None}
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
         """What is refused before the body is read."""
-        verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
-        if verdict is Verdict.UNKNOWN:
-            raise unknown_path(path)
-        if verdict is Verdict.REFUSE:
-            self.stats.paths_refused += 1
-            raise path_not_proxied()
+        if path not in PROMPT_APIS:
+            verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
+            if verdict is Verdict.UNKNOWN:
+                raise unknown_path(path)
+            if verdict is Verdict.REFUSE:
+                self.stats.paths_refused += 1
+                raise path_not_proxied()
         if path in POST_PATHS and method not in _POST:
             raise method_not_allowed(method, path, "POST")
         if head.encoding:

@@ -165,33 +165,32 @@ class Forwarder:
             return self._planner.place(out.request, exclude=exclude)
         return self._planner.place(out.request, exclude=exclude | course.failed, course=course)
 
-    async def _carry(
+    def _carry(
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: Course | None
+    ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
+        """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
+        if out.entry is not None:
+            out.entry.placed(placement.uncached_tokens)
+        if course is None:
+            return self._attempt(placement, out, carrier, None, send)
+        return self._carry_on(placement, out, carrier, send, course)
+
+    async def _carry_on(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: Course
     ) -> Refusal | UpstreamError | None:
         """See ``_attempt``; before it, the prompt is computed by another engine, where the placement says so.
         Raises ``AgainError``."""
-        if out.entry is not None:
-            out.entry.placed(placement.uncached_tokens)
         try:
             prefill, body = placement.prefill, placement.body
-            if prefill is not None and body is not None and course is not None:
+            if prefill is not None and body is not None:
                 self._tell(prefill, out)
                 if self._together.allowed(prefill):
-                    answer = partial(self._answer, placement, out, carrier, course)
+                    answer = partial(self._attempt, placement, out, carrier, course)
                     return await self._together.run(placement, out, course, send, answer)
                 await self._legs.prefill(prefill, body, out, course, new_transfer_id())
-            return await self._answer(placement, out, carrier, course, send)
+            return await self._attempt(placement, out, carrier, course, send)
         finally:
             placement.finished(None)
-
-    def _answer(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None, send: Send
-    ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
-        """To be awaited at once."""
-        if placement.body is not None:
-            placement.asked()
-        self._tell(placement, out)
-        return self._attempt(placement, out, carrier, send, course)
 
     @staticmethod
     def _tell(placement: Attempt, out: Outbound) -> None:
@@ -269,12 +268,15 @@ class Forwarder:
         placement: Attempt,
         out: Outbound,
         carrier: Carrier,
-        send: Send,
         course: Course | None,
+        send: Send,
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
         connection: Answer | None = None
         try:
+            if placement.body is not None:
+                placement.asked()
+            self._tell(placement, out)
             connection = await self._ask(placement, out, carrier, course)
             if connection is None:
                 out.record.unseen = True
@@ -300,7 +302,8 @@ class Forwarder:
                 self._stats,
                 self._settings.usage_bytes_max,
             )
-            await relay.run()
+            if (rest := relay.run()) is not None:
+                await rest
         except UpstreamError as error:
             self._legs.failed(placement, out, course)
             engine_failed(placement, error, self._stats)
@@ -311,6 +314,7 @@ class Forwarder:
         else:
             return None
         finally:
+            placement.finished(None)
             if connection is not None:
                 carrier.done(connection)
 

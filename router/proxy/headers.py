@@ -49,9 +49,13 @@ class RequestHead(msgspec.Struct, gc=False):
     """The body's content encoding; empty where it has none."""
 
 
-def read_request_headers(headers: list[Header], client_host: str | None) -> RequestHead:
-    """Sort a request's header fields. Raises ``ValueError`` on a content-length that is no number."""
-    told = dict(headers)  # of what is asked for, the last one counts
+def read_request_headers(
+    headers: list[Header], client_host: str | None, told: dict[bytes, bytes] | None = None
+) -> RequestHead:
+    """Sort a request's header fields; ``told``: the same as a dictionary, where there is one. Raises
+    ``ValueError`` on a content-length that is no number."""
+    if told is None:
+        told = dict(headers)  # of what is asked for, the last one counts
     kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
     request_id = told.get(b"x-request-id", b"")
     length = told.get(b"content-length")
@@ -122,11 +126,15 @@ class AnswerHead(msgspec.Struct, gc=False):
 def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Header, ...]) -> AnswerHead:
     """Sort an answer's header fields; ``own`` (the placement's) are added."""
     told = dict(headers)
-    fields = [field for field in headers if field[0] not in _NOT_RETURNED]
-    if b"connection" in told and (named := _named(headers)):
-        fields = [field for field in fields if field[0] not in named]
+    if told.keys().isdisjoint(_NOT_RETURNED):
+        fields = headers[:]
+    else:
+        fields = [field for field in headers if field[0] not in _NOT_RETURNED]
+        if b"connection" in told and (named := _named(headers)):
+            fields = [field for field in fields if field[0] not in named]
     sse = told.get(b"content-type", b"").lower().startswith(b"text/event-stream")
-    encoded = told.get(b"content-encoding", b"identity").lower() != b"identity"
+    encoding = told.get(b"content-encoding")
+    encoded = encoding is not None and encoding.lower() != b"identity"
     if b"x-request-id" not in told:
         fields.append((b"x-request-id", request_id))
     if sse and b"x-accel-buffering" not in told:

@@ -147,7 +147,6 @@ class UpstreamConnection(asyncio.Protocol):
         """Everything has been read: no ``read`` will give another byte."""
         return self.complete and not self._pieces
 
-    @property
     def usable(self) -> bool:
         """Idle and, as far as is known, still open at the other end."""
         return not self.lost and self._transport is not None and not self._transport.is_closing()

@@ -139,16 +139,16 @@ class UpstreamClient:
     def _reusable(self, origin: Origin) -> UpstreamConnection | None:
         while origin.idle:
             connection = origin.idle.pop()
-            if connection.usable:
+            if connection.usable():
                 return connection
         return None
 
     def done(self, connection: UpstreamConnection) -> None:
         """The exchange is over, whole or not: keep the connection if it can be used again."""
         if connection.release():
-            origin = self._owner[connection]
-            if len(origin.idle) < self._settings.idle_connections_max:
-                origin.idle.append(connection)
+            idle = self._owner[connection].idle
+            if len(idle) < self._settings.idle_connections_max:
+                idle.append(connection)
             else:
                 connection.abort()
 

@@ -296,7 +296,7 @@ class ClientConnection(asyncio.Protocol):
         self._fields = []
         self._weighed = self._head_bytes = 0
         self._given = True
-        scope = request_scope(self._scope, version, method, self._url, fields)
+        scope = request_scope(self._scope, version, method, self._url, fields, told)
         if self._spare and scope["path"] not in PROBE_PATHS:
             self.stats.connections_refused += 1
             raise _RefusedError(too_many_connections())
@@ -366,7 +366,6 @@ class ClientConnection(asyncio.Protocol):
         self._current = exchange
         self._body_due = now + self.settings.body_grace_s
         self.stats.requests += 1
-        self._state.total_requests += 1
         tasks = self._state.tasks
         # Not by ``create_task``: a name of its own costs more than the rest of a task.
         task = exchange.task = asyncio.Task(exchange.run(self.app, tasks), loop=self.loop, name="request")

@@ -12,6 +12,8 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 
+from router.http.server.seam import TOLD
+
 
 class CorsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Which pages may ask from a browser. The defaults are vLLM's: every page, without credentials."""
@@ -43,7 +45,7 @@ class Cors(CORSMiddleware):
         """Whether this request's answer depends on where it comes from."""
         if not self.allow_all_origins:
             return True  # caches must know that the origin matters, also where there is none
-        return b"origin" in dict(scope["headers"])
+        return b"origin" in (scope.get(TOLD) or dict(scope["headers"]))
 
     async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
         """Without what the engine said on the matter."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import http
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -90,8 +90,9 @@ class Exchange(msgspec.Struct, eq=False):
     _body_whole: bool = False
     _body_given: bool = False
     _waiter: asyncio.Future[None] | None = None
-    _on_left: Callable[[], None] | None = None
-    _gone: bool = False
+    _watched: bool = False
+    gone: bool = False
+    """The client has gone."""
     _begun: bool = False
     _done: bool = False
     _chunked: bool = False
@@ -103,7 +104,7 @@ class Exchange(msgspec.Struct, eq=False):
     def body_received(self, data: bytes) -> int:
         """A piece of the request body; returns how many bytes wait for the application, or -1 if all bodies
         together have no room for it."""
-        if self._done or self._gone:
+        if self._done or self.gone:
             return 0  # nobody will ask for it
         if not self._connection.capacity.take(len(data)):
             return -1
@@ -122,14 +123,13 @@ class Exchange(msgspec.Struct, eq=False):
 
     def leave(self) -> None:
         """The client has gone."""
-        if self._gone or self._done:
+        if self.gone or self._done:
             return
-        self._gone = True
+        self.gone = True
         if not self._begun:
             self._free()
         self._wake()
-        if self._on_left is not None:
-            self._on_left()
+        self._cancel()
 
     async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
         """What ``task`` does; it leaves ``tasks`` at its end."""
@@ -153,7 +153,7 @@ class Exchange(msgspec.Struct, eq=False):
             # Both refer back to this: no cycle for the collector to find.
             self.task = None
             del self._scope["extensions"]
-        if not self._done and not self._gone:
+        if not self._done and not self.gone:
             connection.abort()
 
     def _free(self) -> None:
@@ -163,7 +163,7 @@ class Exchange(msgspec.Struct, eq=False):
         self._held_bytes = 0
 
     async def _fail(self) -> None:
-        if self.started or self._gone:
+        if self.started or self.gone:
             return
         self._start = None  # what was announced has not been written
         self._chunked = False
@@ -175,19 +175,27 @@ class Exchange(msgspec.Struct, eq=False):
 
     # The application's side.
 
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """Have this called once the client has gone."""
-        self._on_left = callback
-        if callback is not None and self._gone:
-            callback()
+    def watch(self) -> None:
+        """See ``DisconnectWatch``."""
+        self._watched = True
+        if self.gone:
+            self._cancel()
+
+    def unwatch(self) -> None:
+        """See ``DisconnectWatch``."""
+        self._watched = False
+
+    def _cancel(self) -> None:
+        if self._watched and self.task is not None:
+            self.task.cancel()
 
     async def receive(self) -> Message:
         """ASGI ``receive``."""
         connection = self._connection
-        if self._expects and not self._body_whole and not self._gone and not self.started:
+        if self._expects and not self._body_whole and not self.gone and not self.started:
             self._expects = False
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while not (self._gone or self._done):
+        while not (self.gone or self._done):
             if self._body or (self._body_whole and not self._body_given):
                 return {"type": "http.request", "body": self._take(), "more_body": not self._body_whole}
             waiter = self._waiter = connection.loop.create_future()
@@ -199,7 +207,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def whole_body(self) -> bytes | None:
         """The body, where all of it has come; asked for instead of ``receive``, or before it."""
-        if not self._body_whole or self._body_given or self._gone:
+        if not self._body_whole or self._body_given or self.gone:
             return None
         return self._take()
 
@@ -231,7 +239,7 @@ class Exchange(msgspec.Struct, eq=False):
         self._send(message)
 
     def _send(self, message: Message) -> None:
-        if self._gone:
+        if self.gone:
             return
         if self._start is None:
             if message["type"] != "http.response.start":
@@ -250,13 +258,13 @@ class Exchange(msgspec.Struct, eq=False):
         """See ``Answering``."""
         if self._connection.write_paused is not None:
             return self._piece_later(data, more, self._connection.write_paused)
-        if not self._gone:
+        if not self.gone:
             self._send_body(data, more)
         return None
 
     async def _piece_later(self, data: bytes, more: bool, caught_up: asyncio.Future[None]) -> None:
         await asyncio.shield(caught_up)
-        if not self._gone:
+        if not self.gone:
             self._send_body(data, more)
 
     def _build_head(self, head: Head) -> bytes:

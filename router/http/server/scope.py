@@ -8,6 +8,8 @@ from urllib.parse import unquote
 
 import httptools
 
+from router.http.server.seam import TOLD
+
 ASGI = {"version": "3.0", "spec_version": "2.4"}
 
 
@@ -40,6 +42,7 @@ def request_scope(
     method: bytes,
     url: bytes,
     headers: list[tuple[bytes, bytes]],
+    told: dict[bytes, bytes] | None = None,
 ) -> dict[str, Any]:
     """The scope of one request. Raises ``HttpParserInvalidURLError`` for an absolute URL that is none."""
     if url.startswith(b"/"):
@@ -58,6 +61,7 @@ def request_scope(
         "raw_path": raw_path,
         "query_string": query,
         "headers": headers,
+        TOLD: told,
         "state": connection["state"].copy(),
     }
 

@@ -1,9 +1,10 @@
 """What an application is offered besides ASGI: to hear that its client has gone, and to answer without
 messages.
 
-A client that goes cancels the task of its request, at every await of it. Our own listener tells through an
-ASGI extension, which costs a function call; under any other ASGI server a task waits for ``http.disconnect``.
-Whoever stands between listener and application and wraps ``send`` is not passed by: it gets messages.
+A client that goes cancels the task of its request, at every await of it. Our own listener does that itself; a
+gateway's exchange tells through an ASGI extension; under any other ASGI server a task waits for
+``http.disconnect``. Whoever stands between listener and application and wraps ``send`` is not passed by: it
+gets messages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Header = tuple[bytes, bytes]
 
 EXTENSION = "kvatlas.disconnect"
 """``scope["extensions"][EXTENSION](callback | None)``: call ``callback`` once the client has gone."""
+TOLD = "kvatlas.told"
+"""``scope[TOLD]``: ``headers`` as a dictionary, of what was said twice the last; may be missing or None."""
 OWN = "kvatlas.exchange"
 """``scope["extensions"][OWN]``: the ``Exchange`` of a request that came to our own listener."""
 
@@ -29,35 +32,35 @@ Hook = Callable[[Callable[[], None] | None], None]
 
 
 class DisconnectWatch(msgspec.Struct, eq=False):
-    """Cancels the current task when the client goes. ``start`` after the body was read; always ``stop``."""
+    """Cancels the current task when the client goes: ``watch`` after the body was read; always ``unwatch``.
+    Our own listener's exchange has both itself."""
 
+    _scope: Scope
+    _receive: Receive
     gone: bool = False
     _task: asyncio.Task[Any] | None = None
     _hook: Hook | None = None
     _watcher: asyncio.Task[None] | None = None
 
-    def start(self, scope: Scope, receive: Receive) -> None:
-        """Begin to watch. From now on nobody else may call ``receive``."""
-        extensions = scope.get("extensions") or {}
-        own = extensions.get(OWN)
-        if own is not None:
-            self._task, self._hook = own.task, own.on_disconnect
-        else:
-            self._task, self._hook = asyncio.current_task(), extensions.get(EXTENSION)
+    def watch(self) -> None:
+        """Begin. From now on nobody else may call ``receive``."""
+        self._task = asyncio.current_task()
+        extensions = self._scope.get("extensions")
+        self._hook = extensions.get(EXTENSION) if extensions else None
         if self._hook is not None:
             self._hook(self._left)
         else:
-            self._watcher = asyncio.get_running_loop().create_task(self._wait(receive))
+            self._watcher = asyncio.get_running_loop().create_task(self._wait())
 
-    def stop(self) -> None:
+    def unwatch(self) -> None:
         """Watch no more."""
         if self._hook is not None:
             self._hook(None)
         if self._watcher is not None:
             self._watcher.cancel()
 
-    async def _wait(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         self._left()
 

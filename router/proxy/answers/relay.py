@@ -38,17 +38,49 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _stats: ProxyStats
     _usage_bytes_max: int
 
-    def run(self) -> Awaitable[None]:
-        """Pass everything on. Raises ``UpstreamError`` where nothing has been sent."""
+    def run(self) -> Awaitable[None] | None:
+        """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError`` where
+        nothing has been sent."""
         first = self._connection.take()
         return self._pass_later() if first is None else self._pass_on(first)
 
     async def _pass_later(self) -> None:
-        await self._pass_on(await self._connection.read())
+        if (rest := self._pass_on(await self._connection.read())) is not None:
+            await rest
 
-    def _pass_on(self, first: bytes) -> Awaitable[None]:
-        self._record.status = self._connection.status
-        return self._pass_events(first) if self._head.sse else self._pass_body(first)
+    def _pass_on(self, first: bytes) -> Awaitable[None] | None:
+        connection = self._connection
+        self._record.status = connection.status
+        if self._head.sse:
+            return self._pass_events(first)
+        return self._pass_whole(first) if connection.finished else self._pass_body(first)
+
+    def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
+        """What came in one piece goes in one."""
+        self._attempt.first_byte(self._connection.status if data else 0)
+        self._start()
+        self._record.bytes_out += len(data)
+        if (waits := self._answer.piece(data, more=False)) is not None:
+            return self._settle_later(waits, data)
+        self._settle(data)
+        return None
+
+    async def _settle_later(self, waits: Awaitable[None], body: bytes) -> None:
+        await waits
+        self._settle(body)
+
+    def _settle(self, body: bytes) -> None:
+        """The answer ended, with this whole body."""
+        usage = None
+        if len(body) <= self._usage_bytes_max and self._wants_usage:
+            if self._attempt.request.path == RESPONSES:
+                self._attempt.made_response(read_response_id(body))
+            usage = self._record.usage = self._usage_of(body)
+        self._attempt.finished(usage)
+
+    @property
+    def _wants_usage(self) -> bool:
+        return self._attempt.request.path in PROMPT_APIS and self._success and not self._head.encoded
 
     @property
     def _success(self) -> bool:
@@ -60,12 +92,11 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     async def _pass_body(self, data: bytes) -> None:
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
-        more = not connection.finished
-        if data or not more:
-            attempt.first_byte(connection.status if data else 0)
+        more = True
+        if data:
+            attempt.first_byte(connection.status)
         self._start()
-        path = attempt.request.path
-        wants_usage = path in PROMPT_APIS and self._success and not self._head.encoded
+        wants_usage = self._wants_usage
         seen: list[bytes] = []
         seen_bytes = 0
         while True:
@@ -84,13 +115,10 @@ class AnswerRelay(msgspec.Struct, eq=False):
                 self._broke_off(error)
                 return
             more = not connection.finished
-        usage = None
         if wants_usage:
-            whole = b"".join(seen)
-            if path == RESPONSES:
-                attempt.made_response(read_response_id(whole))
-            usage = record.usage = self._usage_of(whole)
-        attempt.finished(usage)
+            self._settle(b"".join(seen))
+        else:
+            attempt.finished(None)
 
     def _usage_of(self, body: bytes) -> Usage | None:
         try:
@@ -102,8 +130,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
     async def _pass_events(self, data: bytes) -> None:
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
         events = SseRelay(seeks_id=attempt.request.path == RESPONSES)
-        begun = False
-        started = False
+        begun = started = False
+        success = self._success
         while True:
             out = events.feed(data) if data else events.end()
             more = not connection.finished
@@ -113,7 +141,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
                 begun = True
                 attempt.first_byte(connection.status)  # an error's events are no tokens
                 attempt.made_response(events.response_id)
-            if begun and self._success:
+            if begun and success:
                 record.piece()
             record.bytes_out += len(out)
             if not started and (out or not more):

@@ -126,7 +126,7 @@ def test_unasked_bytes_close_an_idle_connection() -> None:
         assert connection.release()
         connection.data_received(answer(200, b"surprise"))
         assert transport.aborted
-        assert not connection.usable
+        assert not connection.usable()
 
     run(main())
 

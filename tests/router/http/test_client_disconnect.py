@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from router.http.server.seam import OWN
 from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
@@ -67,6 +68,28 @@ def test_upstream_is_closed(stage: str, how: str) -> None:
             assert rig.stats.requests_active == 0
             assert rig.app.client.origin(engine.url).open == 0
             assert rig.planner.available(engine.url)
+
+    run(main())
+
+
+def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered() -> None:
+    async def main() -> None:
+        async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
+            looked, outbound = asyncio.Event(), rig.app._outbound
+
+            async def look(scope: Any, *more: Any) -> Any:
+                looked.set()
+                await until(lambda: scope["extensions"][OWN].gone, "the client is gone")
+                return await outbound(scope, *more)
+
+            rig.app._outbound = look  # type: ignore[assignment, method-assign]
+            _, writer = await rig.connect()
+            writer.write(request(CHAT))
+            await asyncio.wait_for(looked.wait(), WAIT_S)
+            writer.close()
+            await until(lambda: rig.stats.requests_active == 0, "the request ends")
+            assert rig.stats.clients_gone == 1
+            assert not engine.calls
 
     run(main())
 
