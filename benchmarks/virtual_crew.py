@@ -88,12 +88,9 @@ class Worker:
     def poll(self) -> None:
         """The engines' gauges."""
         fleet = self._fleet
-        for name, engine, account in zip(fleet.names, fleet.engines, self.loads, strict=True):
+        for engine, account in zip(fleet.engines, self.loads, strict=True):
             gauges = engine.scheduler.gauges()
-            others = self.gossip.at(name, self.fields, fleet.now)
-            account.report(
-                running=gauges.num_running, waiting=gauges.num_waiting, now=fleet.now, others=others
-            )
+            account.report(running=gauges.num_running, waiting=gauges.num_waiting, now=fleet.now)
         fleet.later(GAUGES_S, self.poll)
 
     def repeat(self) -> None:

@@ -40,7 +40,7 @@ from router.observe.traces import Traces
 from router.placement.decide import Planner
 from router.placement.engine import NO_LOOK, Accounts, Engine
 from router.placement.inflight import InflightPrompt
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load import OthersLoad
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
@@ -78,7 +78,6 @@ class Router:
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
-            others=self._others_at,
         )
         self.fleet, self.scopes = self.following.fleet, self.following.scopes
         self.gate = self._open_gate()
@@ -324,15 +323,11 @@ class Router:
             tokens = range(prompt.num_blocks * engine.shadow.spec.scheme.hash_block_size)
             engine.shadow.served(tokens, lambda scheme: list(prompt.hashes))
 
-    def _others(self) -> Mapping[str, OthersLoad]:
-        """What sibling workers have in flight, by engine."""
-        return {} if self.gossip is None or self.shared is not None else self.gossip.others()
-
-    def _others_at(self, engine_id: str) -> OthersLoad | None:
-        """Its part at one engine; of replicas it is known only to look-ups."""
+    def _others(self) -> Mapping[str, OthersLoad] | None:
+        """What sibling workers and other replicas have in flight, by engine; None: it is not known now."""
         if self.shared is not None:
-            return None
-        return NO_OTHERS if self.gossip is None else self.gossip.others_at(engine_id)
+            return self.shared.lookup.last_load()
+        return {} if self.gossip is None else self.gossip.others()
 
     def discard(self) -> None:
         """It was made to check the configuration, and will not run: what it started ends."""

@@ -22,7 +22,6 @@ from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.placement.engine import Accounts, Engine
-from router.placement.load import OthersLoad
 from router.prompts.adapters import AdapterPaths
 from router.prompts.config import ModelPrompts
 from router.replication.service import SharedIndex
@@ -31,8 +30,7 @@ _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelCon
 
 
 class Following:
-    """Implements ``FleetListener``. ``leaving`` are told of each engine that goes, besides those here;
-    ``others``: what other routers have told that they have at an engine, None where that is not known."""
+    """Implements ``FleetListener``. ``leaving`` are told of each engine that goes, besides those here."""
 
     def __init__(
         self,
@@ -42,10 +40,8 @@ class Following:
         *,
         clock: Callable[[], float],
         leaving: tuple[Callable[[Engine], None], ...],
-        others: Callable[[str], OthersLoad | None],
     ) -> None:
         self._config = config
-        self._others = others
         self._accounts = accounts
         self._shared = shared
         self._clock = clock
@@ -99,8 +95,7 @@ class Following:
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""
-        others = self._others(engine.engine_id)
-        engine.load.report(running=running, waiting=waiting, now=self._clock(), others=others)
+        engine.load.report(running=running, waiting=waiting, now=self._clock())
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """The one place where engines are made, and where it is said what they leave behind when they go."""

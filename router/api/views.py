@@ -12,7 +12,7 @@ from router.api.insight import blocks_held, hot_prefixes, live_requests
 from router.api.metrics.page import Sources, families, page_steps
 from router.openai.members import at_leisure
 from router.placement.engine import Engine
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load import OthersLoad, others_at
 
 
 class OpsView(Protocol):
@@ -45,7 +45,7 @@ class OwnView:
         return await at_leisure(page_steps(families(self._sources)))
 
     async def engines(self) -> list[EngineView]:
-        """See ``OpsView``; the load is with what sibling workers have in flight."""
+        """See ``OpsView``; the load is with what siblings and replicas have in flight."""
         others = self._sources.others()
         return [_viewed(self._sources, status, others) for status in self._sources.fleet]
 
@@ -63,7 +63,7 @@ class OwnView:
         return hot_prefixes(self._sources)
 
 
-def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad]) -> EngineView:
+def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None) -> EngineView:
     now = s.accounts.now()
     engine = None if status.residency is None else status.residency.writer
     return EngineView(
@@ -87,7 +87,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad]) -> Eng
         layout=None if engine is None else engine.layout,
         shared_stores=[] if engine is None else sorted(engine.stores),
         rejected_events={} if engine is None else dict(engine.rejected),
-        load=status.load.at(now, others.get(status.engine_id, NO_OTHERS)),
+        load=status.load.at(now, others_at(status.engine_id, others)),
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
     )

@@ -59,8 +59,8 @@ class Look(msgspec.Struct, frozen=True):
 
     hits: Mapping[str, EngineHit] = {}
     """Engines that another replica follows; those followed here are for the caller to predict."""
-    load: Mapping[str, OthersLoad] = {}
-    """What the other replicas have in flight, by engine."""
+    load: Mapping[str, OthersLoad] | None = {}
+    """What the other replicas have in flight, by engine; None: that is not known."""
     stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
     """What other replicas were told of stores that engines share, by model and hash scheme: for predicting
     the engines followed here (``router.index.rules.offload.shared_part``)."""
@@ -127,14 +127,14 @@ class PromptView(msgspec.Struct, gc=False):
 
     ``held`` is what the index says, ``common`` and ``coming`` what the prompt shares with prompts in flight
     (or, of a text without tokens, with what went there lately), in tokens; ``others`` the load by other
-    replicas; ``shadows`` the prompt as shadows look for it.
+    replicas, None where it is not known; ``shadows`` the prompt as shadows look for it.
     """
 
     tokens: int
     held: Mapping[str, EngineHit] = {}
     common: Mapping[str, int] = {}
     coming: Mapping[str, int] = {}
-    others: Mapping[str, OthersLoad] = {}
+    others: Mapping[str, OthersLoad] | None = {}
     shadows: ShadowPrompt | None = None
     hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
     """Hits worked out so far: engines that hold and share as much, and missed nothing, have the same."""
@@ -253,7 +253,9 @@ class Engine(EngineStatus):
         """This engine for one prompt: what it has of it, how much it has to do, how fast it is."""
         name = self.engine_id
         rate, interference_s = self.rates.at(now)
-        others = asked.others.get(name, NO_OTHERS) if asked.others else NO_OTHERS
+        told, others = asked.others, None
+        if told is not None:
+            others = told.get(name, NO_OTHERS) if told else NO_OTHERS
         queue_s, running, waiting, idle_s, late_s = self.load.ahead(now, others, rate)
         return Candidate(
             name, self.hit(asked), queue_s, running, waiting, idle_s, rate, interference_s, late_s

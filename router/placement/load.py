@@ -15,9 +15,9 @@ has; the oldest of them are those that ended.
 
 Load that the router did not cause (other routers, direct clients) is what the engine's own gauges show beyond
 the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
-replicas tell each other (``own``, ``OthersLoad``) is better and sooner known. Where it is known when gauges
-are polled (workers of one machine), only what they show beyond it is foreign: else requests of siblings would
-count until the next poll, long after they have ended. Where it is not, the larger of both counts.
+replicas, and workers of one machine, tell each other (``own``, ``OthersLoad``) is better and sooner known. So
+only what gauges show beyond what others told at the first decision after the poll is foreign, until the next
+one: else their requests would count twice, and until the next poll, long after they have ended.
 
 A first token is a sample for the rates only where nobody else's prompt was waiting when its own was sent: it
 would count the prefill of others as its own, and four workers would believe equal engines to differ by half.
@@ -32,7 +32,7 @@ twice changes nothing. Times are the caller's clock and must not go backwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -128,6 +128,13 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
 
 
 NO_OTHERS = OthersLoad()
+
+
+def others_at(engine_id: str, others: Mapping[str, OthersLoad] | None) -> OthersLoad | None:
+    """Their part at one engine, as ``LoadAccount`` is asked with it; None: it is not known."""
+    return None if others is None else others.get(engine_id, NO_OTHERS)
+
+
 _DEFAULTS = LoadSettings()
 
 
@@ -138,9 +145,18 @@ class LoadAccount:
     """
 
     __slots__ = (
-        *("_answer_s", "_apart", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
-        *("_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
-        *("_late_s", "_late_seen_s", "_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
+        *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_beyond", "_beyond_waiting"),
+        *("_carried_tokens", "_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
+        *(
+            "_late_s",
+            "_late_seen_s",
+            "_mean_tokens",
+            "_running",
+            "_settings",
+            "_sure",
+            "_unseen",
+            "_unsettled",
+        ),
         *("rates", "stats"),
     )
 
@@ -166,7 +182,8 @@ class LoadAccount:
         self._gauges_s = -math.inf
         self._foreign_running = 0
         self._foreign_waiting = 0
-        self._apart = False  # whether the foreign ones are beyond what other replicas told
+        self._beyond = self._beyond_waiting = 0  # requests that gauges showed and the account did not have
+        self._unsettled = False  # whether it is open how many of them others have told of
 
     def admit(
         self,
@@ -230,7 +247,7 @@ class LoadAccount:
             self._head_s, self._sure = now, True
             return None
         was_head = next(iter(self._awaited)) is ticket
-        _, foreign_waiting = self._foreign(now)
+        _, foreign_waiting, _ = self._elsewhere(None if self._unsettled else NO_OTHERS, now)
         running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
@@ -264,18 +281,20 @@ class LoadAccount:
         self.stats.failed += not ticket.ended
         self._end(ticket, now)
 
-    def report(self, *, running: int, waiting: int, now: float, others: OthersLoad | None = None) -> None:
-        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``, when
-        other replicas told of ``others``; None: what they have there is not known now."""
+    def report(self, *, running: int, waiting: int, now: float) -> None:
+        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``."""
         self._advance(now)
-        self._end_unseen(self._running + len(self._awaited) - running - waiting, now)
-        self._apart = others is not None
-        known = NO_OTHERS if others is None else others
-        awaited = len(self._awaited) + known.waiting
-        foreign = max(0, running + waiting - awaited - self._running - known.running)
-        self._foreign_waiting = min(foreign, max(0, waiting - awaited))
-        self._foreign_running = foreign - self._foreign_waiting
-        self._gauges_s = now
+        own = self._running + len(self._awaited)
+        self._end_unseen(own - running - waiting, now)
+        self._beyond = running + waiting - self._running - len(self._awaited)
+        self._beyond_waiting = waiting - len(self._awaited)
+        self._gauges_s, self._unsettled = now, True
+
+    def _shown_beyond(self, told: OthersLoad) -> tuple[int, int]:
+        """Running and waiting, of what the gauges showed beyond the account and these."""
+        foreign = max(0, self._beyond - told.running - told.waiting)
+        waiting = min(foreign, max(0, self._beyond_waiting - told.waiting))
+        return foreign - waiting, waiting
 
     def _end_unseen(self, count: int, now: float) -> None:
         """So many requests less are there than the account has."""
@@ -296,15 +315,18 @@ class LoadAccount:
         """Mean seconds by which first tokens came later than computing and loading explain."""
         return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
 
-    def at(self, now: float, others: OthersLoad = NO_OTHERS) -> EngineLoad:
-        """The load of the engine now. ``others`` is what other replicas told."""
+    def at(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
+        """The load of the engine now. ``others``: see ``ahead``."""
         queue_s, running, waiting, idle_s, _ = self.ahead(now, others, self.rates.prefill_s_per_token(now))
         own = self._running + len(self._awaited)
         return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
 
-    def ahead(self, now: float, others: OthersLoad, rate: float) -> tuple[float, int, int, float, float]:
+    def ahead(
+        self, now: float, others: OthersLoad | None, rate: float
+    ) -> tuple[float, int, int, float, float]:
         """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load, and
-        ``late_s``. ``rate`` is the engine's prefill rate at ``now``."""
+        ``late_s``. ``rate`` is the engine's prefill rate at ``now``; ``others`` is what other replicas told,
+        None: that is not known, and all that gauges show is foreign."""
         # Plain comparisons: this runs once per engine and request.
         queue_s, own_waiting = 0.0, 0
         if self._awaited:
@@ -313,6 +335,9 @@ class LoadAccount:
                 queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
                 queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
         running, waiting = self._running, own_waiting
+        if self._unsettled and others is not None:
+            self._foreign_running, self._foreign_waiting = self._shown_beyond(others)
+            self._unsettled = False
         if others is not NO_OTHERS or self._foreign_running or self._foreign_waiting:
             more_running, more_waiting, tokens = self._elsewhere(others, now)
             queue_s += tokens * rate
@@ -321,17 +346,15 @@ class LoadAccount:
         late_s = self.late_s(now) if self._late_s else 0.0
         return queue_s, running, waiting, now - self._last_admit_s, late_s
 
-    def _elsewhere(self, others: OthersLoad, now: float) -> tuple[int, int, float]:
+    def _elsewhere(self, others: OthersLoad | None, now: float) -> tuple[int, int, float]:
         """Running, waiting and tokens to compute of requests that are not ours."""
-        foreign_running, foreign_waiting = self._foreign(now)
-        if self._apart:
-            tokens = others.tokens + foreign_waiting * self._mean_tokens
-            return others.running + foreign_running, others.waiting + foreign_waiting, tokens
-        return (
-            max(others.running, foreign_running),
-            max(others.waiting, foreign_waiting),
-            max(float(others.tokens), foreign_waiting * self._mean_tokens),
-        )
+        told = NO_OTHERS if others is None else others
+        if now - self._gauges_s > self._settings.gauge_fresh_s:
+            return told.running, told.waiting, told.tokens
+        running, waiting = self._foreign_running, self._foreign_waiting
+        if others is None:
+            running, waiting = self._shown_beyond(told)
+        return told.running + running, told.waiting + waiting, told.tokens + waiting * self._mean_tokens
 
     def own(self, now: float) -> OthersLoad | None:
         """What this router alone has in flight there, for other replicas; None where there is nothing."""
@@ -379,11 +402,6 @@ class LoadAccount:
             self._start(head, self._head_s)
             self._sure, self._carried_tokens = False, 0
         return rate
-
-    def _foreign(self, now: float) -> tuple[int, int]:
-        if now - self._gauges_s > self._settings.gauge_fresh_s:
-            return 0, 0
-        return self._foreign_running, self._foreign_waiting
 
     def _start(self, ticket: Ticket, now: float) -> None:
         """From awaited to running."""

@@ -8,6 +8,7 @@ deadline; an engine without a live writer is marked stale; where no prediction i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -24,8 +25,9 @@ from router.index.model import HashedPrompt
 from router.index.rules.offload import shared_part
 from router.index.seats import EngineHit, Seat, seat_hits
 from router.placement.engine import NO_LOOK, Look
+from router.placement.load import OthersLoad
 from router.proxy.breaker import Breaker, BreakerSettings
-from router.replication.gossip.load import LoadGossip
+from router.replication.gossip.load import SILENCE_S, LoadGossip
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.schema.registry import IndexRefused
@@ -83,6 +85,8 @@ class IndexLookup:
         self._receive_inflight = receive_inflight
         self._clock = clock
         self._models: dict[str, str] = {}
+        self._load: Mapping[str, OthersLoad] = {}
+        self._load_s = -math.inf
 
     def assign(self, engine_id: str, model: str) -> None:
         """The engine serves this model."""
@@ -148,7 +152,14 @@ class IndexLookup:
         self.breaker.record(True, self._clock())
         self.problem = ""
         self.stats.looks += 1
-        return Look(hits, self._load_gossip.others(load, self._clock()), stores)
+        self._load, self._load_s = self._load_gossip.others(load, self._clock()), self._clock()
+        return Look(hits, self._load, stores)
+
+    def last_load(self) -> Mapping[str, OthersLoad] | None:
+        """What the last look told of other replicas' load; None: that is too long ago."""
+        if not self._own.others_alive:
+            return {}
+        return self._load if self._clock() - self._load_s <= SILENCE_S else None
 
     async def refresh(self) -> None:
         """Read the registry of every model, without a prompt; never raises."""
@@ -161,7 +172,8 @@ class IndexLookup:
         self.problem = reason
         why = f"the shared index did not answer ({reason})"
         lost = [engine_id for engine_id in remote if not self._own.follows(engine_id)]
-        return Look({e: EngineHit("unknown", why_unknown=why) for e in lost}, problem=reason)
+        hits = {e: EngineHit("unknown", why_unknown=why) for e in lost}
+        return Look(hits, load=None, problem=reason)
 
     async def _look_up(
         self,

@@ -162,18 +162,14 @@ class SiblingGossip:
 
     def others(self) -> Mapping[str, OthersLoad]:
         """What the siblings have in flight, by engine."""
-        self._count()
-        return self._look.load
+        return self._count()
 
-    def others_at(self, engine_id: str) -> OthersLoad:
-        """The same of one engine, as it is asked for with each poll of its gauges."""
-        return self.load.at(engine_id, self._fields, self._clock())
-
-    def _count(self) -> None:
+    def _count(self) -> Mapping[str, OthersLoad]:
         now = self._clock()
         load = self.load.others(self._fields, now)
         self._look = Look(load=load) if load else NO_LOOK
         self._count_at_s = now + _RECOUNT_S
+        return load
 
     # -- telling ---------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
 from router.openai.errors import bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load import OthersLoad, others_at
 
 
 class FleetActions:
-    """``apply`` brings the fleet in line with the roster; ``others`` is what sibling workers have in
-    flight."""
+    """``apply`` brings the fleet in line with the roster; ``others`` is what siblings and replicas
+    have in flight, None where it is not known."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class FleetActions:
         *,
         sources: Callable[[], Mapping[str, SourceStats]],
         apply: Callable[[], None],
-        others: Callable[[], Mapping[str, OthersLoad]] = dict,
+        others: Callable[[], Mapping[str, OthersLoad] | None] = dict,
     ) -> None:
         self._others = others
         self._roster = roster
@@ -100,10 +100,10 @@ class FleetActions:
         return sum(self._in_flight(status) for status in self._affected(name))
 
     def _in_flight(self, status: Engine) -> int:
-        """This router's requests in flight at the engine."""
-        load, others = status.load.at(self._now()), self._others().get(status.engine_id, NO_OTHERS)
+        """Requests in flight at the engine, of this router and of those that tell it of theirs."""
+        load, others = status.load.at(self._now()), others_at(status.engine_id, self._others())
         own = max(0, load.running + load.waiting - load.foreign)
-        return own + others.running + others.waiting
+        return own if others is None else own + others.running + others.waiting
 
     def _describe(self, status: Engine) -> dict[str, Any]:
         return {

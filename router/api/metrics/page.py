@@ -70,8 +70,8 @@ class Sources(msgspec.Struct):
     """Of the configuration, where it can be reloaded."""
     epp: EppStats | None = None
     pd: PdStats | None = None
-    others: Callable[[], Mapping[str, OthersLoad]] = dict
-    """What sibling workers have in flight, by engine."""
+    others: Callable[[], Mapping[str, OthersLoad] | None] = dict
+    """What siblings and replicas have in flight, by engine; None: it is not known."""
     more: Callable[[], Iterable[Metric]] = tuple
     """Further families: those of a worker among several."""
 

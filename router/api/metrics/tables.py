@@ -10,11 +10,11 @@ from router.index.base import IndexStats
 from router.index.engine import EngineResidency
 from router.observe.receipts import EngineReceipts
 from router.placement.engine import Engine
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load import OthersLoad, others_at
 
 
-def engine_columns(now: float, others: Mapping[str, OthersLoad]) -> tuple[Column[Engine], ...]:
-    """What is known of every engine. ``others``: what sibling workers have in flight there."""
+def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple[Column[Engine], ...]:
+    """What is known of every engine. ``others``: what siblings and replicas have in flight there."""
     return (
         gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
         gauge(
@@ -50,7 +50,7 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad]) -> tuple[Column
         gauge(
             "queue_ahead_seconds",
             "Prefill work queued at the engine, by the router's account",
-            lambda e: e.load.at(now, others.get(e.engine_id, NO_OTHERS)).queue_s,
+            lambda e: e.load.at(now, others_at(e.engine_id, others)).queue_s,
         ),
         gauge(
             "prefill_seconds_per_token",

@@ -21,7 +21,7 @@ from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest
 from router.placement.engine import Engine
 from router.placement.holding.saturation import any_room, gap_s, joins_sibling
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load import OthersLoad, others_at
 from router.placement.placement import Decision
 
 _OTHERS_FRESH_S = 1.0
@@ -35,7 +35,7 @@ class Hold:
     def __init__(self, settings: QueueSettings, fleet: Fleet[Engine], *, now: Callable[[], float]) -> None:
         self._fleet = fleet
         self._now = now
-        self._others: Mapping[str, OthersLoad] = {}
+        self._others: Mapping[str, OthersLoad] | None = {}
         self._others_s = -math.inf
         self.room = WaitingRoom(settings, clock=now, gap_s=self._gap_s)
         self.configure(settings)
@@ -47,8 +47,8 @@ class Hold:
         self._settings = msgspec.structs.replace(settings, engine_requests_max=None) if off else settings
         self.room.configure(settings)
 
-    def others(self, load: Mapping[str, OthersLoad]) -> None:
-        """What other replicas have in flight, as just heard."""
+    def others(self, load: Mapping[str, OthersLoad] | None) -> None:
+        """What other replicas have in flight, as just heard; None: it could not be asked."""
         self._others, self._others_s = load, self._now()
 
     def holds(self, request: InboundRequest, decision: Decision) -> bool:
@@ -94,10 +94,8 @@ class Hold:
         return min(gaps) if gaps else 0.0
 
     def _gap_at(self, engine: Engine, now: float) -> float:
-        others = NO_OTHERS
-        if now - self._others_s <= _OTHERS_FRESH_S:
-            others = self._others.get(engine.engine_id, NO_OTHERS)
-        load = engine.load.at(now, others)
+        others = self._others if now - self._others_s <= _OTHERS_FRESH_S else None
+        load = engine.load.at(now, others_at(engine.engine_id, others))
         return gap_s(
             load.queue_s,
             load.running + load.waiting,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load import OthersLoad
 from router.replication.leases.heartbeat import HeartbeatMonitor
 
 SILENCE_S = 2.0
@@ -70,14 +70,6 @@ class LoadGossip:
         if len(self._decoded) > len(fields):
             self._decoded = {name: kept for name, kept in self._decoded.items() if name in fields}
             self._heartbeats.keep_only(fields.keys())
-        return total
-
-    def at(self, engine_id: str, fields: Mapping[str, bytes], now: float) -> OthersLoad:
-        """The same of one engine."""
-        total = NO_OTHERS
-        for remote in self._alive(fields, now):
-            load = remote.engines.get(engine_id)
-            total = total if load is None else total.plus(load)
         return total
 
     def _alive(self, fields: Mapping[str, bytes], now: float) -> Iterator[ReplicaLoad]:

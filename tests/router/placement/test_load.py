@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.load import EngineLoad, LoadAccount, LoadSettings, OthersLoad, Ticket
+from router.placement.load import NO_OTHERS, EngineLoad, LoadAccount, LoadSettings, OthersLoad, Ticket
 from router.placement.rates import FleetRates, PrefillSample, RateSettings
 from router.proxy.breaker import Breaker
 from tests.support.examples import examples
@@ -169,14 +169,25 @@ def test_gauges_show_the_load_of_others_while_fresh() -> None:
 def test_gauges_beside_what_replicas_told_show_other_clients_alone() -> None:
     load = account(gauge_fresh_s=10.0, foreign_tokens=700)
     told = OthersLoad(running=3, waiting=2, tokens=500)
-    load.report(running=3, waiting=2, now=0.0, others=told)
+    load.report(running=3, waiting=2, now=0.0)
     assert load.at(0.0, told) == EngineLoad(0.5, 3, 2, 0, 5, math.inf)
-    assert load.at(9.0).foreign == 0  # theirs have ended since
-    load.report(running=4, waiting=4, now=9.0, others=told)
+    assert load.at(9.0, NO_OTHERS).foreign == 0  # theirs have ended since
+    load.report(running=4, waiting=4, now=9.0)
     both = load.at(9.0, told)
     assert (both.running, both.waiting, both.queue_s) == (4, 4, pytest.approx(0.5 + 2 * 0.7))
-    alone = load.at(9.0)
+    alone = load.at(9.0, NO_OTHERS)
     assert (alone.running, alone.waiting, alone.queue_s) == (1, 2, pytest.approx(2 * 0.7))
+
+
+def test_where_nobody_can_say_what_others_have_all_that_gauges_show_is_theirs() -> None:
+    load, told = account(gauge_fresh_s=10.0, foreign_tokens=700), OthersLoad(running=3, waiting=2, tokens=500)
+    load.report(running=3, waiting=4, now=0.0)
+    for _ in range(2):  # as often as it becomes known and unknown again
+        unknown = load.at(1.0)
+        assert (unknown.running, unknown.waiting, unknown.queue_s) == (3, 4, pytest.approx(4 * 0.7))
+        known = load.at(2.0, told)
+        assert (known.running, known.waiting, known.queue_s) == (3, 4, pytest.approx(0.5 + 2 * 0.7))
+    assert load.at(3.0, NO_OTHERS).waiting == 2  # what was settled when it was first known stays so
 
 
 def test_a_prompt_behind_those_of_others_is_no_sample() -> None:

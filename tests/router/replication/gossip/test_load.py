@@ -97,19 +97,3 @@ def test_own_load_is_told_without_that_of_others() -> None:
     assert account.own(0.1) == OthersLoad(1, 0, 0)
     account.finish(ticket, 0.2)
     assert account.own(0.2) is None
-
-
-def test_one_engine_of_others_is_counted_as_all_of_them_are() -> None:
-    loads = {
-        "a": {E: OthersLoad(1, 2, 300)},
-        "b": {E: OthersLoad(0, 1, 10), "http://f": OthersLoad(1)},
-        "me": {E: OthersLoad(9, 9, 900)},
-    }
-    fields = {name: gossip(name, load).field(0.0) or b"" for name, load in loads.items()}
-    fields["unreadable"] = b"\xff"
-    mine = gossip("me", {})
-    assert mine.at(E, fields, 0.0) == OthersLoad(1, 3, 310)
-    for now in (0.0, 2.0, 2.1):
-        for engine_id in (E, "http://f", "http://g"):
-            assert mine.at(engine_id, fields, now) == mine.others(fields, now).get(engine_id, OthersLoad())
-    assert mine.at(E, fields, 2.1) == OthersLoad()  # silent for too long
