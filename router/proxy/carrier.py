@@ -47,6 +47,9 @@ class Answer(Protocol):
     def take(self) -> bytes | None:
         """What ``read`` would give without waiting; None: nothing yet."""
 
+    def changed(self) -> Awaitable[None]:
+        """To be awaited where ``take`` gave None; then there may be something."""
+
     async def read(self) -> bytes:
         """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""
 

@@ -127,7 +127,7 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
     """Sort an answer's header fields; ``own`` (the placement's) are added."""
     told = dict(headers)
     if told.keys().isdisjoint(_NOT_RETURNED):
-        fields = headers[:]
+        fields = list(headers)
     else:
         fields = [field for field in headers if field[0] not in _NOT_RETURNED]
         if b"connection" in told and (named := _named(headers)):

@@ -19,7 +19,7 @@ class GatewayAnswer:
     """Implements ``router.proxy.carrier.Answer``. ``taken``: nothing is held any more; ``changed``:
     waits for the next thing that happens, and raises ``UpstreamError`` where nothing will."""
 
-    __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
+    __slots__ = ("_pieces", "_taken", "changed", "complete", "headers", "held_bytes", "status")
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GatewayAnswer:
         self.held_bytes = 0
         self._pieces: list[bytes] = []
         self._taken = taken
-        self._changed = changed
+        self.changed = changed
 
     def add(self, piece: bytes) -> None:
         """The next bytes of the body."""
@@ -63,7 +63,7 @@ class GatewayAnswer:
     async def read(self) -> bytes:
         """See ``Answer``."""
         while (data := self.take()) is None:
-            await self._changed()
+            await self.changed()
         return data
 
     async def check_origin(self) -> None:
@@ -71,6 +71,6 @@ class GatewayAnswer:
         if self.status not in (503, 504) or (b"content-type", b"text/plain") not in self.headers:
             return
         while not self._pieces and not self.complete:
-            await self._changed()
+            await self.changed()
         if self._pieces and self._pieces[0].startswith(_GATEWAYS_OWN):
             raise UpstreamError("timeout" if self.status == 504 else "refused", sent=False)

@@ -152,7 +152,9 @@ class AnswerRelay(msgspec.Struct, eq=False):
             if not more:
                 break
             try:
-                data = await connection.read()
+                while (got := connection.take()) is None:  # ``read``, without a coroutine per piece
+                    await connection.changed()
+                data = got
             except UpstreamError as error:
                 if not started:
                     raise
