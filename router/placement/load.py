@@ -147,17 +147,8 @@ class LoadAccount:
     __slots__ = (
         *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_beyond", "_beyond_waiting"),
         *("_carried_tokens", "_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
-        *(
-            "_late_s",
-            "_late_seen_s",
-            "_mean_tokens",
-            "_running",
-            "_settings",
-            "_sure",
-            "_unseen",
-            "_unsettled",
-        ),
-        *("rates", "stats"),
+        *("_late_s", "_late_seen_s", "_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
+        *("_unsettled", "rates", "stats"),
     )
 
     def __init__(
@@ -316,8 +307,11 @@ class LoadAccount:
         return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
 
     def at(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
-        """The load of the engine now. ``others``: see ``ahead``."""
-        queue_s, running, waiting, idle_s, _ = self.ahead(now, others, self.rates.prefill_s_per_token(now))
+        """The load of the engine now. ``others``: see ``ahead``, but that it may be older: what is foreign is
+        left to decisions to settle."""
+        rate, unsettled = self.rates.prefill_s_per_token(now), self._unsettled
+        queue_s, running, waiting, idle_s, _ = self.ahead(now, others, rate)
+        self._unsettled = unsettled
         own = self._running + len(self._awaited)
         return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
 

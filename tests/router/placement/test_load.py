@@ -166,28 +166,41 @@ def test_gauges_show_the_load_of_others_while_fresh() -> None:
     assert load.at(10.1).foreign == 0
 
 
+def decide(load: LoadAccount, now: float, others: OthersLoad | None) -> tuple[int, int, float]:
+    """Running, waiting and the queue as a decision finds them."""
+    queue_s, running, waiting, *_ = load.ahead(now, others, load.rates.prefill_s_per_token(now))
+    return running, waiting, pytest.approx(queue_s)
+
+
 def test_gauges_beside_what_replicas_told_show_other_clients_alone() -> None:
     load = account(gauge_fresh_s=10.0, foreign_tokens=700)
     told = OthersLoad(running=3, waiting=2, tokens=500)
     load.report(running=3, waiting=2, now=0.0)
-    assert load.at(0.0, told) == EngineLoad(0.5, 3, 2, 0, 5, math.inf)
-    assert load.at(9.0, NO_OTHERS).foreign == 0  # theirs have ended since
+    assert decide(load, 0.0, told) == (3, 2, 0.5)
+    assert decide(load, 9.0, NO_OTHERS) == (0, 0, 0.0)  # theirs have ended since
     load.report(running=4, waiting=4, now=9.0)
-    both = load.at(9.0, told)
-    assert (both.running, both.waiting, both.queue_s) == (4, 4, pytest.approx(0.5 + 2 * 0.7))
-    alone = load.at(9.0, NO_OTHERS)
-    assert (alone.running, alone.waiting, alone.queue_s) == (1, 2, pytest.approx(2 * 0.7))
+    assert decide(load, 9.0, told) == (4, 4, 0.5 + 2 * 0.7)
+    assert decide(load, 9.0, NO_OTHERS) == (1, 2, 2 * 0.7)
 
 
 def test_where_nobody_can_say_what_others_have_all_that_gauges_show_is_theirs() -> None:
     load, told = account(gauge_fresh_s=10.0, foreign_tokens=700), OthersLoad(running=3, waiting=2, tokens=500)
     load.report(running=3, waiting=4, now=0.0)
-    for _ in range(2):  # as often as it becomes known and unknown again
-        unknown = load.at(1.0)
-        assert (unknown.running, unknown.waiting, unknown.queue_s) == (3, 4, pytest.approx(4 * 0.7))
-        known = load.at(2.0, told)
-        assert (known.running, known.waiting, known.queue_s) == (3, 4, pytest.approx(0.5 + 2 * 0.7))
-    assert load.at(3.0, NO_OTHERS).waiting == 2  # what was settled when it was first known stays so
+    for now in (1.0, 2.0):  # as often as it becomes known and unknown again
+        assert decide(load, now, None) == (3, 4, 4 * 0.7)
+        assert decide(load, now, told) == (3, 4, 0.5 + 2 * 0.7)
+    assert decide(load, 3.0, NO_OTHERS) == (
+        0,
+        2,
+        2 * 0.7,
+    )  # settled when first known
+
+
+def test_what_others_told_a_while_ago_settles_nothing() -> None:
+    load = account()
+    load.report(running=3, waiting=0, now=0.0)
+    assert load.at(0.0, OthersLoad(running=1)) == EngineLoad(0.0, 3, 0, 0, 3, math.inf)
+    assert decide(load, 0.1, OthersLoad(running=3)) == (3, 0, 0.0)
 
 
 def test_a_prompt_behind_those_of_others_is_no_sample() -> None:

@@ -135,8 +135,9 @@ def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
                 (engine,) = router.fleet
                 router.following.engine_load(engine, running=4, waiting=0)  # one of another client
                 now = router.clock()
-                assert engine.load.at(now, gossip.others()[E]).running == 4
-                assert engine.load.at(now, NO_OTHERS).running == 1  # when the sibling's have ended
+                rate = engine.rates.prefill_s_per_token(now)
+                assert engine.load.ahead(now, gossip.others()[E], rate)[1] == 4
+                assert engine.load.ahead(now, NO_OTHERS, rate)[1] == 1  # when the sibling's have ended
 
     run(main())
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from publisher.events import BlockHash
+from router.index.base import Rows
 from router.placement.load import LoadAccount, OthersLoad
 from router.placement.rates import FleetRates
 from router.replication.gossip.load import LoadGossip
 from router.replication.leases.heartbeat import HeartbeatMonitor
+from router.replication.lookup import IndexLookup
+from router.replication.reader import SharedRows
+from router.replication.redis.errors import IndexUnavailable
 
 E = "http://e"
 
@@ -97,3 +106,46 @@ def test_own_load_is_told_without_that_of_others() -> None:
     assert account.own(0.1) == OthersLoad(1, 0, 0)
     account.finish(ticket, 0.2)
     assert account.own(0.2) is None
+
+
+class Reader:
+    """A shared index in which one replica has written what it has in flight."""
+
+    def __init__(self, field: bytes) -> None:
+        self._rows = SharedRows(Rows(0, {}), {}, {"a": field})
+        self.answers = True
+
+    def engines(self, model: str) -> dict[str, Any]:
+        return {}
+
+    async def lookup(self, hashes: Sequence[BlockHash], model: str) -> SharedRows:
+        if not self.answers:
+            raise IndexUnavailable("timeout")
+        return self._rows
+
+
+class Own:
+    """Follows nothing."""
+
+    others_alive = True
+
+    def follows(self, engine_id: str) -> bool:
+        return False
+
+    holds_exclusively = follows
+
+
+def test_the_load_of_others_is_known_while_look_ups_tell_it() -> None:
+    reader, own, now = Reader(gossip("a", {E: OthersLoad(1, 2, 300)}).field(0.0) or b""), Own(), [0.0]
+    index: Any = reader
+    lookup = IndexLookup(lambda: index, own, gossip("me", {}), clock=lambda: now[0])
+    assert lookup.last_load() is None, "nothing has been asked yet"
+    told = asyncio.run(lookup.look(None, {E: "m"})).load
+    assert told == lookup.last_load() == {E: OthersLoad(1, 2, 300)}
+    reader.answers = False
+    failed = asyncio.run(lookup.look(None, {E: "m"}))
+    assert (failed.problem, failed.load) == ("timeout", None)
+    now[0] = 2.1
+    assert lookup.last_load() is None
+    own.others_alive = False
+    assert lookup.last_load() == {}, "there are no others"
