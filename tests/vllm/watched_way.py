@@ -59,14 +59,16 @@ class Way:
     def _pass(self, here: socket.socket) -> None:
         with here, contextlib.suppress(OSError), socket.create_connection(self._there) as there:
             self._open |= {here, there}
-            marked = threading.Event()
-            back = threading.Thread(target=self._answers, args=(there, here, marked), daemon=True)
+            marked, asking = threading.Event(), threading.Lock()
+            back = threading.Thread(target=self._answers, args=(there, here, marked, asking), daemon=True)
             back.start()
-            self._requests(here, there, marked)
+            self._requests(here, there, marked, asking)
             back.join()
             self._open -= {here, there}
 
-    def _requests(self, here: socket.socket, there: socket.socket, marked: threading.Event) -> None:
+    def _requests(
+        self, here: socket.socket, there: socket.socket, marked: threading.Event, asking: threading.Lock
+    ) -> None:
         with _ending(there), contextlib.suppress(OSError):
             seen = b""
             while piece := here.recv(_PIECE_BYTES):
@@ -75,18 +77,22 @@ class Way:
                 if found:
                     marked.set()
                     seen = b""
-                there.sendall(piece)
-                if found and self.asked is not None:
-                    then, self.asked = self.asked, None
-                    then()
+                with asking if found else contextlib.nullcontext():
+                    there.sendall(piece)
+                    if found and self.asked is not None:
+                        then, self.asked = self.asked, None
+                        then()
 
-    def _answers(self, there: socket.socket, here: socket.socket, marked: threading.Event) -> None:
+    def _answers(
+        self, there: socket.socket, here: socket.socket, marked: threading.Event, asking: threading.Lock
+    ) -> None:
         with _ending(here), contextlib.suppress(OSError):
             while piece := there.recv(_PIECE_BYTES):
                 if marked.is_set() and self.answered is not None:
                     then, self.answered = self.answered, None
                     then()
-                here.sendall(piece)
+                with asking:  # an answer is not quicker than what is to happen once its request was passed on
+                    here.sendall(piece)
 
 
 @contextlib.contextmanager

@@ -53,8 +53,18 @@ class ClientConnection(asyncio.Protocol):
         *("_app_state", "_body_due", "_client", "_current", "_fed_bytes", "_fields", "_given", "_head_bytes"),
         *("_head_due", "_in_head", "_in_trailer", "_last_word", "_lingered_bytes", "_parser", "_pieces"),
         *("_queue", "_read_bytes", "_read_s", "_reading", "_scope", "_spare", "_state", "_sweeper"),
-        *("_unfinished_bytes", "_url", "_weighed", "app", "capacity", "clock", "closing_soon", "deadline"),
-        *("loop", "nothing", "on_body", "read_paused", "settings", "stats", "transport", "write_paused"),
+        *("_ending", "_unfinished_bytes", "_url", "_weighed", "app", "capacity", "clock", "closing_soon"),
+        *(
+            "deadline",
+            "loop",
+            "nothing",
+            "on_body",
+            "read_paused",
+            "settings",
+            "stats",
+            "transport",
+            "write_paused",
+        ),
     )
 
     def __init__(
@@ -102,6 +112,9 @@ class ClientConnection(asyncio.Protocol):
         self.nothing.set_result(None)
         self._lingered_bytes = -1  # >= 0: only throwing away what still comes
         self.closing_soon = config.lame
+        """Answers say that the connection closes behind them. One that had begun before, and said nothing, is
+        kept to that: its client may be sending the next request."""
+        self._ending = False
         self.deadline = NEVER
 
     # asyncio.Protocol
@@ -235,8 +248,8 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(request_timeout(message))
 
     def shutdown(self) -> None:
-        """The server drains: idle connections close now, busy ones after their answer."""
-        self.closing_soon = True
+        """The server ends: idle connections close now, busy ones after their answer."""
+        self.closing_soon = self._ending = True
         if self._current is None and not self._in_head and self._lingered_bytes < 0:
             self._close()
 
@@ -375,7 +388,7 @@ class ClientConnection(asyncio.Protocol):
         """The current answer is complete: go on with the next request, or close."""
         body_open = self._reading is self._current
         self._current = None
-        if not keep_alive or self.closing_soon:
+        if not keep_alive or self._ending:
             if body_open:
                 self._linger()
             else:

@@ -1,8 +1,9 @@
 """The HTTP server: uvicorn's start-up and lifespan, our connections, and a drain on SIGTERM.
 
-SIGTERM (or SIGINT): go on for ``drain_delay_s``, but close each connection with its answer; then stop
-accepting, close idle connections, let running answers finish for up to ``drain_s_max``, and cut what is left.
-Repeating the signal changes nothing, a second SIGINT cuts at once. The process ends with status 0.
+SIGTERM (or SIGINT): go on for ``drain_delay_s``, but say in each answer that its connection closes behind
+it; then stop accepting, close idle connections, let running answers finish for up to ``drain_s_max``, and
+cut what is left. Repeating the signal changes nothing, a second SIGINT cuts at once. The process ends with
+status 0.
 """
 
 from __future__ import annotations

@@ -189,6 +189,30 @@ def test_during_the_delay_requests_are_answered_and_connections_closed_with_them
 
 
 @pytest.mark.process
+def test_an_answer_that_began_before_the_delay_and_said_nothing_leaves_its_connection_open() -> None:
+    """Its client may be sending the next request, which nobody would answer."""
+
+    async def main() -> None:
+        async with Engine(_slow) as engine, router(engine, 30, delay_s=60) as process:
+            reader, writer = await process.connect()
+            writer.write(request(STREAM))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"connection" not in head
+            process.process.send_signal(signal.SIGTERM)
+            assert process.process.stderr is not None
+            while b"draining" not in await process.process.stderr.readline():
+                pass
+            engine.go.set()
+            await reader.readuntil(END)
+            writer.write(request(STREAM))
+            assert b"connection: close" in await reader.readuntil(b"\r\n\r\n")
+            assert (await reader.read()).endswith(END)
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.process
 def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
     async def main() -> None:
         async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:
