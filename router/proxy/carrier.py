@@ -47,8 +47,9 @@ class Answer(Protocol):
     def take(self) -> bytes | None:
         """What ``read`` would give without waiting; None: nothing yet."""
 
-    def changed(self) -> Awaitable[None]:
-        """To be awaited where ``take`` gave None; then there may be something."""
+    def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
+        """To be awaited where ``take`` gave None; then there may be something. ``step`` may be called instead
+        for whatever comes, as long as it says True; what it raises, this raises."""
 
     async def read(self) -> bytes:
         """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""

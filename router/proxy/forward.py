@@ -37,7 +37,8 @@ from router.pd.course import Course
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.pd.transfer import connector_of
-from router.proxy.answers.relay import AnswerRelay, engine_failed
+from router.proxy.answers.failures import engine_failed
+from router.proxy.answers.relay import AnswerRelay
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import read_answer_headers

@@ -19,7 +19,7 @@ class GatewayAnswer:
     """Implements ``router.proxy.carrier.Answer``. ``taken``: nothing is held any more; ``changed``:
     waits for the next thing that happens, and raises ``UpstreamError`` where nothing will."""
 
-    __slots__ = ("_pieces", "_taken", "changed", "complete", "headers", "held_bytes", "status")
+    __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GatewayAnswer:
         self.held_bytes = 0
         self._pieces: list[bytes] = []
         self._taken = taken
-        self.changed = changed
+        self._changed = changed
 
     def add(self, piece: bytes) -> None:
         """The next bytes of the body."""
@@ -59,6 +59,10 @@ class GatewayAnswer:
         self.held_bytes = 0
         self._taken()
         return data
+
+    def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
+        """See ``Answer``: a task takes from the gateway's stream, so there is no ``step`` to save."""
+        return self._changed()
 
     async def read(self) -> bytes:
         """See ``Answer``."""

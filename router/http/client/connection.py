@@ -48,8 +48,8 @@ class UpstreamConnection(asyncio.Protocol):
     __slots__ = (
         *("_active", "_body_end", "_buffered", "_clock", "_error", "_fed_bytes", "_fields", "_head_bytes"),
         *("_head_done", "_keep", "_loop", "_method", "_on_lost", "_parser", "_paused", "_pieces"),
-        *("_settings", "_stats", "_transport", "_unfinished_bytes", "_waiter", "_weighed", "answered"),
-        *("complete", "deadline", "headers", "lost", "on_body", "status"),
+        *("_settings", "_stats", "_step", "_transport", "_unfinished_bytes", "_waiter", "_weighed"),
+        *("answered", "complete", "deadline", "headers", "lost", "on_body", "status"),
     )
 
     def __init__(
@@ -66,6 +66,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._step: Callable[[], bool] | None = None
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append  # called by the parser without a Python frame in between
         self._parser = httptools.HttpResponseParser(self)
@@ -137,9 +138,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._resume()
         return data
 
-    def changed(self) -> asyncio.Future[None]:
-        """Done at the next thing that happens here."""
+    def changed(self, step: Callable[[], bool] | None = None) -> asyncio.Future[None]:
+        """Done at the next thing that happens here; with ``step``, which is called for each, at the first one
+        that this says False to, or raises, and so this does."""
         waiter = self._waiter = self._loop.create_future()
+        self._step = step
         return waiter
 
     @property
@@ -182,10 +185,21 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        if waiter is None:
+            return
+        if waiter.done():  # who waited was cancelled
+            self._waiter = self._step = None
+            return
+        if self._step is not None:
+            try:
+                if self._step():
+                    return
+            except Exception as error:  # noqa: BLE001  # the waiter's own
+                waiter.set_exception(error)
+                self._waiter = self._step = None
+                return
+        self._waiter = self._step = None
+        waiter.set_result(None)
 
     def _resume(self) -> None:
         self._paused = False

@@ -16,10 +16,10 @@ from router.http.client.connection import UpstreamError
 from router.http.server.seam import Answering
 from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS, RESPONSES
-from router.openai.errors import stream_broken
 from router.openai.request import Usage
-from router.openai.shapes import error_event
+from router.proxy.answers.failures import broke_off
 from router.proxy.answers.sse import SseRelay
+from router.proxy.answers.stream import StreamRelay
 from router.proxy.answers.usage import read_response_id, read_usage
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer
@@ -54,6 +54,20 @@ class AnswerRelay(msgspec.Struct, eq=False):
         if self._head.sse:
             return self._pass_events(first)
         return self._pass_whole(first) if connection.finished else self._pass_body(first)
+
+    def _pass_events(self, first: bytes) -> Awaitable[None]:
+        events = SseRelay(seeks_id=self._attempt.request.path == RESPONSES)
+        stream = StreamRelay(
+            self._connection,
+            self._attempt,
+            self._record,
+            self._head,
+            self._answer,
+            self._stats,
+            events,
+            self._success,
+        )
+        return stream.run(first)
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
         """What came in one piece goes in one."""
@@ -112,7 +126,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             try:
                 data = await connection.read()
             except UpstreamError as error:
-                self._broke_off(error)
+                broke_off(attempt, record, error, self._stats)
                 return
             more = not connection.finished
         if wants_usage:
@@ -126,70 +140,3 @@ class AnswerRelay(msgspec.Struct, eq=False):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._stats.usage_unread += 1
             return None
-
-    async def _pass_events(self, data: bytes) -> None:
-        connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
-        events = SseRelay(seeks_id=attempt.request.path == RESPONSES)
-        begun = started = False
-        success = self._success
-        while True:
-            out = events.feed(data) if data else events.end()
-            more = not connection.finished
-            if not more:
-                out += events.end()
-            if not begun and events.begun:
-                begun = True
-                attempt.first_byte(connection.status)  # an error's events are no tokens
-                attempt.made_response(events.response_id)
-            if begun and success:
-                record.piece()
-            record.bytes_out += len(out)
-            if not started and (out or not more):
-                started = True
-                self._start()
-            if (out or not more) and (waits := answer.piece(out, more=more)) is not None:
-                await waits
-            if not more:
-                break
-            try:
-                while (got := connection.take()) is None:  # ``read``, without a coroutine per piece
-                    await connection.changed()
-                data = got
-            except UpstreamError as error:
-                if not started:
-                    raise
-                if not events.done:
-                    await self._break_stream(events, error)
-                    return
-                await self._last(events.end())
-                break
-        self._stats.usage_unread += events.unread_usages
-        record.usage = events.usage
-        attempt.finished(events.usage)
-
-    def _broke_off(self, error: UpstreamError) -> None:
-        """The answer ended before its end, and the client has had a part of it."""
-        self._stats.streams_broken += 1
-        engine_failed(self._attempt, error, self._stats)
-        engine_id = self._attempt.engine_id
-        self._record.broken = True
-        self._record.tracker.warn(
-            "answer broke off", self._record, engine_id, engine=engine_id, problem=error.reason
-        )
-
-    async def _break_stream(self, events: SseRelay, error: UpstreamError) -> None:
-        self._broke_off(error)
-        said = "stopped sending" if error.reason == "timeout" else "broke off"
-        error_told = stream_broken(f"The engine {said} before its answer was complete.")
-        event = error_event(error_told, self._attempt.request.path, events.passed_on)
-        await self._last(events.broken(*event))
-
-    async def _last(self, data: bytes) -> None:
-        if (waits := self._answer.piece(data, more=False)) is not None:
-            await waits
-
-
-def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:
-    """Tell the attempt that its connection failed, and count that if it ended it."""
-    if attempt.broke(error.reason):
-        stats.count_failure("refused" if error.reason == "overflow" else error.reason)

@@ -26,7 +26,7 @@ from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
 from router.pd.transfer import Connector, PrefillHolder, Problem, Told, without_blocks
-from router.proxy.answers.relay import engine_failed
+from router.proxy.answers.failures import engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound, OwnConnections

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import Any
 
 import pytest
 
@@ -12,34 +10,8 @@ from router.http.client.connection import UpstreamConnection, UpstreamError
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 from tests.support.proxy_rig import answer
+from tests.support.transports import FakeTransport
 from tests.support.waiting import run
-
-
-class FakeTransport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.aborted = False
-        self.unsent = 0
-        self.reading = True
-
-    def write(self, data: Any) -> None: ...
-
-    def writelines(self, pieces: Any) -> None: ...
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def is_closing(self) -> bool:
-        return self.aborted
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
 
 
 def _made(settings: ProxySettings | None = None) -> tuple[UpstreamConnection, FakeTransport]:

@@ -1,0 +1,23 @@
+"""What is told where an engine's answer fails: to the attempt, the record, and the log."""
+
+from __future__ import annotations
+
+from router.http.client.connection import UpstreamError
+from router.observe.requests import RequestRecord
+from router.proxy.attempt import Attempt
+from router.proxy.stats import ProxyStats
+
+
+def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:
+    """Tell the attempt that its connection failed, and count that if it ended it."""
+    if attempt.broke(error.reason):
+        stats.count_failure("refused" if error.reason == "overflow" else error.reason)
+
+
+def broke_off(attempt: Attempt, record: RequestRecord, error: UpstreamError, stats: ProxyStats) -> None:
+    """The answer ended before its end, and the client has had a part of it."""
+    stats.streams_broken += 1
+    engine_failed(attempt, error, stats)
+    engine_id = attempt.engine_id
+    record.broken = True
+    record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)

@@ -1,0 +1,146 @@
+"""A stream is passed on by whoever brings it, and by its task where the client is slow: the order of what
+happens must not matter."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http.client.connection import UpstreamConnection
+from router.http.server.seam import Header
+from router.observe.requests import RequestRecord, RequestTracker
+from router.openai.apis import CHAT
+from router.openai.request import InboundRequest
+from router.proxy.answers.relay import AnswerRelay
+from router.proxy.attempt import Attempt
+from router.proxy.breaker import Breaker
+from router.proxy.headers import read_answer_headers
+from router.proxy.settings import ProxySettings
+from router.proxy.stats import ProxyStats
+from tests.support.proxy_rig import DONE, END, SSE_HEAD, chunk, event
+from tests.support.transports import FakeTransport
+from tests.support.waiting import run
+
+
+class Client:
+    """An ``Answering`` that can be slow."""
+
+    def __init__(self) -> None:
+        self.got = b""
+        self.whole = False
+        self._slow: asyncio.Future[None] | None = None
+
+    def begin(self, status: int, fields: list[Header], length: bytes) -> None: ...
+
+    def piece(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
+        assert not self.whole
+        if self._slow is None:
+            self._take(data, more)
+            return None
+        return self._later(data, more, self._slow)
+
+    async def _later(self, data: bytes, more: bool, caught_up: asyncio.Future[None]) -> None:
+        await caught_up
+        self._take(data, more)
+
+    def _take(self, data: bytes, more: bool) -> None:
+        self.got += data
+        self.whole = not more
+
+    def slow(self) -> None:
+        self._slow = self._slow or asyncio.get_running_loop().create_future()
+
+    def catch_up(self) -> None:
+        if self._slow is not None:
+            self._slow.set_result(None)
+            self._slow = None
+
+
+def _connection(stats: ProxyStats) -> UpstreamConnection:
+    connection = UpstreamConnection(ProxySettings(), stats, time.monotonic, lambda _: None)
+    connection.connection_made(FakeTransport())
+    connection.start("POST", b"head", b"", 1.0)
+    connection.data_received(SSE_HEAD)
+    return connection
+
+
+def _relay(connection: UpstreamConnection, client: Client, stats: ProxyStats) -> AnswerRelay:
+    request = InboundRequest("POST", CHAT, b"", [], b"{}", stream=True)
+    attempt = Attempt("engine", "http://engine", Breaker(), request, now=time.monotonic)
+    record: RequestRecord = RequestTracker(time.monotonic).begin("POST", CHAT)
+    head = read_answer_headers(connection.headers, b"", ())
+    return AnswerRelay(connection, attempt, record, head, client, stats, 1 << 20)
+
+
+_STEPS = st.lists(st.sampled_from(["event", "half", "slow", "catch up", "turn"]), max_size=12)
+
+
+@given(_STEPS, st.sampled_from(["end", "done and loss", "loss", "nonsense"]), st.booleans())
+def test_every_whole_line_arrives_in_order_and_every_stream_ends(
+    steps: Sequence[str], end: str, slow_at_the_end: bool
+) -> None:
+    async def main() -> None:
+        stats, client = ProxyStats(), Client()
+        connection = _connection(stats)
+        sent = event("first")
+        connection.data_received(chunk(sent))
+        task = asyncio.ensure_future(_passed(_relay(connection, client, stats)))
+        for number, step in enumerate(steps):
+            if step in ("event", "half"):
+                data = event(str(number))
+                if step == "half":
+                    data = data[: len(data) // 2] + b"\n"
+                connection.data_received(chunk(data))
+                sent += data
+            elif step == "turn":
+                await asyncio.sleep(0)
+            else:
+                client.slow() if step == "slow" else client.catch_up()
+        if slow_at_the_end:
+            client.slow()
+        if end in ("end", "done and loss"):
+            connection.data_received(chunk(DONE) + END * (end == "end"))
+            sent += DONE
+        if end == "nonsense":
+            connection.data_received(b"nonsense")
+        if end != "end":
+            connection.connection_lost(None)
+        await asyncio.sleep(0)
+        client.catch_up()
+        await asyncio.wait_for(task, 10)
+        assert client.whole
+        assert client.got.startswith(sent)
+        broken = end in ("loss", "nonsense")
+        assert (b'"error"' in client.got) == broken == bool(stats.streams_broken)
+        assert broken or client.got == sent
+
+    run(main())
+
+
+async def _passed(relay: AnswerRelay) -> None:
+    rest = relay.run()
+    assert rest is not None
+    await rest
+
+
+def test_task_sleeps_while_pieces_come() -> None:
+    async def main() -> None:
+        stats, client = ProxyStats(), Client()
+        connection = _connection(stats)
+        connection.data_received(chunk(event("first")))
+        task = asyncio.ensure_future(_passed(_relay(connection, client, stats)))
+        await asyncio.sleep(0)
+        for number in range(3):
+            connection.data_received(chunk(event(str(number))))
+            assert client.got.endswith(event(str(number)))  # in the same turn of the loop
+        task.cancel()
+        connection.data_received(chunk(event("unasked")))
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert not client.got.endswith(event("unasked"))
+
+    run(main())
