@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: a fifth of them while developing, all of them in CI.
+"""How many examples are tried: while developing a fifth of hypothesis's, and ``some`` of a list; in CI all.
 
 ``KVATLAS_TEST_EXAMPLES`` is ``dev`` (the default) or ``ci`` (``make test-all``). Examples have no deadline:
 how long one takes says more of the machine than of the code.
@@ -7,7 +7,10 @@ how long one takes says more of the machine than of the code.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 SWITCH = "KVATLAS_TEST_EXAMPLES"
@@ -20,6 +23,15 @@ if PROFILE not in DIVISORS:
 def examples(count: int) -> int:
     """``max_examples`` of a test that wants another number than the default of 100; seeds as well."""
     return max(1, count // DIVISORS[PROFILE])
+
+
+def some(cases: Iterable[Any], every: int) -> list[Any]:
+    """All of them, as parameters of a test: each ``every``-th from the first on is tried always, the others,
+    which show the same once more, are ``long``."""
+    return [
+        case if place % every == 0 else pytest.param(case, marks=pytest.mark.long)
+        for place, case in enumerate(cases)
+    ]
 
 
 def load_profile() -> None:

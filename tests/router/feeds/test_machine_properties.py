@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from router.feeds.base import FeedState
 from tests.router.feeds.feed_network import SETTINGS, Simulation
+from tests.support.examples import some
 
 FATES = ("ok", "ok", "ok", "drop", "late", "twice")
 FAULTS = ("ok", "ok", "silent", "cut", "hole", "repeated", "shuffled")
@@ -144,7 +145,7 @@ def random_script(rng: random.Random) -> list[Step]:
     return script
 
 
-@pytest.mark.parametrize("first_seed", range(0, 1000, 250))
+@pytest.mark.parametrize("first_seed", some(range(0, 1000, 250), 2))
 def test_many_random_histories(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 250):
         rng = random.Random(seed)

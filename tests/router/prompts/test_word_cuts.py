@@ -19,7 +19,7 @@ from router.prompts.tokens import word_cuts as module
 from router.prompts.tokens.cuts import Cuts, cuts_of
 from router.prompts.tokens.tokenizer import PromptTokenizer
 from router.prompts.tokens.word_cuts import between_words, parts_words, word_cuts
-from tests.support.examples import examples
+from tests.support.examples import examples, some
 from tests.support.prompts.readers import CORPUS, byte_level_tokenizer, metaspace_tokenizer
 
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -142,7 +142,7 @@ def test_patterns_are_those_of_real_tokenizers() -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("name", ["demo", "deepseek"])
+@pytest.mark.parametrize("name", some(["demo", "deepseek"], 2))
 def test_long_texts_are_cut_and_give_the_same_ids(
     name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

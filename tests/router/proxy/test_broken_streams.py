@@ -8,6 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from router.proxy.settings import ProxySettings
+from tests.support.examples import some
 from tests.support.proxy_rig import (
     DONE,
     END,
@@ -55,7 +56,7 @@ def test_stream_ends_with_an_error_event_and_cleanly(then: str) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("cut", range(1, len(event("two"))))
+@pytest.mark.parametrize("cut", some(range(1, len(event("two"))), 3))
 def test_death_anywhere_in_an_event_leaves_a_readable_stream(cut: int) -> None:
     async def main() -> None:
         script = writes(SSE_HEAD + chunk(event("one")) + chunk(event("two")[:cut]), then="close")

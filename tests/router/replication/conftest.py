@@ -6,6 +6,7 @@ import pytest
 
 from router.replication.redis.settings import SharedSettings
 from tests.router.replication.backend import SharedIndex, make_settings
+from tests.support.examples import some
 from tests.support.redis_servers import Cluster, Server, any_program, program
 
 BOTH = ["redis", "valkey"]
@@ -28,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(
-    scope="session", params=[f"{kind} {shape}" for kind in BOTH for shape in ("server", "cluster")]
+    scope="session", params=some((f"{kind} {shape}" for shape in ("server", "cluster") for kind in BOTH), 3)
 )
 def servers(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
     """Redis and Valkey, alone and as a Cluster."""

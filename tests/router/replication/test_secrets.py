@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -50,12 +50,9 @@ def test_a_fleet_works_with_the_documented_rights_only() -> None:
         run(main(server))
 
 
-def kvatlas(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "router", *args]
-    return subprocess.run(command, capture_output=True, text=True, env={"PATH": "", **environ}, check=False)
-
-
-def test_a_password_among_the_flags_is_refused_with_the_remedy() -> None:
+def test_a_password_among_the_flags_is_refused_with_the_remedy(
+    kvatlas: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     url = f"redis://kvatlas:{SECRET}@127.0.0.1:1/0"
     engine = ("--engine", "http://127.0.0.1:1")
     for flags in (("--index", url), ("--set", f"index.url={url}")):
@@ -66,17 +63,16 @@ def test_a_password_among_the_flags_is_refused_with_the_remedy() -> None:
         assert SECRET not in refused.stderr + refused.stdout
 
 
-@pytest.mark.process
-def test_a_password_from_environment_or_file_is_taken_and_never_printed(tmp_path: Path) -> None:
+def test_a_password_from_environment_or_file_is_taken_and_never_printed(
+    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     url = f"redis://kvatlas:{SECRET}@127.0.0.1:1/0"
     path = tmp_path / "url"
     path.write_text(url + "\n")
     assert load(index_file=path, environ={}).config.index.url == url
-    for printed in (
-        kvatlas("serve", "--print-config", KVATLAS_INDEX_URL=url),
-        kvatlas("serve", "--print-config", "--index-file", str(path)),
-        kvatlas("index", "stats", KVATLAS_INDEX_URL=url),
-    ):
+    from_file = kvatlas("serve", "--print-config", "--index-file", str(path))
+    from_environment = kvatlas("serve", "--print-config", KVATLAS_INDEX_URL=url)
+    for printed in (from_file, from_environment, kvatlas("index", "stats", KVATLAS_INDEX_URL=url)):
         assert SECRET not in printed.stderr + printed.stdout
-    shown = kvatlas("serve", "--print-config", "--index-file", str(path)).stdout
-    assert 'index.url = "redis://kvatlas:***@127.0.0.1:1/0"' in shown
+    for shown in (from_file, from_environment):
+        assert 'index.url = "redis://kvatlas:***@127.0.0.1:1/0"' in shown.stdout

@@ -20,6 +20,7 @@ from router.simulate.plan import ArmReport, Study
 from router.simulate.report import Facts
 from tests.router.simulate.support import line, write_lines
 from tests.router.simulate.test_capture_and_fit import COMPUTED, PACE, PREFILL, captured, drawn
+from tests.support.examples import some
 
 SMALL = ["chat", "--requests", "60", "--engines", "2", "--pool", "2000", "--processes", "1"]
 
@@ -170,7 +171,7 @@ def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None
         call(*SMALL, "--fit", url)
 
 
-@pytest.mark.parametrize("ending", plot.ENDINGS)
+@pytest.mark.parametrize("ending", some(plot.ENDINGS, 3))
 def test_pictures(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra plot")
     path = tmp_path / f"study{ending}"

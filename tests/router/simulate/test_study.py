@@ -28,6 +28,7 @@ def numbers(processes: int) -> tuple[list[object], list[float], int]:
     return [(r.arm, r.retention, r.outcomes) for r in study.reports], study.speeds, sum(placed)
 
 
+@pytest.mark.long
 def test_two_processes_find_what_one_finds() -> None:
     one, speeds, placed = numbers(1)
     assert placed == PLAN.num_runs(2) * 60

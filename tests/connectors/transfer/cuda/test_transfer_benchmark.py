@@ -98,6 +98,7 @@ def test_wrong_copies_are_told_and_not_timed() -> None:
     assert "## Rates" not in saved[-1]
 
 
+@pytest.mark.long
 def test_the_report_is_saved_after_every_measurement_and_says_that_more_is_to_come() -> None:
     found, saved = measured(HostMachine())
     parts = len(found.checks) + len(found.cells) + len(found.steps)
@@ -149,6 +150,7 @@ class FailingMachine(HostMachine):
         return FailingOnce(view, pool, queued_stores_max=1 << 16)
 
 
+@pytest.mark.long
 def test_after_a_failure_the_next_cell_gets_an_engine_of_its_own() -> None:
     scale = replace(TINY, piece_bytes=(4 * KIB,))
     found, saved = measured(FailingMachine(), scale)
@@ -177,6 +179,7 @@ class StuckMachine(HostMachine):
         return StuckEngine(view, pool, queued_stores_max=1 << 16)
 
 
+@pytest.mark.long
 def test_jobs_that_never_end_end_the_run_and_keep_what_came_before() -> None:
     found = Findings("stuck", [], computes=False)
     saved: list[str] = []

@@ -13,7 +13,7 @@ import pytest
 from tests.support.examples import examples
 from tests.support.feed_world import run
 
-BLOCK = 50
+BLOCK = 60
 SEEDS = int(os.environ.get("KVATLAS_RECOVERY_SEEDS") or examples(300))
 ONE = os.environ.get("KVATLAS_RECOVERY_SEED")
 

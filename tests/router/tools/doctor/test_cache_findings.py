@@ -106,6 +106,7 @@ def test_a_mamba_mode_that_nobody_told(configured: str | None, said: str | None,
     found.expect("cache.facts", Severity.WARNING, words)
 
 
+@pytest.mark.long
 def test_speculation_without_a_marked_group() -> None:
     drafts = page(spec_decode_num_drafts_total=7.0)
     found = run(heard(one(), metrics=drafts))

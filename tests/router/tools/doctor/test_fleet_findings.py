@@ -13,6 +13,7 @@ from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
 from router.tools.doctor.registry import run_checks
 from tests.router.tools.doctor.looking import Answers, at, look, publishing, saying, server, stored
+from tests.support.examples import some
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 
@@ -66,7 +67,7 @@ def test_algorithms_and_layouts_that_differ() -> None:
 DRAFTS: Answers = {"metrics": (200, b'vllm:spec_decode_num_drafts_total{engine="0"} 7.0', {})}
 
 
-@pytest.mark.parametrize("ahead", [[[16]], None])
+@pytest.mark.parametrize("ahead", some([[[16]], None], 2))
 def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | None) -> None:
     async def main() -> None:
         async with saying(server(**DRAFTS)) as first, saying(server(**DRAFTS)) as second:
