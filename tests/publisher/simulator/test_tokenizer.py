@@ -20,6 +20,7 @@ SOURCE = TextSource(TOKENIZER, seed=0, natural_tokens_max=64)
 USER = {"role": "user", "content": "Hello there"}
 
 
+@pytest.mark.long
 def test_the_shipped_files_are_what_the_training_script_writes(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("train", ROOT / "scripts" / "train_demo_tokenizer.py")
     assert spec is not None

@@ -47,6 +47,7 @@ async def told(rig: Rig) -> Any:
     return engines[0]
 
 
+@pytest.mark.long
 def test_receipts_take_back_what_was_assumed_and_the_right_scheme_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
+from tests.support.examples import some
 from tests.support.paths import ROOT
 
 KVATLAS = [sys.executable, "-m", "router"]
@@ -105,7 +106,7 @@ def test_check_config_checks_and_stops(kvatlas: Callable[..., subprocess.Complet
     assert (told.returncode, told.stdout) == (0, "configuration ok\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 2))
 def test_serve_says_where_and_ends_cleanly(number: int) -> None:
     process = subprocess.Popen(
         [

@@ -80,6 +80,7 @@ def test_every_request_is_served_once(runs: dict[str, list[Outcome]], workloads:
             assert all(row.ttft_s > 0 for row in outcome.run.rows)
 
 
+@pytest.mark.long
 def test_the_default_hits_at_least_as_much_as_exact_and_more_than_load_alone(
     runs: dict[str, list[Outcome]],
 ) -> None:

@@ -15,6 +15,7 @@ from router.openai.errors import ApiError
 from router.prompts.families import cohere, harmony
 from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.reader import Prompt, PromptSettings
+from tests.support.examples import some
 from tests.support.prompts.family_cases import FAMILIES, family_dir, family_settings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_exact, say
 
@@ -33,7 +34,7 @@ def date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SYSTEM_START_DATE", RECORDED_ON)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, 2))
 def test_chats_become_vllms_tokens(family: str, tmp_path: Path) -> None:
     requests = json.loads(gzip.decompress((DATA / f"{family}.json.gz").read_bytes()))
     folder = family_dir(tmp_path / family, family)

@@ -111,6 +111,7 @@ def test_what_would_empty_a_cache_is_not_kept(folder: Path) -> None:
     side.close()
 
 
+@pytest.mark.long
 def test_a_model_that_is_taken_out_takes_its_caches_along(folder: Path) -> None:
     side = local_reader(folder, BOUNDS)
     read(side, chat(say("user", "a question"), tools=[tool(1, {})]))

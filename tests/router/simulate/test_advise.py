@@ -196,6 +196,7 @@ def test_the_same_words_for_the_same_traffic(capsys: pytest.CaptureFixture[str])
     assert call(capsys, *words) == call(capsys, *words)
 
 
+@pytest.mark.long
 def test_traffic_that_shares_nothing_needs_no_prefix_routing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

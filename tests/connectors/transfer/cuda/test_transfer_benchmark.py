@@ -118,6 +118,7 @@ class ShortOfMemory(HostMachine):
         return super().pool(size_bytes, row_bytes)
 
 
+@pytest.mark.long
 def test_a_cell_that_fails_is_a_line_of_the_report_and_not_its_end() -> None:
     scale = replace(TINY, piece_bytes=(64 * KIB, 4 * KIB))
     found, saved = measured(ShortOfMemory(), scale)
