@@ -138,9 +138,7 @@ def without_blocks(text: bytes) -> bytes:
     start += text.startswith(b" ", start)
     if key < 0 or not text.startswith(b"[[", start):
         return text
-    end = text.find(b"]", start) + 1
-    while text.startswith(b",", end):
-        end = text.find(b"]", end) + 1
+    end = text.find(b"]]", start) + 1
     return text[: start + 1] + text[end:] if end else text
 
 
