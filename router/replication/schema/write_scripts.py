@@ -32,10 +32,14 @@ if not fence then return {'NOFENCE', 0, 0} end
 local token, seq = string.match(fence, '^(%d+):(%d+)$')
 if token ~= ARGV[2] then return {'FENCED', 0, 0} end
 if tonumber(ARGV[3]) <= tonumber(seq) then return {'LATE', 0, 0} end
-local kept = redis.pcall('HSET', KEYS[1], ARGV[1], token .. ':' .. ARGV[3])
+local mark = token .. ':' .. ARGV[3]
+local kept = redis.pcall('HSET', KEYS[1], ARGV[1], mark)
 local full = type(kept) == 'table' and kept.err ~= nil
 if full and not string.find(kept.err, 'OOM', 1, true) then return redis.error_reply(kept.err) end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
+-- A full server refuses commands that may grow, but none after a script's first write. So from here on this
+-- script itself sees to it that nothing grows: what has no room is refused, and what stood there goes.
+if full then redis.call('HSET', KEYS[1], ARGV[1], mark) end
 local call, sub, byte = redis.call, string.sub, string.byte
 local prefix, ttl, records = ARGV[4], ARGV[7], ARGV[9]
 local unit = tonumber(ARGV[6])
@@ -56,14 +60,10 @@ for start = 1, #records, size * step do
     local new, old = sub(records, at + 8, at + 7 + unit), values[i]
     local was = old and sub(old, from + 1, till) or ''
     if #was < unit then was = was .. sub(zero, #was + 1) end
-    if full then
-      -- No room to write: what must not be believed any more goes as a whole, and other engines' presence
-      -- with it until they write it again.
-      if was ~= new then
-        if was ~= zero then call('DEL', keys[i]) end
-        if new ~= zero then refused = refused + 1 end
-      end
-    elseif new ~= zero then
+    if full and new ~= zero and new ~= was and (not old or #old < till) then
+      new, refused = zero, refused + 1
+    end
+    if new ~= zero then
       if not old then old = empty
       elseif #old < from then old = old .. sub(empty, #old + 1) end
       if #old == from then old = old .. new
