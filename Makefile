@@ -35,7 +35,7 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 	@$(BIN)/kvatlas demo $(call demo_option,SECONDS,seconds) $(call demo_option,ENGINES,engines) \
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
-test: $(DEV) ## The fast tests: no long ones, a fifth of the random examples, one of each kind that starts processes
+test: $(DEV) ## The fast tests: no long ones, an eighth of the random examples, one of each kind that starts processes
 	@$(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy and not process and not long" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM

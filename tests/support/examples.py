@@ -1,4 +1,4 @@
-"""How many examples are tried: while developing a fifth of hypothesis's, and ``some`` of a list; in CI all.
+"""How many examples are tried: while developing an eighth of hypothesis's, and ``some`` of a list; in CI all.
 
 ``KVATLAS_TEST_EXAMPLES`` is ``dev`` (the default) or ``ci`` (``make test-all``). Examples have no deadline:
 how long one takes says more of the machine than of the code.
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 SWITCH = "KVATLAS_TEST_EXAMPLES"
-DIVISORS = {"dev": 5, "ci": 1}
+DIVISORS = {"dev": 8, "ci": 1}
 PROFILE = os.environ.get(SWITCH, "dev")
 if PROFILE not in DIVISORS:
     raise ValueError(f"{SWITCH}={PROFILE}: expected one of {', '.join(DIVISORS)}")

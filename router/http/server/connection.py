@@ -50,21 +50,12 @@ class ClientConnection(asyncio.Protocol):
     """See the module. uvicorn makes one per accepted connection."""
 
     __slots__ = (
-        *("_app_state", "_body_due", "_client", "_current", "_fed_bytes", "_fields", "_given", "_head_bytes"),
-        *("_head_due", "_in_head", "_in_trailer", "_last_word", "_lingered_bytes", "_parser", "_pieces"),
-        *("_queue", "_read_bytes", "_read_s", "_reading", "_scope", "_spare", "_state", "_sweeper"),
-        *("_ending", "_unfinished_bytes", "_url", "_weighed", "app", "capacity", "clock", "closing_soon"),
-        *(
-            "deadline",
-            "loop",
-            "nothing",
-            "on_body",
-            "read_paused",
-            "settings",
-            "stats",
-            "transport",
-            "write_paused",
-        ),
+        *("_app_state", "_body_due", "_client", "_current", "_ending", "_fed_bytes", "_fields"),
+        *("_given", "_head_bytes", "_head_due", "_in_head", "_in_trailer", "_last_word"),
+        *("_lingered_bytes", "_parser", "_pieces", "_queue", "_read_bytes", "_read_s", "_reading"),
+        *("_scope", "_spare", "_state", "_sweeper", "_unfinished_bytes", "_url", "_weighed", "app"),
+        *("capacity", "clock", "closing_soon", "deadline", "loop", "nothing", "on_body", "read_paused"),
+        *("settings", "stats", "transport", "write_paused"),
     )
 
     def __init__(
