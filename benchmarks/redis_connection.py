@@ -22,6 +22,7 @@ import hiredis
 import uvloop
 from redis.asyncio import Redis
 
+from router.replication.redis.connecting import connection_arguments
 from router.replication.redis.connection import PipelinedConnection, pack
 from router.replication.redis.url import parse_url
 
@@ -54,7 +55,7 @@ class OwnProtocol(asyncio.Protocol):
 
 
 async def compare() -> None:
-    target = parse_url(f"redis://127.0.0.1:{PORT}").connection_arguments(5.0)
+    target = connection_arguments(parse_url(f"redis://127.0.0.1:{PORT}"), 5.0)
     kind = target.pop("connection_class")
     client = Redis(port=PORT, **target)
     keys = [b"kva" + os.urandom(14) for _ in range(6250)]

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
@@ -44,11 +44,13 @@ from router.placement.load import OthersLoad
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
-from router.replication.service import SharedIndex
 from router.workers.crew import Crew
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 from router.workers.view import WholeView, worker_families
+
+if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
+    from router.replication.service import SharedIndex
 
 
 class Router:
@@ -64,9 +66,7 @@ class Router:
         self.config = config
         self.clock = clock
         self.accounts = Accounts(clock, config.access_log)
-        self.shared = (
-            SharedIndex(config.index, self._own_load, clock=clock) if config.index.is_shared else None
-        )
+        self.shared = self._open_shared_index()
         if self.shared is not None:
             self.accounts.inflight = self.shared.inflight
         self.following = Following(
@@ -219,6 +219,13 @@ class Router:
             pd_stats=planner.pd_stats,
         )
         return planner, proxy
+
+    def _open_shared_index(self) -> SharedIndex | None:
+        if not self.config.index.is_shared:
+            return None
+        from router.replication.service import SharedIndex  # noqa: PLC0415  # redis-py comes with it
+
+        return SharedIndex(self.config.index, self._own_load, clock=self.clock)
 
     def _open_gate(self) -> KeyGate | None:
         """Raises ``KeyFileError`` for a key file of no use."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,7 +24,9 @@ from router.index.models import Scopes
 from router.placement.engine import Accounts, Engine
 from router.prompts.adapters import AdapterPaths
 from router.prompts.config import ModelPrompts
-from router.replication.service import SharedIndex
+
+if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
+    from router.replication.service import SharedIndex
 
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 

@@ -34,8 +34,7 @@ from router.fleet.settings import FleetSettings
 from router.observe.receipts import Receipt
 from router.pd.settings import PdSettings
 from router.prompts.config import ANY_MODEL
-from router.replication.redis.errors import SettingsError
-from router.replication.redis.url import redacted
+from router.replication.redis.url import SettingsError, redacted
 from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 from router.replication.settings import IndexSettings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.replication.redis.errors import SettingsError
 from router.replication.redis.settings import SharedSettings
+from router.replication.redis.url import SettingsError
 
 
 class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

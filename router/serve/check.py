@@ -17,10 +17,7 @@ from router.http.tls import TlsError, server_context
 from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.replication.redis.errors import SettingsError
-from router.replication.redis.url import redacted
-from router.replication.schema.registry import IndexRefused
-from router.replication.service import check_index
+from router.replication.redis.url import SettingsError, redacted
 from router.serve.server import TLS_KEYS
 
 _log = structlog.get_logger()
@@ -78,6 +75,9 @@ def check_shared_index(config: Config) -> None:
     """
     if not config.index.is_shared:
         return
+    from router.replication.schema.registry import IndexRefused  # noqa: PLC0415  # redis-py comes with it
+    from router.replication.service import check_index  # noqa: PLC0415
+
     try:
         problem = asyncio.run(check_index(config.index))
     except IndexRefused as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -40,7 +40,9 @@ from router.placement.load import OthersLoad
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
-from router.replication.service import SharedIndex
+
+if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
+    from router.replication.service import SharedIndex
 
 T = TypeVar("T")
 _TURN_S = 0.005

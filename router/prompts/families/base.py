@@ -14,10 +14,8 @@ from typing import Protocol
 
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
-from router.prompts.families.cohere import Cohere
 from router.prompts.families.deepseek import DeepseekV32
 from router.prompts.families.deepseek_v4 import DeepseekV4
-from router.prompts.families.harmony import Harmony
 from router.prompts.families.missing import Missing
 from router.prompts.request import ChatBody
 from router.prompts.tokens.ids import Encoded, Ids
@@ -79,12 +77,17 @@ def family_of(renderer: str, folder: Path, template: str | None) -> Family | Non
     if renderer == "deepseek_v4":
         return DeepseekV4()
     try:
+        # Their packages take up to half a second to import.
         if renderer == "harmony":
+            from router.prompts.families.harmony import Harmony  # noqa: PLC0415
+
             return Harmony()
         if renderer == "cohere":
+            from router.prompts.families.cohere import Cohere  # noqa: PLC0415
+
             return Cohere(template)
         if renderer == "mistral":
-            from router.prompts.families.mistral import Mistral  # noqa: PLC0415  # takes half a second
+            from router.prompts.families.mistral import Mistral  # noqa: PLC0415
 
             return Mistral(folder)
     except Missing as problem:

@@ -19,12 +19,13 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError, ResponseError
 
+from router.replication.redis.connecting import connection_arguments
 from router.replication.redis.connection import PipelinedConnection, Reply
-from router.replication.redis.errors import IndexUnavailable, SettingsError, unavailable
+from router.replication.redis.errors import IndexUnavailable, unavailable
 from router.replication.redis.master import Master, Script, ScriptCall
 from router.replication.redis.settings import SharedSettings
 from router.replication.redis.topology import Address, Topology, cluster_topology, sentinel_master, single
-from router.replication.redis.url import parse_url
+from router.replication.redis.url import SettingsError, parse_url
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
@@ -47,7 +48,7 @@ class Client:
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
         self._target = parse_url(settings.url)
-        self._arguments = self._target.connection_arguments(settings.connect_timeout_s)
+        self._arguments = connection_arguments(self._target, settings.connect_timeout_s)
         self._topology = Topology(False, ())
         self._masters: dict[Address, Master] = {}
         self._identity: str | None = None

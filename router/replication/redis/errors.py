@@ -1,13 +1,9 @@
-"""Why the shared index cannot be used: bad settings, or errors of redis-py and sockets as one exception."""
+"""Why the shared index cannot be used now: errors of redis-py and sockets as one exception."""
 
 from __future__ import annotations
 
 from redis.exceptions import AskError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-
-
-class SettingsError(ValueError):
-    """A URL or setting that cannot be used; ``str()`` says which and why, without secrets."""
 
 
 class IndexUnavailable(Exception):  # noqa: N818  # a state to be lived with

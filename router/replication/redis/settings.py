@@ -6,8 +6,7 @@ import re
 
 import msgspec
 
-from router.replication.redis.errors import SettingsError
-from router.replication.redis.url import parse_url, redacted
+from router.replication.redis.url import SettingsError, parse_url, redacted
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 

@@ -1,38 +1,26 @@
-"""The URL of the shared index, and what redis-py needs to connect to it.
+"""The URL of the shared index: text alone, so that a router without one does without redis-py.
 
 ``redis://`` or ``rediss://`` (TLS) for one server or any node of a Cluster (the server says which),
 ``redis+cluster://a:1,b:2`` for several nodes to start from, ``redis+sentinel://a:1,b:2/service`` for a master
 found through Sentinel; ``rediss+...`` with TLS. User, password and database number stand in their usual
 places; ``?ca=``, ``?cert=`` and ``?key=`` name PEM files for TLS.
-Always true: neither ``repr`` nor ``str`` of anything here shows a password; where ``?ca=`` is given, only
-certificates of its authorities are accepted.
+Always true: neither ``repr`` nor ``str`` of anything here shows a password.
 """
 
 from __future__ import annotations
 
-import ssl
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import msgspec
-from redis.asyncio.connection import Connection, SSLConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
-from router.replication.redis.errors import SettingsError
 
 Kind = Literal["server", "cluster", "sentinel"]
 
 _DEFAULT_PORT = {"server": 6379, "cluster": 6379, "sentinel": 26379}
 
 
-class TlsConnection(SSLConnection):
-    """TLS with a given context. The one that redis-py makes of file names trusts the system's certificate
-    authorities beside the given one."""
-
-    def __init__(self, *, tls: ssl.SSLContext, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.ssl_context.context = tls
+class SettingsError(ValueError):
+    """A URL or setting that cannot be used; ``str()`` says which and why, without secrets."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -49,33 +37,6 @@ class Target(msgspec.Struct, frozen=True):
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
-
-    def connection_arguments(self, connect_timeout_s: float) -> dict[str, Any]:
-        """What redis-py connects with, but for host and port: no retries, and no time-outs for single reads,
-        as every call has a deadline. Raises ``SettingsError`` for unreadable TLS files."""
-        arguments: dict[str, Any] = {
-            "connection_class": Connection,
-            "db": self.db,
-            "username": self.username,
-            "password": self.password,
-            "protocol": 2,
-            "socket_timeout": None,
-            "socket_connect_timeout": connect_timeout_s,
-            "retry": Retry(NoBackoff(), 0),
-            "driver_info": None,
-        }
-        if self.tls:
-            arguments |= {"connection_class": TlsConnection, "tls": self._tls_context()}
-        return arguments
-
-    def _tls_context(self) -> ssl.SSLContext:
-        try:
-            context = ssl.create_default_context(cafile=self.ca)
-            if self.cert or self.key:
-                context.load_cert_chain(self.cert or "", self.key)
-        except OSError as error:
-            raise SettingsError(f"index TLS files: {error}; give PEM files") from error
-        return context
 
     def __repr__(self) -> str:
         where = ",".join(f"{host}:{port}" for host, port in self.addresses)

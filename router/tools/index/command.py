@@ -20,7 +20,8 @@ from router.config.errors import ConfigError
 from router.fleet.identity import EngineAddress
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
-from router.replication.redis.errors import IndexUnavailable, SettingsError
+from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.url import SettingsError
 from router.replication.schema.keys import ScopeKeys
 from router.replication.schema.registry import IndexRefused, Registry
 from router.replication.settings import IndexSettings

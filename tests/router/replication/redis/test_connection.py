@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from router.replication.redis.connecting import connection_arguments
 from router.replication.redis.connection import PipelinedConnection, pack, within
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.url import parse_url
@@ -30,7 +31,7 @@ async def talk(answer: Answer, body: Callable[[PipelinedConnection], Awaitable[N
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    arguments = parse_url(f"redis://127.0.0.1:{port}").connection_arguments(10.0)
+    arguments = connection_arguments(parse_url(f"redis://127.0.0.1:{port}"), 10.0)
     link = PipelinedConnection(arguments.pop("connection_class")(host="127.0.0.1", port=port, **arguments))
     async with asyncio.TaskGroup() as tasks:
         await link.open(tasks)

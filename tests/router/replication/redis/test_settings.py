@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.replication.redis.errors import SettingsError
 from router.replication.redis.settings import SharedSettings
-from router.replication.redis.url import Target, has_password, parse_url, redacted
+from router.replication.redis.url import SettingsError, Target, has_password, parse_url, redacted
 
 
 @pytest.mark.parametrize(
