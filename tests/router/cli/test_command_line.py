@@ -39,17 +39,35 @@ def test_help_lists_the_commands() -> None:
         assert command in told.stdout
 
 
+def loads_none_of(modules: set[str], code: str) -> None:
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{code}\nimport sys\nloaded = {modules} & set(sys.modules)\nassert not loaded, loaded",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys\nfrom router.__main__ import main\nsys.argv = ['kvatlas', '--help']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "heavy = {'numpy', 'tokenizers', 'fastapi', 'uvicorn', 'aiohttp', 'zmq.asyncio'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    loads_none_of({"numpy", "tokenizers", "fastapi", "uvicorn", "aiohttp", "zmq.asyncio"}, code)
+
+
+@pytest.mark.process
+def test_a_router_loads_nothing_that_only_some_need() -> None:
+    loads_none_of(
+        {"redis", "openai_harmony", "cohere_melody", "mistral_common"}, "import router.serve.command"
     )
-    assert told.returncode == 0, told.stderr
 
 
 @pytest.mark.parametrize(
