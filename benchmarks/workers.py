@@ -211,7 +211,7 @@ async def quality(
         for router in routers:
             for engine_id, tokens in _computed(router).items():
                 computed[engine_id] = computed.get(engine_id, 0) + tokens
-        delays = [gossip.delays for router in routers if (gossip := router.gossip) is not None]
+        delays = [gossip.delays for router in routers if (gossip := router.sharing.gossip) is not None]
         for server in servers:
             server.drain()
         await asyncio.wait(serving)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
@@ -38,19 +38,14 @@ from router.http.tls import Certificates
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.placement.decide import Planner
-from router.placement.engine import NO_LOOK, Accounts, Engine
-from router.placement.inflight import InflightPrompt
-from router.placement.load import OthersLoad
+from router.placement.engine import Accounts, Engine
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
+from router.sharing import Sharing
 from router.workers.crew import Crew
-from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 from router.workers.view import WholeView, worker_families
-
-if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
-    from router.replication.service import SharedIndex
 
 
 class Router:
@@ -66,13 +61,11 @@ class Router:
         self.config = config
         self.clock = clock
         self.accounts = Accounts(clock, config.access_log)
-        self.shared = self._open_shared_index()
-        if self.shared is not None:
-            self.accounts.inflight = self.shared.inflight
+        self.sharing = Sharing(config, self.accounts, clock=clock, seat=seat)
         self.following = Following(
             config,
             self.accounts,
-            self.shared,
+            self.sharing.index,
             clock=clock,
             leaving=(
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
@@ -81,9 +74,7 @@ class Router:
         )
         self.fleet, self.scopes = self.following.fleet, self.following.scopes
         self.gate = self._open_gate()
-        if self.shared is not None and self.gate is not None:
-            self.shared.share_limits(self.gate, "" if seat is None else seat.folder.name)
-        self.gossip = None if seat is None else self._gossip(seat)
+        self.sharing.begin(self.fleet, self.gate)
         self.listen_stats: ListenStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
         """Hears of other limits of client connections."""
@@ -92,9 +83,13 @@ class Router:
         self.roster = Roster(engines_max=_engines_max(config))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
         self.crew: Crew | None = None
-        if seat is not None and self.gossip is not None:
+        if seat is not None and self.sharing.gossip is not None:
             self.crew = Crew(
-                seat, self.gossip, self.roster, applied=self._assign, unheard=self.fleet_sources.unsynced
+                seat,
+                self.sharing.gossip,
+                self.roster,
+                applied=self._assign,
+                unheard=self.fleet_sources.unsynced,
             )
         self.certificates = Certificates()
         self._engine_tls = hold_engine_tls(self.certificates, config.fleet.tls)
@@ -121,7 +116,7 @@ class Router:
         self._readiness_check = ReadinessCheck(
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
-            index_problem=lambda: "" if self.shared is None else self.shared.problem,
+            index_problem=lambda: self.sharing.problem,
             clock=clock,
             warm_up_s_max=config.fleet.warm_up_s_max,
         )
@@ -134,7 +129,7 @@ class Router:
             self.proxy.stats,
             self.reader.stats,
             lambda: self.listen_stats,
-            self.shared,
+            self.sharing.index,
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
             self.proxy.requests,
@@ -143,7 +138,7 @@ class Router:
             None if self.traces is None else self.traces.stats,
             epp=None if self.picker is None else self.picker.stats,
             pd=self.planner.pd_stats,
-            others=self._others,
+            others=self.sharing.others,
         )
         self._view: WholeView | None = None
         if seat is not None and self.crew is not None:
@@ -195,8 +190,8 @@ class Router:
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
             check_every=self.config.server.check_every,
-            shared=None if self.shared is None else self.shared.lookup,
-            told=(lambda: NO_LOOK) if self.gossip is None else self.gossip.told,
+            shared=self.sharing.lookup,
+            told=self.sharing.told,
             queue=self.config.queue,
             pd=self.config.pd,
         )
@@ -219,13 +214,6 @@ class Router:
             pd_stats=planner.pd_stats,
         )
         return planner, proxy
-
-    def _open_shared_index(self) -> SharedIndex | None:
-        if not self.config.index.is_shared:
-            return None
-        from router.replication.service import SharedIndex  # noqa: PLC0415  # redis-py comes with it
-
-        return SharedIndex(self.config.index, self._own_load, clock=self.clock)
 
     def _open_gate(self) -> KeyGate | None:
         """Raises ``KeyFileError`` for a key file of no use."""
@@ -260,8 +248,7 @@ class Router:
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight()]
             works += [work() for work in self.works]
-            if self.shared is not None:
-                works.append(self.shared.run())
+            works += self.sharing.works()
             if self.config.prompts.renderers:
                 works.append(
                     self.reader.renderers.watch(self.calls.healthy, self.config.prompts.renderer_check_s)
@@ -276,8 +263,7 @@ class Router:
                     await self.picker.drained()
                 for task in background:
                     task.cancel()
-                if self.shared is not None:
-                    await self.shared.close()
+                await self.sharing.close()
                 self.following.end()
                 if self.accounts.access is not None:
                     await asyncio.to_thread(self.accounts.access.close)
@@ -308,34 +294,6 @@ class Router:
         """Where the lead of the workers is asked; None: it is this one."""
         return None if self.crew is None or self.leads else self.crew.calls.to_lead
 
-    def _gossip(self, seat: WorkerSeat) -> SiblingGossip:
-        """The books that workers share; without a shared index all of them."""
-        gossip = SiblingGossip(
-            seat,
-            self._own_load,
-            clock=self.clock,
-            whole=self.shared is None,
-            served=self._served_elsewhere,
-            gate=self.gate,
-        )
-        self.accounts.responses = gossip.responses
-        if self.shared is None:
-            self.accounts.inflight, self.accounts.affinity = gossip.inflight, gossip.affinity
-        return gossip
-
-    def _served_elsewhere(self, prompt: InflightPrompt) -> None:
-        """An engine has computed a prompt that another worker sent there: so has its shadow."""
-        engine = self.fleet.get(prompt.engine_id)
-        if engine is not None and engine.shadow is not None and prompt.num_blocks:
-            tokens = range(prompt.num_blocks * engine.shadow.spec.scheme.hash_block_size)
-            engine.shadow.served(tokens, lambda scheme: list(prompt.hashes))
-
-    def _others(self) -> Mapping[str, OthersLoad] | None:
-        """What sibling workers and other replicas have in flight, by engine; None: it is not known now."""
-        if self.shared is not None:
-            return self.shared.lookup.last_load()
-        return {} if self.gossip is None else self.gossip.others()
-
     def discard(self) -> None:
         """It was made to check the configuration, and will not run: what it started ends."""
         if self.traces is not None:
@@ -350,8 +308,8 @@ class Router:
         """The server drains: what other replicas can take over, they may take now."""
         if self.picker is not None:
             self.picker.drain()
-        if self.shared is not None and self._tasks is not None:
-            self._tasks.create_task(self.shared.release_leases())
+        if self.sharing.index is not None and self._tasks is not None:
+            self._tasks.create_task(self.sharing.index.release_leases())
 
     def _assign(self) -> None:
         """The roster changed: the fleet is what it says."""
@@ -383,7 +341,7 @@ class Router:
             self.clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
-            others=self._others,
+            others=self.sharing.others,
         )
         seat = None if self.crew is None else self.crew.seat
         return AdminApi(
@@ -395,11 +353,6 @@ class Router:
             sock=None if seat is None else seat.admin,
             settled=None if self.crew is None else self.crew.roster.changed,
         )
-
-    def _own_load(self, now: float) -> dict[str, OthersLoad]:
-        """What this router alone has in flight, for other replicas."""
-        loads = ((engine.engine_id, engine.load.own(now)) for engine in self.fleet)
-        return {engine_id: load for engine_id, load in loads if load is not None}
 
     def _engine_url(self, model: str | None) -> str | None:
         """The least loaded engine of this model: none is to tokenize for the whole fleet."""

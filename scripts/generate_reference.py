@@ -305,9 +305,9 @@ def _sources() -> Sources:
     )
     for engine in router.fleet:
         engine.feed = FeedStats()
-    if router.shared is not None:
-        router.shared.scope("model")
-        router.shared.share_limits(_gate(), "")
+    if router.sharing.index is not None:
+        router.sharing.index.scope("model")
+        router.sharing.index.share_limits(_gate(), "")
     sources = Sources(
         router.fleet,
         router.scopes,
@@ -315,7 +315,7 @@ def _sources() -> Sources:
         router.proxy.stats,
         router.reader.stats,
         ListenStats,
-        router.shared,
+        router.sharing.index,
         router.fleet_sources,
         AdminStats(),
         router.proxy.requests,

@@ -127,10 +127,10 @@ def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
     async def main() -> None:
         with seats(2) as places:
             router, sibling = Router(Config(engines=(EngineAddress(E),)), seat=places[0]), Worker(places[1])
-            assert router.gossip is not None
-            async with sibling.running(), running(router.gossip):
+            assert router.sharing.gossip is not None
+            async with sibling.running(), running(router.sharing.gossip):
                 sibling.load = {E: OthersLoad(3, 0, 0)}
-                gossip = router.gossip
+                gossip = router.sharing.gossip
                 await until(lambda: gossip.others() == sibling.load, "it is told")
                 (engine,) = router.fleet
                 router.following.engine_load(engine, running=4, waiting=0)  # one of another client
