@@ -11,7 +11,6 @@ Always true: the estimated size of all entries is at most ``bytes_max``, and of 
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
@@ -142,7 +141,7 @@ def _chunk_keys(key: int, data: bytes) -> list[int]:
 def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
     """How many leading ids are equal, the first ``known`` of which need no look. Mostly few are to be looked
     at, so this goes without numpy, whose code is out of the processor's caches by now."""
-    low, high = known, min(len(left), len(right))
+    low, high = known, len(left) if len(left) < len(right) else len(right)  # noqa: FURB136
     while high - low > _COMPARED:  # they are equal up to low, maybe not up to high
         middle = (low + high) // 2
         if left[low:middle] == right[low:middle]:
@@ -180,7 +179,7 @@ def _size(entry: Entry) -> int:
         texts += one.weight_bytes
     num_keys = len(entry.keys)
     if entry.cut is not None:
-        texts += sys.getsizeof(entry.cut.text)
+        texts += entry.cut.text.__sizeof__()
         num_keys += len(entry.cut.starts)
     per_token = 4 + _CHAIN_BYTES_PER_TOKEN
     fixed = _ENTRY_BYTES + len(entry.scope) + extras_bytes(entry.extras)

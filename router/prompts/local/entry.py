@@ -50,12 +50,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
 
     def begins_as(self, scope: bytes, raws: list[msgspec.Raw]) -> bool:
         """Whether its first messages are these, byte by byte."""
-        if self.scope != scope or len(raws) > len(self.messages):
-            return False
-        for one, raw in zip(self.messages, raws, strict=False):  # noqa: SIM110  # a frame less
-            if one.raw != raw:
-                return False
-        return True
+        known = self.messages if len(raws) == len(self.messages) else self.messages[: len(raws)]
+        return self.scope == scope and [one.raw for one in known] == raws
 
     def inherit(self, other: Entry, num_tokens: int, *, last: bool) -> None:
         """Take over the hashes of the first ``num_tokens`` tokens, which both prompts share.

@@ -233,21 +233,22 @@ class LocalModel:
         kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
         if parent is not None and before is not None and kept:
             begin, reused = before.starts[kept], before.counts[kept]
-            starts, counts, known = before.starts[:kept], before.counts[:kept], parent.ids
+            starts, counts, known = before.starts[:kept], list(before.counts[:kept]), parent.ids
         else:
             begin, reused = 0, len(prefix)
-            starts, counts, known = (), (), prefix
+            starts, counts, known = (), [], prefix
         if self._is_long(len(text) - begin):
             cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(text, begin))
         else:
             cuts, tail = self.tokenizer.encode_cut(text, begin)
         self._stats.tokens_new += len(tail.ids)
         starts += tuple(cuts)
-        counts += tuple([reused + count for count in tail.offsets[:-1]])
+        for count in tail.offsets[:-1]:
+            counts.append(reused + count)
         ids = known[: reused + len(tail.ids)]
         ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
         ids += suffix
-        return CutText(text, starts, counts), ids, reused if kept else 0
+        return CutText(text, starts, tuple(counts)), ids, reused if kept else 0
 
     def _is_long(self, chars: int) -> bool:
         """Whether to tokenize so many would hold the event loop."""

@@ -7,7 +7,6 @@ which is cheap, since what a template makes of a message may depend on any other
 from __future__ import annotations
 
 from functools import cached_property
-from sys import getsizeof
 from typing import Final, NamedTuple
 
 import msgspec
@@ -42,7 +41,7 @@ _ROLE_CHARS_MAX: Final = 32
 
 def _of_plain(role: str, form: str) -> tuple[int, int]:
     empty = text_message(role, "", form)
-    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - getsizeof("")
+    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - "".__sizeof__()
 
 
 _PLAIN: Final = {
@@ -176,7 +175,7 @@ class ChatRenderer:
             shape, size = _PLAIN[said.role, form]
             message = text_message(said.role, text, form)
             plain_role = said.role if text else ""
-            size += len(raw) + getsizeof(text)
+            size += len(raw) + text.__sizeof__()
             made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role, text))
         return made
 
@@ -203,10 +202,14 @@ class ChatRenderer:
             raise NotLocalError("template_rejected") from None
 
     def _by_template(self, known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
-        roles = tuple([one.plain_role for one in known])
+        roles: list[str] = []
+        texts: list[str] = []
+        for one in known:
+            roles.append(one.plain_role)
+            texts.append(one.plain_text)
         if "" in roles or context.continue_final:
             return _rendered(known, template, context)
-        key, texts = (context.key, self._content_format(template), roles), [one.plain_text for one in known]
+        key = context.key, self._content_format(template), tuple(roles)
         text = template.put_together(context.names, texts, key)
         if text is None:
             text = _rendered(known, template, context)

@@ -54,25 +54,19 @@ class Cuts(NamedTuple):
     def split(self, text: str, begin: int = 0) -> list[int]:
         """Where ``text`` is cut from ``begin`` on: there, at the character offset of every barrier, and at
         places in long pieces."""
-        starts = self._at_barriers(text, begin)
-        return list(word_cuts(text, starts)) if self.words and len(text) - begin > PIECE_CHARS else starts
+        starts, chars = [begin], len(text) - begin
+        if self.barrier is not None and chars > _WINDOW_CHARS:
+            starts += self._barrier_starts(self.barrier, text, begin + 1)
+        elif self.barrier is not None:
+            for match in self.barrier.finditer(text, begin + 1):
+                starts.append(match.start())
+        return list(word_cuts(text, starts)) if self.words and chars > PIECE_CHARS else starts
 
     def may_cut(self, text: str, at: int) -> bool:
         """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
         if self.barrier is not None and self.barrier.match(text, at) is not None:
             return True
         return self.words and between_words(text, at)
-
-    def _at_barriers(self, text: str, begin: int) -> list[int]:
-        starts = [begin]
-        if self.barrier is None:
-            return starts
-        if len(text) - begin > _WINDOW_CHARS:
-            starts += self._barrier_starts(self.barrier, text, begin + 1)
-            return starts
-        for match in self.barrier.finditer(text, begin + 1):
-            starts.append(match.start())
-        return starts
 
     def _barrier_starts(self, barrier: re.Pattern[str], text: str, begin: int) -> Iterator[int]:
         """Where barriers begin from ``begin`` on; window by window, so that other threads get their turn."""

@@ -44,16 +44,12 @@ class PromptTokenizer:
         self._fast = found if isinstance(found, FastEncoder) else None
         self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
         self.cuts = cuts_of(tokenizer)
-        self.prefix, self.suffix = self.cuts.prefix, self.cuts.suffix
+        self.may_cut, self.prefix, self.suffix = self.cuts.may_cut, self.cuts.prefix, self.cuts.suffix
 
     @property
     def is_fast(self) -> bool:
         """Whether fastokens is in use."""
         return self._fast is not None
-
-    def may_cut(self, text: str, at: int) -> bool:
-        """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
-        return self.cuts.may_cut(text, at)
 
     def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
         """The cuts of a text from ``begin`` on, where it may be cut, and the ids of its pieces."""
