@@ -68,6 +68,7 @@ class ChatBody(ChatFields, gc=False, kw_only=True):
         """Whether the prompt depends on the messages alone: nothing else that reaches it was given."""
         return (
             astuple(self)[:_NUM_PROMPT_FIELDS] == _BARE
+            and self.tools is NULL
             and self.add_generation_prompt is True  # 1 is equal to it
             and self.continue_final_message is self.add_special_tokens is False
             and self.orders_tool_calls
