@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -130,7 +132,8 @@ def hash_function(algo: str) -> Callable[[object], bytes]:
 
 def num_hash_blocks(num_tokens: int, scheme: HashScheme) -> int:
     """How many hashes a prompt of ``num_tokens`` has: a block's look-ahead tokens must exist too."""
-    return max(0, (num_tokens - scheme.lookahead) // scheme.hash_block_size)
+    blocks = (num_tokens - scheme.lookahead) // scheme.hash_block_size
+    return blocks if blocks > 0 else 0  # noqa: FURB136  # a call less
 
 
 if TYPE_CHECKING:
@@ -149,7 +152,7 @@ class PromptHashes(_Words):
     found: Any
 
     def __new__(cls, hashes: Iterable[int] = (), found: Any = None) -> PromptHashes:
-        made = cast("PromptHashes", super().__new__(cls, "Q", hashes))
+        made: PromptHashes = _Words.__new__(cls, "Q", hashes)  # type: ignore[assignment]
         made.found = found
         return made
 
@@ -181,47 +184,46 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
 
     def fork(self, num_blocks: int) -> HashChain:
         """A new chain that starts with this one's first ``num_blocks`` blocks."""
-        whole = self._whole[: self._digest_bytes * num_blocks]
+        whole = self._whole[: self._digest_bytes() * num_blocks]
         return HashChain(self.scheme, self.extras, self.parent, self.hashes.first(num_blocks), whole)
 
     def cut(self, num_blocks: int) -> HashChain:
         """``fork`` for a chain that nobody needs any more: it becomes the new one, and whole hashes are not
         copied. Whoever was given its ``hashes`` keeps them as they were."""
-        del self._whole[self._digest_bytes * num_blocks :]
+        del self._whole[self._digest_bytes() * num_blocks :]
         self.hashes = self.hashes.first(num_blocks)
         return self
 
-    @property
     def _digest_bytes(self) -> int:
         return len(self._whole) // len(self.hashes) if self.hashes else 0
 
     def whole(self, start: int = 0) -> list[bytes]:
         """The whole hashes of all blocks from number ``start`` on."""
-        size = self._digest_bytes
+        size = self._digest_bytes()
         return [bytes(self._whole[at : at + size]) for at in range(start * size, len(self._whole), size or 1)]
 
     def extend(self, token_ids: Sequence[int]) -> PromptHashes:
         """Hash every block of ``token_ids`` (the whole prompt) not hashed yet; returns all hashes. Raises
         ``ValueError`` for an unknown algorithm."""
-        size = self.scheme.hash_block_size
         done, total = len(self.hashes), num_hash_blocks(len(token_ids), self.scheme)
-        if done >= total:
-            return self.hashes
-        plain = self._first_plain_block(done, total)
-        if done < plain:
-            self._extend_each(token_ids, range(done * size, plain * size, size))
-        if plain < total:
-            self._extend_plain(token_ids, range(plain * size, total * size, size))
+        if done < total:
+            plain = self._first_plain_block(done, total)
+            if done < plain:
+                self._extend_each(token_ids, done, plain)
+            if plain < total:
+                self._extend_plain(token_ids, plain, total)
         return self.hashes
 
     def _last(self) -> bytes:
         """What the next block's hash covers of those before."""
         if not self.hashes:
             return self.parent or hash_function(self.scheme.algo)(self.scheme.seed)
-        return bytes(self._whole[-self._digest_bytes :])
+        return bytes(self._whole[-self._digest_bytes() :])
 
     def _first_plain_block(self, done: int, total: int) -> int:
         """From where on blocks are hashed together: none of them has extra keys, and it pays."""
+        if total - done < _MANY_BLOCKS:
+            return total
         extras, size = self.extras, self.scheme.hash_block_size
         plain = done
         if extras.lora_name is not None or self.scheme.lookahead:
@@ -231,34 +233,51 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
             plain = min(total, max(done, 1, *ends))
         return plain if total - plain >= _MANY_BLOCKS else total
 
-    def _extend_each(self, token_ids: Sequence[int], starts: range) -> None:
+    def _extend_each(self, token_ids: Sequence[int], first: int, end: int) -> None:
         parent, digest = self._last(), hash_function(self.scheme.algo)
-        size, stop = self.scheme.hash_block_size, starts.stop
+        size = self.scheme.hash_block_size
+        new = token_ids[first * size : end * size]
         made: list[bytes] = []
         if self.extras == NO_EXTRAS and not self.scheme.lookahead:
-            for block in zip(*[iter(token_ids[starts.start : stop])] * size, strict=True):
+            for block in _blocks(new, size):
                 parent = digest((parent, block, None))
                 made.append(parent)
         else:
-            new = tuple(token_ids[starts.start : stop])
-            for at, start in enumerate(starts):
-                extra = _extra(token_ids, start, self.scheme, self.extras)
-                parent = digest((parent, new[at * size : (at + 1) * size], extra))
+            for number, block in enumerate(_blocks(new, size), first):
+                extra = _extra(token_ids, number * size, self.scheme, self.extras)
+                parent = digest((parent, block, extra))
                 made.append(parent)
-        self._whole += b"".join(made)
-        self.hashes.extend([int.from_bytes(one[-8:]) for one in made])
+        whole = b"".join(made)
+        self._whole += whole
+        self.hashes.extend(_last_words(whole, len(parent)))
 
-    def _extend_plain(self, token_ids: Sequence[int], starts: range) -> None:
+    def _extend_plain(self, token_ids: Sequence[int], first: int, end: int) -> None:
         from publisher import block_bytes  # noqa: PLC0415  # numpy comes with it
 
-        found = block_bytes.plain_hashes(
-            token_ids[starts.start : starts.stop], starts.step, self.scheme.algo, self._last()
-        )
+        size = self.scheme.hash_block_size
+        new = token_ids[first * size : end * size]
+        found = block_bytes.plain_hashes(new, size, self.scheme.algo, self._last())
         if found is None:
-            self._extend_each(token_ids, starts)
+            self._extend_each(token_ids, first, end)
             return
         self._whole += found[0]
         self.hashes.frombytes(found[1])
+
+
+def _blocks(token_ids: Sequence[int], size: int) -> Iterable[tuple[int, ...]]:
+    """Whole blocks of tokens; of an array they are made without a look at each token by itself."""
+    if isinstance(token_ids, array):
+        return struct.iter_unpack(f"{size}{token_ids.typecode}", token_ids)
+    return zip(*[iter(token_ids)] * size, strict=True)
+
+
+def _last_words(whole: bytes, digest_bytes: int) -> array[int]:
+    """Of each of these hashes the last eight bytes as a number."""
+    words = array("Q", whole)
+    if sys.byteorder == "little":
+        words.byteswap()
+    per_hash = digest_bytes // words.itemsize
+    return words[per_hash - 1 :: per_hash]
 
 
 def hashed_parts(

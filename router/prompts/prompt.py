@@ -75,7 +75,7 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     def num_new_blocks(self, scheme: HashScheme) -> int:
         """How many of them are not computed yet: about 2.5 us each."""
         chain = self._entry.chains.get(scheme)
-        return self.num_blocks(scheme) - (len(chain.hashes) if chain else 0)
+        return num_hash_blocks(len(self._entry.ids), scheme) - (len(chain.hashes) if chain else 0)
 
     def forked_chain(self, scheme: HashScheme) -> HashChain:
         """What is hashed so far, to be extended in a worker thread: a chain of its own, since another prompt

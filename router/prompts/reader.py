@@ -22,7 +22,6 @@ import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
-from router.openai.apis import PROMPT_APIS
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
@@ -170,12 +169,6 @@ class PromptReader:
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
         path = request.path.rstrip("/")
-        found = await self._read(request, path)
-        how = "affinity" if isinstance(found, TextAffinity) else found.source
-        self.stats.count_read(PROMPT_APIS.get(path, ""), how)
-        return found
-
-    async def _read(self, request: InboundRequest, path: str) -> Prompt | TextAffinity:
         if len(request.body) > self._settings.prompt_bytes_max:
             return self._read_beginning(request, path, "too_large")
         if has_many_values(request.body, VALUES_MAX):
@@ -196,6 +189,7 @@ class PromptReader:
             self.stats.refused += 1
             raise
         self.stats.local += 1
+        self.stats.count_read(path, "local")
         return prompt
 
     async def hashes(self, prompt: Prompt, scheme: HashScheme) -> Sequence[BlockHash]:
@@ -218,7 +212,7 @@ class PromptReader:
 
     def _read_beginning(self, request: InboundRequest, path: str, reason: str) -> TextAffinity:
         self.stats.not_local[reason] += 1
-        self.stats.affinity[reason] += 1
+        self._count_affinity(path, reason)
         piece = raw_piece(request.body, prompt_field(path))
         return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
 
@@ -236,14 +230,14 @@ class PromptReader:
             raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
         scope = target.scope(extras)
         count = 1
-        if isinstance(parsed, CompletionBody):
+        if isinstance(parsed, ChatBody):
+            entry = await local.chat(parsed, extras, scope, long=long)
+        elif isinstance(parsed, CompletionBody):
             first, count = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
             entry = await local.completion(parsed, first, extras, scope)
         elif isinstance(parsed, BatchBody):
             count = len(parsed.messages)
             entry = await local.chat(parsed.first(), extras, scope, long=long)
-        elif isinstance(parsed, ChatBody):
-            entry = await local.chat(parsed, extras, scope, long=long)
         else:
             chat, long = await self._converted(parsed, local, long=long)
             entry = await local.chat(chat, extras, scope, long=long)
@@ -287,10 +281,15 @@ class PromptReader:
         if prompt is not None:
             self.stats.renderer += prompt.source == "renderer"
             self.stats.engine += prompt.source == "engine"
+            self.stats.count_read(path, prompt.source)
             return prompt
         keys = affinity_keys(_pieces(request, parsed), _affinity_scope(request, parsed))
-        self.stats.affinity[reason] += 1
+        self._count_affinity(path, reason)
         return TextAffinity(keys, reason)
+
+    def _count_affinity(self, path: str, reason: str) -> None:
+        self.stats.affinity[reason] += 1
+        self.stats.count_read(path, "affinity")
 
     async def _told(
         self, request: InboundRequest, path: str, parsed: Parsed | None, marked: Entry | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from operator import is_
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
@@ -67,10 +66,17 @@ class ChatBody(ChatFields, gc=False, kw_only=True):
 
     def is_bare(self) -> bool:
         """Whether the prompt depends on the messages alone: nothing else that reaches it was given."""
-        return self.orders_tool_calls and all(map(is_, astuple(self), _BARE))
+        return (
+            astuple(self)[:_NUM_PROMPT_FIELDS] == _BARE
+            and self.tools is NULL
+            and self.add_generation_prompt is True  # 1 is equal to it
+            and self.continue_final_message is self.add_special_tokens is False
+            and self.orders_tool_calls
+        )
 
 
-_BARE: Final = astuple(ChatBody(messages=[]))[: ChatBody.__struct_fields__.index("max_tokens")]
+_NUM_PROMPT_FIELDS: Final = ChatBody.__struct_fields__.index("max_tokens")
+_BARE: Final = astuple(ChatBody(messages=[]))[:_NUM_PROMPT_FIELDS]
 """The first fields, up to those of the answer, where none of them was given."""
 
 

@@ -127,7 +127,8 @@ class PromptStats(msgspec.Struct):
     engine_skipped: int = 0
     """Engine calls not made: endpoint known to be absent or failing, or too many calls at once."""
 
-    def count_read(self, api: str, how: str) -> None:
+    def count_read(self, path: str, how: str) -> None:
         """A request's prompt was read."""
-        if api:
+        api = PROMPT_APIS.get(path)
+        if api is not None:
             self.reads[api, how] += 1

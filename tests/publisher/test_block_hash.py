@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from array import array
 from typing import Any
 
 import cbor2
@@ -135,6 +136,21 @@ def test_many_blocks_hash_as_each_by_itself(algo: str, size: int, some: list[int
     prompt = [min(token, 2**31 - 1) for token in prompt]
     prompt[39] = odd or prompt[39]
     assert block_hashes(prompt, scheme) == defined(prompt, scheme, [None] * 80)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.sampled_from(ALGORITHMS),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([0, 2]),
+    st.sampled_from([NO_EXTRAS, PromptExtras("a", "b", "c", (MultimodalItem("cat", 30, 40),))]),
+    st.lists(st.integers(0, 2**32 - 1), max_size=80),
+)
+def test_an_array_of_tokens_has_the_hashes_of_a_list(
+    algo: str, size: int, lookahead: int, extras: PromptExtras, prompt: list[int]
+) -> None:
+    scheme = HashScheme(algo, hash_block_size=size, lookahead=lookahead)
+    assert block_hashes(array("I", prompt), scheme, extras) == block_hashes(prompt, scheme, extras)
 
 
 def test_blocks_behind_the_last_extra_key_hash_together() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import jinja2
 import msgspec
 
-from router.prompts.chat.messages import text_message
+from router.prompts.chat.messages import Message, text_message
 from router.prompts.chat.watched import Noted, NotPlainError, Part, Watch
 
 _KEPT_MAX: Final = 256
@@ -90,9 +90,15 @@ _NEVER: Final = Skeleton([], [], [], [Noted(Part(0), "startswith", ("",), False)
 """Of a chat whose texts the template reads itself: fits none."""
 
 
+def text_messages(key: Key, texts: list[str]) -> list[Message]:
+    """The messages with this key and these texts."""
+    _, form, roles = key
+    return [text_message(role, text, form) for role, text in zip(roles, texts, strict=True)]
+
+
 def _watched(template: jinja2.Template, key: Key, texts: list[str], names: dict[str, Any]) -> Skeleton | None:
-    watch, (_, form, roles) = Watch(texts), key
-    messages = [text_message(role, watch.text(Part(at)), form) for at, role in enumerate(roles)]
+    watch = Watch(texts)
+    messages = text_messages(key, [watch.text(Part(at)) for at in range(len(texts))])
     try:
         pieces = watch.pieces(template.render({**names, "messages": messages}))
     except (NotPlainError, Exception):  # noqa: BLE001  # templates can raise anything

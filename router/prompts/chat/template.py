@@ -34,7 +34,7 @@ from router.prompts.chat.compiled import (
     compile_template,
 )
 from router.prompts.chat.messages import Message
-from router.prompts.chat.skeletons import Key, Skeletons
+from router.prompts.chat.skeletons import Key, Skeletons, text_messages
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 
@@ -88,25 +88,25 @@ class ChatTemplate:
             return self._checked(text, context, shapes)
         return text
 
-    def put_together(self, names: Context, messages: list[Message], key: Key) -> str | None:
+    def put_together(self, names: Context, texts: list[str], key: Key) -> str | None:
         """The text of messages that are a role and a text alone, none of them empty, from what was learnt of
         others; None: it is to be rendered."""
-        text = self._skeletons.text(key, _texts(messages, key))
+        text = self._skeletons.text(key, texts)
         if text is None:
             return None
         self._stats.rendered += 1
         if self._stats.rendered % CHECK_EVERY == 0 and len(text) <= _CHECKED_CHARS_MAX:
             self._stats.template_checks += 1
-            expected = self._by_reference({**names, "messages": messages})
+            expected = self._by_reference({**names, "messages": text_messages(key, texts)})
             if text != expected:
                 self._stats.template_mismatches += 1
                 self._skeletons.forget()
             return expected
         return text
 
-    def learn(self, names: Context, messages: list[Message], key: Key, text: str) -> None:
+    def learn(self, names: Context, texts: list[str], key: Key, text: str) -> None:
         """What such messages were rendered to, for others with the same key."""
-        self._skeletons.learn(key, _texts(messages, key), names, text)
+        self._skeletons.learn(key, texts, names, text)
 
     def _is_odd(self, text: str) -> bool:
         """Whether the two are known to differ about characters of this text."""
@@ -143,12 +143,6 @@ class ChatTemplate:
 
     def _by_reference(self, context: Context) -> str:
         return by_reference(self._reference, context)
-
-
-def _texts(messages: list[Message], key: Key) -> list[str]:
-    if key[1] == "openai":
-        return [message["content"][0]["text"] for message in messages]
-    return [message["content"] for message in messages]
 
 
 def continue_final(conversation: list[Message], source: str, render: Callable[[list[Message]], str]) -> str:

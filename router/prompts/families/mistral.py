@@ -109,10 +109,10 @@ class Mistral:
             raise TemplateRejectsError(str(error)) from None
         return ids
 
-    def encode_cut(self, text: str) -> tuple[list[int], Encoded]:
+    def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
         """A completion's text; nothing is known to be a safe cut."""
-        ids = array("I", self._tokenizer.encode(text, bos=False, eos=False))
-        return [0], Encoded(ids, [0, len(ids)])
+        ids = array("I", self._tokenizer.encode(text[begin:], bos=False, eos=False))
+        return [begin], Encoded(ids, [0, len(ids)])
 
     def may_cut(self, _text: str, _at: int) -> bool:
         """No place is known to be safe."""

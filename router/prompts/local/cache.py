@@ -11,7 +11,6 @@ Always true: the estimated size of all entries is at most ``bytes_max``, and of 
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
@@ -32,7 +31,7 @@ what arrays have to spare to grow."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 _COMPARED: Final = 64
-"""Ids that are compared at once, at first; twice as many after each comparison that found them equal."""
+"""So many ids are compared bit by bit."""
 _ID_BITS: Final = 32
 CHUNK_BYTES: Final = 1024
 """Prompts without messages are indexed by such chunks of their text, or of their ids: 256 of them."""
@@ -142,18 +141,18 @@ def _chunk_keys(key: int, data: bytes) -> list[int]:
 def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
     """How many leading ids are equal, the first ``known`` of which need no look. Mostly few are to be looked
     at, so this goes without numpy, whose code is out of the processor's caches by now."""
-    at, limit, step = known, min(len(left), len(right)), _COMPARED
-    while at < limit:
-        end = min(limit, at + step)
-        one, two = left[at:end], right[at:end]
-        if one == two:
-            at, step = end, 2 * step
-        elif step > _COMPARED:
-            step = _COMPARED
+    low, high = known, len(left) if len(left) < len(right) else len(right)  # noqa: FURB136
+    while high - low > _COMPARED:  # they are equal up to low, maybe not up to high
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
         else:
-            differ = int.from_bytes(one.tobytes(), "little") ^ int.from_bytes(two.tobytes(), "little")
-            return at + ((differ & -differ).bit_length() - 1) // _ID_BITS  # where the lowest bit is
-    return limit
+            high = middle
+    one, two = left[low:high], right[low:high]
+    if one == two:
+        return high
+    differ = int.from_bytes(one, "little") ^ int.from_bytes(two, "little")
+    return low + ((differ & -differ).bit_length() - 1) // _ID_BITS  # where the lowest bit is
 
 
 def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
@@ -175,10 +174,12 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
 
 
 def _size(entry: Entry) -> int:
-    texts = sum([one.weight_bytes for one in entry.messages])
+    texts = 0
+    for one in entry.messages:
+        texts += one.weight_bytes
     num_keys = len(entry.keys)
     if entry.cut is not None:
-        texts += sys.getsizeof(entry.cut.text)
+        texts += entry.cut.text.__sizeof__()
         num_keys += len(entry.cut.starts)
     per_token = 4 + _CHAIN_BYTES_PER_TOKEN
     fixed = _ENTRY_BYTES + len(entry.scope) + extras_bytes(entry.extras)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.block_hash import HashChain, HashScheme, PromptExtras
+from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from router.prompts.chat.messages import Message
 from router.prompts.tokens.cut_text import CutText
 from router.prompts.tokens.ids import Ids
@@ -25,6 +25,8 @@ class KnownMessage(msgspec.Struct, frozen=True, gc=False):
     images: tuple[bytes, ...] = ()
     plain_role: str = ""
     """Of what a template sees as a role and a text that is not empty, and nothing else."""
+    plain_text: str = ""
+    """That text; empty where there is no such role."""
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -59,8 +61,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         if other.extras != self.extras:
             return
         for scheme, chain in other.chains.items():
-            blocks = max(0, num_tokens - scheme.lookahead) // scheme.hash_block_size
-            blocks = min(blocks, len(chain.hashes))
+            known, shared = len(chain.hashes), num_hash_blocks(num_tokens, scheme)
+            blocks = shared if shared < known else known  # noqa: FURB136  # a call less
             if scheme not in self.chains:
                 self.chains[scheme] = chain.cut(blocks) if last else chain.fork(blocks)
         if last:

@@ -117,15 +117,19 @@ class LocalModel:
             self._stats.tokens_reused += len(parent.ids)
             return parent
         known = list(parent.messages[:shared]) if parent is not None else []
-        new = body.messages[shared:] if shared else body.messages
+        new = body.messages[shared:]
         if len(new) <= _INLINE_MESSAGES and not long:
             plain = self.renderer.plain(new, form.template)
-            known, new = known + plain, new[len(plain) :]
+            known += plain
+            new = new[len(plain) :]
         if long or _takes_long(new, known):
             messages, text = await self._workers.run(partial(self.renderer.render, body, known, form))
         else:
             messages, text = self.renderer.render(body, known, form)
-        media = tuple([digest for one in messages for digest in one.images])
+        images: list[bytes] = []
+        for one in messages:
+            images += one.images
+        media = tuple(images)
         whole = body.truncate_prompt_tokens is None
         if media and (special or not whole or form.context.continue_final):
             raise NotLocalError("multimodal")
@@ -229,22 +233,27 @@ class LocalModel:
         kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
         if parent is not None and before is not None and kept:
             begin, reused = before.starts[kept], before.counts[kept]
-            starts, counts, known = before.starts[:kept], before.counts[:kept], parent.ids
+            starts, counts, known = before.starts[:kept], list(before.counts[:kept]), parent.ids
         else:
             begin, reused = 0, len(prefix)
-            starts, counts, known = (), (), prefix
-        rest = text[begin:]
-        if len(rest) > self._settings.inline_chars_max * (_FASTER if self.tokenizer.is_fast else 1):
-            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(rest))
+            starts, counts, known = (), [], prefix
+        if self._is_long(len(text) - begin):
+            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(text, begin))
         else:
-            cuts, tail = self.tokenizer.encode_cut(rest)
+            cuts, tail = self.tokenizer.encode_cut(text, begin)
         self._stats.tokens_new += len(tail.ids)
-        starts += tuple([begin + cut for cut in cuts])
-        counts += tuple([reused + count for count in tail.offsets[:-1]])
+        starts += tuple(cuts)
+        for count in tail.offsets[:-1]:
+            counts.append(reused + count)
         ids = known[: reused + len(tail.ids)]
         ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
         ids += suffix
-        return CutText(text, starts, counts), ids, reused if kept else 0
+        return CutText(text, starts, tuple(counts)), ids, reused if kept else 0
+
+    def _is_long(self, chars: int) -> bool:
+        """Whether to tokenize so many would hold the event loop."""
+        inline_max = self._settings.inline_chars_max
+        return chars > inline_max and chars > inline_max * (_FASTER if self.tokenizer.is_fast else 1)
 
     def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
         """What comes before and after a text's own ids. Raises ``NotLocalError`` where that is no plain
@@ -276,7 +285,9 @@ def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
     """Whether to read and render these would hold the event loop: too many messages, or too much in them."""
     if len(new) > _INLINE_MESSAGES:
         return True
-    limit = INLINE_VALUES_MAX - sum([one.num_values for one in known])
+    limit = INLINE_VALUES_MAX
+    for one in known:
+        limit -= one.num_values
     if sum(map(len, new)) <= 2 * limit:  # each value takes two bytes
         return False
     return sum(map(num_values, new)) > limit

@@ -7,7 +7,6 @@ which is cheap, since what a template makes of a message may depend on any other
 from __future__ import annotations
 
 from functools import cached_property
-from sys import getsizeof
 from typing import Final, NamedTuple
 
 import msgspec
@@ -42,7 +41,7 @@ _ROLE_CHARS_MAX: Final = 32
 
 def _of_plain(role: str, form: str) -> tuple[int, int]:
     empty = text_message(role, "", form)
-    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - getsizeof("")
+    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - "".__sizeof__()
 
 
 _PLAIN: Final = {
@@ -176,8 +175,8 @@ class ChatRenderer:
             shape, size = _PLAIN[said.role, form]
             message = text_message(said.role, text, form)
             plain_role = said.role if text else ""
-            size += len(raw) + getsizeof(text)
-            made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role))
+            size += len(raw) + text.__sizeof__()
+            made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role, text))
         return made
 
     def _content_format(self, template: ChatTemplate) -> str:
@@ -195,29 +194,26 @@ class ChatRenderer:
             messages.append(self._read(raw, len(messages), template, orders_calls=body.orders_tool_calls))
         if not messages:
             raise NotLocalError("template_rejected")
-        conversation = [one.message for one in messages]
         try:
-            if not isinstance(template, ChatTemplate):
-                return messages, template.render(conversation, context)
-            return messages, self._by_template(messages, conversation, template, context)
+            if isinstance(template, ChatTemplate):
+                return messages, self._by_template(messages, template, context)
+            return messages, template.render([one.message for one in messages], context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
 
-    def _by_template(
-        self,
-        known: list[KnownMessage],
-        conversation: list[Message],
-        template: ChatTemplate,
-        context: ChatContext,
-    ) -> str:
-        roles = tuple([one.plain_role for one in known])
+    def _by_template(self, known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
+        roles: list[str] = []
+        texts: list[str] = []
+        for one in known:
+            roles.append(one.plain_role)
+            texts.append(one.plain_text)
         if "" in roles or context.continue_final:
-            return _rendered(known, conversation, template, context)
-        key = context.key, self._content_format(template), roles
-        text = template.put_together(context.names, conversation, key)
+            return _rendered(known, template, context)
+        key = context.key, self._content_format(template), tuple(roles)
+        text = template.put_together(context.names, texts, key)
         if text is None:
-            text = _rendered(known, conversation, template, context)
-            template.learn(context.names, conversation, key, text)
+            text = _rendered(known, template, context)
+            template.learn(context.names, texts, key, text)
         return text
 
     def _read(
@@ -225,11 +221,11 @@ class ChatRenderer:
     ) -> KnownMessage:
         given = decode_message(raw, index)
         images: list[bytes] = []
-        shape, plain_role = 0, ""
+        shape, plain_role, plain_text = 0, "", ""
         if isinstance(template, ChatTemplate):
             form = self._content_format(template)
             message = parse_message(given, form, orders_calls=orders_calls, images=images)
-            shape, plain_role = message_shape(message), _plain_role(message, form)
+            shape, (plain_role, plain_text) = message_shape(message), _plain(message, form)
         else:
             message = template.parse(given)
         plain = all([type(value) is str for value in message.values()])  # noqa: C419  # a list is faster
@@ -241,21 +237,22 @@ class ChatRenderer:
             _MESSAGE_BYTES + len(raw) + kept_bytes(message) + _IMAGE_BYTES * len(images),
             tuple(images),
             plain_role,
+            plain_text,
         )
 
 
-def _plain_role(message: Message, form: str) -> str:
-    """Developers are none: not every template knows them."""
+def _plain(message: Message, form: str) -> tuple[str, str]:
+    """Role and text of a plain message. Developers send none: not every template knows them."""
     role: str = message["role"]
-    if role == "developer" or len(role) > _ROLE_CHARS_MAX or not only_text(message, form):
-        return ""
-    return role
+    if role == "developer" or len(role) > _ROLE_CHARS_MAX:
+        return "", ""
+    text = only_text(message, form)
+    return (role, text) if text else ("", "")
 
 
-def _rendered(
-    known: list[KnownMessage], conversation: list[Message], template: ChatTemplate, context: ChatContext
-) -> str:
+def _rendered(known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
     shapes = {context.shape, *[one.shape for one in known]}
+    conversation = [one.message for one in known]
     seen = conversation if template.knows_developer else without_developer_role(conversation)
     if not context.continue_final:
         return template.render({**context.names, "messages": seen}, shapes)

@@ -23,16 +23,18 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
         shared = last = len(self.starts) - 1
         at = self.starts[last]
         # Mostly all of it is there: that needs no copy of the text to be seen.
-        if not (text.startswith(self.text[at:], at) and text.startswith(self.text)):
-            shared = self._num_equal(text)
+        if not text.startswith(self.text[at:], at):
+            shared = self._num_equal(text, last, last + 1)
+        elif not text.startswith(self.text):  # so they differ before the last piece
+            shared = self._num_equal(text, last // 2, last)
         while shared and not may_cut(text, self.starts[shared]):
             shared -= 1
         return shared
 
-    def _num_equal(self, text: str) -> int:
-        """How many leading pieces are the same in both: all but the last, or found by bisection."""
-        starts, own = self.starts, self.text
-        low, middle, high = 0, len(starts) - 1, len(starts)
+    def _num_equal(self, text: str, middle: int, high: int) -> int:
+        """How many leading pieces are the same in both, fewer than ``high``: ``middle`` of them, or found by
+        bisection."""
+        starts, own, low = self.starts, self.text, 0
         while high - low > 1:  # texts are equal up to starts[low], maybe not up to starts[high]
             if text.startswith(own[starts[low] : starts[middle]], starts[low]):
                 low = middle

@@ -51,10 +51,16 @@ class Cuts(NamedTuple):
     prefix: Ids | None
     suffix: Ids | None
 
-    def split(self, text: str) -> list[int]:
-        """Where ``text`` is cut: 0, the character offset of every barrier, and places in long pieces."""
-        starts = self._at_barriers(text)
-        return list(word_cuts(text, starts)) if self.words and len(text) > PIECE_CHARS else starts
+    def split(self, text: str, begin: int = 0) -> list[int]:
+        """Where ``text`` is cut from ``begin`` on: there, at the character offset of every barrier, and at
+        places in long pieces."""
+        starts, chars = [begin], len(text) - begin
+        if self.barrier is not None and chars > _WINDOW_CHARS:
+            starts += self._barrier_starts(self.barrier, text, begin + 1)
+        elif self.barrier is not None:
+            for match in self.barrier.finditer(text, begin + 1):
+                starts.append(match.start())
+        return list(word_cuts(text, starts)) if self.words and chars > PIECE_CHARS else starts
 
     def may_cut(self, text: str, at: int) -> bool:
         """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
@@ -62,16 +68,9 @@ class Cuts(NamedTuple):
             return True
         return self.words and between_words(text, at)
 
-    def _at_barriers(self, text: str) -> list[int]:
-        if self.barrier is None:
-            return [0]
-        if len(text) <= _WINDOW_CHARS:
-            return [0, *[match.start() for match in self.barrier.finditer(text, 1)]]
-        return [0, *self._barrier_starts(self.barrier, text)]
-
-    def _barrier_starts(self, barrier: re.Pattern[str], text: str) -> Iterator[int]:
-        """Where barriers begin, but for one at 0; window by window, so that other threads get their turn."""
-        begin, overlap = 1, self.barrier_chars_max - 1
+    def _barrier_starts(self, barrier: re.Pattern[str], text: str, begin: int) -> Iterator[int]:
+        """Where barriers begin from ``begin`` on; window by window, so that other threads get their turn."""
+        overlap = self.barrier_chars_max - 1
         while begin < len(text):  # barriers never overlap each other, so a window may begin inside one
             end = begin + _WINDOW_CHARS
             matches = barrier.finditer(text, begin, end + overlap)

@@ -39,10 +39,7 @@ class FastEncoder:
     def encode(self, texts: list[str]) -> Encoded:
         """As ``add_special_tokens=False`` has it, every text by itself."""
         data, offsets = self._tokenizer.encode_batch_flat(texts)
-        ids, counts = array("I"), array("Q")
-        ids.frombytes(data)
-        counts.frombytes(offsets)
-        return Encoded(ids, counts.tolist())
+        return Encoded(array("I", data), array("Q", offsets).tolist())
 
 
 class NoFastEncoder(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from array import array
-from itertools import pairwise
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -45,25 +44,21 @@ class PromptTokenizer:
         self._fast = found if isinstance(found, FastEncoder) else None
         self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
         self.cuts = cuts_of(tokenizer)
-        self.prefix, self.suffix = self.cuts.prefix, self.cuts.suffix
+        self.may_cut, self.prefix, self.suffix = self.cuts.may_cut, self.cuts.prefix, self.cuts.suffix
 
     @property
     def is_fast(self) -> bool:
         """Whether fastokens is in use."""
         return self._fast is not None
 
-    def split(self, text: str) -> list[int]:
-        """Where ``text`` may be cut: 0, and the character offset of every barrier."""
-        return self.cuts.split(text)
-
-    def may_cut(self, text: str, at: int) -> bool:
-        """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
-        return self.cuts.may_cut(text, at)
-
-    def encode_cut(self, text: str) -> tuple[list[int], Encoded]:
-        """The cuts of a text, and the ids of its pieces."""
-        starts = self.split(text)
-        texts = [text[a:b] for a, b in pairwise([*starts, len(text)])]
+    def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
+        """The cuts of a text from ``begin`` on, where it may be cut, and the ids of its pieces."""
+        starts = self.cuts.split(text, begin)
+        texts: list[str] = []
+        for end in starts[1:]:
+            texts.append(text[begin:end])
+            begin = end
+        texts.append(text[begin:])
         return starts, self.encode_pieces(texts)
 
     def encode_pieces(self, texts: list[str]) -> Encoded:

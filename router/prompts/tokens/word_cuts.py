@@ -37,7 +37,8 @@ PIECE_CHARS: Final = 1024
 """No shorter piece is cut: a cut costs 1 us when its text is seen first, a character behind the last one that
 two turns share 5 ns."""
 _SPREAD: Final = 32
-"""Cuts are apart by this part of the text before them at least: 400 KB have a hundred, 8 MB two hundred."""
+"""Cuts are apart by this part of the text since the first start at least: 400 KB have a hundred, 8 MB two
+hundred."""
 
 _MARKED: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -90,7 +91,7 @@ def word_cuts(text: str, starts: Sequence[int]) -> Iterator[int]:
             found = _PLACE.search(text, at, at + PIECE_CHARS)
             if found is not None:
                 yield found.start()
-            at += max(PIECE_CHARS, at // _SPREAD)
+            at += max(PIECE_CHARS, (at - starts[0]) // _SPREAD)
 
 
 def between_words(text: str, at: int) -> bool:

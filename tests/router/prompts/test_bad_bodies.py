@@ -15,7 +15,7 @@ from router.openai.body import Peek, peek
 from router.openai.errors import ApiError, model_not_found
 from router.prompts.bodies import peek_chat
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
-from router.prompts.request import ChatBody, decode_chat
+from router.prompts.request import ChatBody, ChatFields, decode_chat
 from router.prompts.sizes import VALUES_MAX
 from tests.support.examples import examples
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, reader, say
@@ -77,6 +77,20 @@ def test_a_chat_that_is_decoded_once_is_what_two_looks_see(fields: dict[str, Any
     for name in ChatBody.__struct_fields__:
         assert getattr(found.prompt, name) == getattr(chat, name)
     assert found.prompt.is_bare() == chat.is_bare() == ("tools" not in fields)
+
+
+@pytest.mark.parametrize("name", ChatFields.__struct_fields__)
+def test_a_chat_to_which_anything_is_given_is_not_bare(name: str) -> None:
+    """Also what Python takes for equal to the default."""
+    plain = {"messages": []}
+    assert decode_chat(json.dumps(plain).encode()).is_bare()
+    reaches_alone = ChatFields.__struct_fields__.index(name) < ChatFields.__struct_fields__.index(
+        "max_tokens"
+    )
+    for value in (True, False, 1, 1.0, 0, 0.0, "", [], {}):
+        default = value is getattr(ChatBody(messages=[]), name)
+        given = decode_chat(json.dumps({**plain, name: value}).encode())
+        assert given.is_bare() == (default or not reaches_alone)
 
 
 def test_only_a_chat_with_nothing_unusual_is_decoded_once() -> None:

@@ -20,6 +20,7 @@ def cut(pieces: list[str]) -> CutText:
 @given(PIECES, PIECES, st.integers(0, 9), st.integers(0, 9), st.booleans())
 @example(["|a", "|b", "|"], ["|b", "|b", "|"], 0, 3, False)
 @example(["|a", "|b"], ["a"], 1, 1, True)
+@example(["|a", "|b", "|"], ["|c"], 1, 2, False)
 def test_all_pieces_that_both_begin_with_and_none_more(
     own: list[str], new: list[str], same: int, rejoins: int, glued: bool
 ) -> None:

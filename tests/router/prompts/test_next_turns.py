@@ -417,6 +417,7 @@ IDS = st.lists(st.sampled_from((0, 1, 255, 256, 1 << 31, (1 << 32) - 1)), max_si
 
 @settings(max_examples=examples(200), deadline=None)
 @given(IDS, IDS, st.lists(st.integers(0, 700), max_size=1).map(sum))
+@example([0] + [1] * 64, [255] + [1] * 64, 65)
 def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int], alike: int) -> None:
     left, right = [7] * alike + left, [7] * alike + right
     expected = 0

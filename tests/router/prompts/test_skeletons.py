@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prompts.chat.compiled import TemplateRejectsError, compile_template
-from router.prompts.chat.messages import text_message
-from router.prompts.chat.skeletons import Skeletons
+from router.prompts.chat.messages import only_text, text_message
+from router.prompts.chat.skeletons import Skeletons, text_messages
 from router.prompts.chat.template import CHECK_EVERY, ChatTemplate
 from router.prompts.stats import PromptStats
 from tests.support.examples import examples
@@ -69,14 +69,13 @@ ASKING = {
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     """As the renderer does it."""
-    names, key = (
-        _names(template),
-        (b"", template.content_format, tuple(message["role"] for message in messages)),
-    )
-    text = template.put_together(names, messages, key)
+    form = template.content_format
+    names, key = _names(template), (b"", form, tuple(message["role"] for message in messages))
+    texts = [only_text(message, form) for message in messages]
+    text = template.put_together(names, texts, key)
     if text is None:
         text = template.render({**names, "messages": messages}, frozenset({hash(str(messages))}))
-        template.learn(names, messages, key, text)
+        template.learn(names, texts, key, text)
     return text
 
 
@@ -122,9 +121,9 @@ def test_whatever_a_template_asks_about_a_text(source: str, kept: bool) -> None:
             _is_right(template, ["user", "assistant"], [first, second])
             _is_right(template, ["user", "assistant"], [second, first])
     template = ChatTemplate(source, PromptStats())
-    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abc"}]
-    _rendered(template, messages)
-    put_together = template.put_together(_names(template), messages, (b"", "string", ("user", "assistant")))
+    key, both = (b"", "string", ("user", "assistant")), ["abc", "abc"]
+    _rendered(template, text_messages(key, both))
+    put_together = template.put_together(_names(template), both, key)
     assert (put_together is not None) == kept
 
 
@@ -133,25 +132,23 @@ def test_texts_may_be_parts() -> None:
     template = ChatTemplate("{% for m in messages %}" + parts + "{% endfor %}", PromptStats())
     assert template.content_format == "openai"
     _is_right(template, ["user"], [" hi"])
-    there = [text_message("user", " there ", "openai")]
-    assert template.put_together({}, there, (b"", "openai", ("user",))) == "textthere"
+    assert template.put_together({}, [" there "], (b"", "openai", ("user",))) == "textthere"
 
 
 def test_a_template_that_looks_at_the_clock_is_always_rendered() -> None:
     template = ChatTemplate("{{ strftime_now('%Y') }}{{ messages[0].content }}", PromptStats())
-    messages = [{"role": "user", "content": "hi"}]
-    _rendered(template, messages)
-    assert template.put_together(_names(template), messages, (b"", "string", ("user",))) is None
+    _rendered(template, [{"role": "user", "content": "hi"}])
+    assert template.put_together(_names(template), ["hi"], (b"", "string", ("user",))) is None
 
 
 def test_other_arguments_are_another_chat() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ greeting }}", PromptStats())
-    messages = [{"role": "user", "content": "hi"}]
-    template.learn({"greeting": "!"}, messages, (b"one", "string", ("user",)), "hi!")
-    assert template.put_together({}, messages, (b"one", "string", ("user",))) == "hi!"
-    assert template.put_together({}, messages, (b"two", "string", ("user",))) is None
-    template.learn({"greeting": "?"}, messages, (b"two", "string", ("user",)), "something else")
-    assert template.put_together({}, messages, (b"two", "string", ("user",))) is None, (
+    texts = ["hi"]
+    template.learn({"greeting": "!"}, texts, (b"one", "string", ("user",)), "hi!")
+    assert template.put_together({}, texts, (b"one", "string", ("user",))) == "hi!"
+    assert template.put_together({}, texts, (b"two", "string", ("user",))) is None
+    template.learn({"greeting": "?"}, texts, (b"two", "string", ("user",)), "something else")
+    assert template.put_together({}, texts, (b"two", "string", ("user",))) is None, (
         "it was rendered to another text"
     )
 
@@ -159,10 +156,9 @@ def test_other_arguments_are_another_chat() -> None:
 def test_a_difference_met_in_use_ends_putting_together() -> None:
     stats = PromptStats()
     template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", stats)
-    messages = [{"role": "user", "content": "hi"}]
     key = (b"", "string", ("user",))
-    template.learn({"bos_token": "wrong"}, messages, key, "hiwrong")
-    found = [template.put_together({"bos_token": "right"}, messages, key) for _ in range(CHECK_EVERY + 1)]
+    template.learn({"bos_token": "wrong"}, ["hi"], key, "hiwrong")
+    found = [template.put_together({"bos_token": "right"}, ["hi"], key) for _ in range(CHECK_EVERY + 1)]
     assert found == ["hiwrong"] * (CHECK_EVERY - 1) + ["hiright", None]
     assert stats.template_mismatches == 1
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from router.prompts.stats import PromptStats
-from router.prompts.tokens import cuts
+from router.prompts.tokens import cuts, word_cuts
 from router.prompts.tokens import fast as fast_module
 from router.prompts.tokens import tokenizer as module
 from router.prompts.tokens.barriers import barrier_pattern, find_barriers
@@ -69,10 +69,26 @@ def byte_level() -> PromptTokenizer:
 @given(TEXTS, st.integers(1, 9))
 def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None:
     tokenizer = byte_level()
-    expected = tokenizer.split(text)
+    expected = tokenizer.cuts.split(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "_WINDOW_CHARS", window)
-        assert tokenizer.split(text) == expected
+        assert tokenizer.cuts.split(text) == expected
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.one_of(PIECES, st.just("word and word ")), max_size=20).map("".join), st.data())
+def test_cuts_from_a_place_on_are_those_of_the_rest_alone(text: str, data: st.DataObject) -> None:
+    tokenizer = byte_level()
+    assert tokenizer.cuts.words
+    begin = data.draw(st.integers(0, len(text)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "PIECE_CHARS", 4)
+        patch.setattr(word_cuts, "PIECE_CHARS", 4)
+        patch.setattr(word_cuts, "_SPREAD", 2)
+        starts, found = tokenizer.encode_cut(text, begin)
+        alone, expected = tokenizer.encode_cut(text[begin:])
+    assert starts == [begin + start for start in alone]
+    assert (found.ids, found.offsets) == (expected.ids, expected.offsets)
 
 
 @given(st.sets(st.text("<|a.", min_size=1), min_size=1, max_size=12), st.text("<|a.", max_size=40))
@@ -209,4 +225,4 @@ def test_a_failed_self_check_turns_segments_off(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuts, "find_barriers", lambda tokenizer: ["H", "e"])
     cut = make(KINDS["byte-level"])
     assert cut.cuts.barrier is None
-    assert cut.split("Hello") == [0]
+    assert cut.cuts.split("Hello") == [0]
