@@ -59,8 +59,8 @@ _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
 
 Part = tuple[int, int, float, float]
-"""A prompt before some hit, in tokens: those cached and the trunk, both clamped; those whose prefill costs what
-all that goes by the engine's rate does. And ``load_s``."""
+"""A prompt before some hit, in tokens: what is cached and the trunk, both clamped, and what would take as
+long to compute as all costs that go by the engine's rate. And ``load_s``."""
 
 
 class Weighed(msgspec.Struct, gc=False):

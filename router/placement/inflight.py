@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -100,8 +101,9 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
     """A node of the tree: hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through.
 
     It keeps a slice of one prompt's hash list (no copy), the number of open prompts of each engine that pass
-    through it, and the number of those that keep the prefix ending where the node ends. Always true:
-    positions are absolute in the prompt, and a child starts where its parent ends.
+    through it, and the number of those that keep a prefix ending in it, by engine and end. Always true:
+    positions are absolute in the prompt, a child starts where its parent ends, and ``start < end`` of what is
+    kept ``<=`` the node's end.
     """
 
     hashes: Sequence[BlockHash]
@@ -109,7 +111,7 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
     end: int
     children: dict[BlockHash, PrefixNode] = {}
     engines: dict[str, int] = {}
-    keepers: dict[str, int] = {}
+    keepers: dict[tuple[str, int], int] = {}
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
@@ -127,18 +129,34 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
 
     def split(self, at: int) -> None:
         """Cut this node in two at position ``at``; the upper part stays this object."""
-        lower = PrefixNode(self.hashes, at, self.end, self.children, self.engines.copy(), self.keepers)
-        self.end, self.keepers = at, {}
+        above: dict[tuple[str, int], int] = {}
+        below: dict[tuple[str, int], int] = {}
+        for keeper, count in self.keepers.items():
+            (above if keeper[1] <= at else below)[keeper] = count
+        lower = PrefixNode(self.hashes, at, self.end, self.children, self.engines.copy(), below)
+        self.end, self.keepers = at, above
         self.children = {self.hashes[at]: lower}
 
     def join(self) -> None:
         """Take in an only child that the same prompts pass through: whatever ended here has gone."""
-        while len(self.children) == 1 and not self.keepers:
+        while len(self.children) == 1:
             (child,) = self.children.values()
             if child.engines != self.engines:
                 break
-            self.hashes, self.end = child.hashes, child.end
-            self.children, self.keepers = child.children, child.keepers
+            self.hashes, self.end, self.children = child.hashes, child.end, child.children
+            self.keepers |= child.keepers
+
+
+class _Walk(NamedTuple):
+    """The way of some hashes, of which there were so many, through the tree as it is now."""
+
+    hashes: Sequence[BlockHash]
+    count: int
+    path: list[tuple[PrefixNode, int]]
+    """The nodes that begin as the hashes go on, from the root down, and how far they are alike."""
+
+
+_NO_WALK = _Walk((), 0, [])
 
 
 class InflightPrefixes:
@@ -150,6 +168,7 @@ class InflightPrefixes:
         self._root = PrefixNode((), 0, 0)
         self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
         self._ended: deque[tuple[float, InflightPrompt]] = deque()
+        self._walked = _NO_WALK
 
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
@@ -179,11 +198,7 @@ class InflightPrefixes:
         """Its first token arrived: what it keeps is for the events to say from now on."""
         if not prompt.kept or not prompt.keeps:
             return
-        path = self._path(prompt)
-        self._unkeep(prompt, path)
-        for node in reversed(path):
-            if len(node.children) == 1:
-                node.join()
+        self._unkeep(prompt)
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
         """The answer ended; the prompt still counts as common for the grace period."""
@@ -206,17 +221,7 @@ class InflightPrefixes:
         """What a prompt shares with the prompts in flight on each engine."""
         if self._ended and self._ended[0][0] <= now:
             self.expire(now)
-        path: list[tuple[PrefixNode, int]] = []
-        node, depth = self._root, 0
-        while depth < len(hashes):
-            child = node.children.get(hashes[depth])
-            if child is None:
-                break
-            depth = child.match(hashes)
-            path.append((child, depth))
-            if depth < child.end:
-                break
-            node = child
+        path = self._walk(hashes).path
         blocks: dict[str, int] = {}
         coming: dict[str, int] = {}
         most = len(path[0][0].engines) if path else 0
@@ -224,9 +229,9 @@ class InflightPrefixes:
             if len(blocks) < most:
                 for engine_id in node.engines:
                     blocks.setdefault(engine_id, depth)
-            if node.keepers and depth == node.end:
-                for engine_id in node.keepers:
-                    coming.setdefault(engine_id, depth)
+            for engine_id, end in node.keepers:
+                if coming.get(engine_id, 0) < end <= depth:
+                    coming[engine_id] = end
         return Common(blocks, coming)
 
     def forget(self, engine_id: str) -> None:
@@ -237,23 +242,23 @@ class InflightPrefixes:
     def check_integrity(self) -> list[str]:
         """Recounts the tree; an empty list, or one sentence per contradiction."""
         problems: list[str] = []
-        through: dict[tuple[int, str, bool], int] = {}
+        through: dict[tuple[int, str, int], int] = {}
         for prompt in self._prompts:
             for node in self._path(prompt):
-                passes = (id(node), prompt.engine_id, False)
-                through[passes] = through.get(passes, 0) + 1
-                if node.end in prompt.keeps:
-                    ends = (id(node), prompt.engine_id, True)
-                    through[ends] = through.get(ends, 0) + 1
+                for end in (0, *[end for end in prompt.keeps if node.start < end <= node.end]):
+                    passes = (id(node), prompt.engine_id, end)
+                    through[passes] = through.get(passes, 0) + 1
         stack = list(self._root.children.items())
         while stack:
             first, node = stack.pop()
             if node.start >= node.end or node.hashes[node.start] != first:
                 problems.append(f"node [{node.start}, {node.end}) does not start with its key")
-            for counts, keeping in ((node.engines, False), (node.keepers, True)):
-                for engine_id, count in counts.items():
-                    if through.pop((id(node), engine_id, keeping), 0) != count:
-                        problems.append(f"node [{node.start}, {node.end}): count of {engine_id} is off")
+            passing = [((engine_id, 0), count) for engine_id, count in node.engines.items()]
+            for (engine_id, end), count in (*passing, *node.keepers.items()):
+                if through.pop((id(node), engine_id, end), 0) != count:
+                    problems.append(f"node [{node.start}, {node.end}): count of {engine_id} is off")
+            if len(node.children) == 1 and next(iter(node.children.values())).engines == node.engines:
+                problems.append(f"node [{node.start}, {node.end}) and its only child are one")
             stack.extend(node.children.items())
         if through:
             problems.append(f"{len(through)} prompts pass nodes that do not count them")
@@ -267,30 +272,51 @@ class InflightPrefixes:
         while ended and ended[0][0] <= now:
             self.drop(ended.popleft()[1])
 
-    def _insert(self, prompt: InflightPrompt) -> None:
-        hashes, engine_id, end, keeps = prompt.hashes, prompt.engine_id, prompt.num_blocks, prompt.keeps
+    def _walk(self, hashes: Sequence[BlockHash]) -> _Walk:
+        """Kept until the tree changes: who is asked about is mostly added next."""
+        walked, count = self._walked, len(hashes)
+        if walked.hashes is hashes and walked.count == count:
+            return walked
+        path: list[tuple[PrefixNode, int]] = []
         node, depth = self._root, 0
-        for cut in keeps if keeps and keeps[-1] == end else (*keeps, end):
-            while depth < cut:
-                child = node.children.get(hashes[depth])
-                if child is None:
-                    child = node.children[hashes[depth]] = PrefixNode(hashes, depth, cut)
-                else:
-                    at = child.match(hashes)
-                    at = cut if cut < at else at  # noqa: FURB136
-                    if at < child.end:
-                        child.split(at)
-                child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
-                node, depth = child, child.end
-            if cut in keeps:
-                node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
+        while depth < count:
+            child = node.children.get(hashes[depth])
+            if child is None:
+                break
+            depth = child.match(hashes)
+            path.append((child, depth))
+            if depth < child.end:
+                break
+            node = child
+        self._walked = walked = _Walk(hashes, count, path)
+        return walked
 
-    @staticmethod
-    def _unkeep(prompt: InflightPrompt, path: list[PrefixNode]) -> None:
-        keeps, engine_id = prompt.keeps, prompt.engine_id
-        for node in path:
-            if node.end in keeps:
-                _less(node.keepers, engine_id)
+    def _insert(self, prompt: InflightPrompt) -> None:
+        hashes, engine_id, num_blocks = prompt.hashes, prompt.engine_id, prompt.num_blocks
+        path = self._walk(hashes).path
+        self._walked = _NO_WALK
+        node, depth = self._root, 0
+        for node, depth in path:
+            if depth < node.end:
+                node.split(depth)
+            node.engines[engine_id] = node.engines.get(engine_id, 0) + 1
+        if depth < num_blocks:
+            leaf = PrefixNode(hashes, depth, num_blocks, {}, {engine_id: 1})
+            node.children[hashes[depth]] = leaf
+            path = [*path, (leaf, num_blocks)]
+        at = len(path) - 1
+        for end in reversed(prompt.keeps):
+            while path[at][0].start >= end:
+                at -= 1
+            keepers = path[at][0].keepers
+            keepers[engine_id, end] = keepers.get((engine_id, end), 0) + 1
+
+    def _unkeep(self, prompt: InflightPrompt) -> None:
+        node, hashes, engine_id = self._root, prompt.hashes, prompt.engine_id
+        for end in prompt.keeps:
+            while node.end < end:
+                node = node.children[hashes[node.end]]
+            _less(node.keepers, (engine_id, end))
         prompt.keeps = ()
 
     def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:
@@ -305,26 +331,24 @@ class InflightPrefixes:
 
     def _remove(self, prompt: InflightPrompt) -> None:
         if prompt.keeps:
-            self._unkeep(prompt, self._path(prompt))
+            self._unkeep(prompt)
+        self._walked = _NO_WALK
         hashes, engine_id, end = prompt.hashes, prompt.engine_id, prompt.num_blocks
-        passed: list[PrefixNode] = []
-        node, depth = self._root, 0
-        while depth < end:
-            child = node.children[hashes[depth]]
+        node = self._root
+        while node.end < end:
+            child = node.children[hashes[node.end]]
             _less(child.engines, engine_id)
             if not child.engines:  # nobody else passes here, so nobody is below either
-                del node.children[hashes[depth]]
+                del node.children[hashes[node.end]]
                 break
-            passed.append(child)
-            node, depth = child, child.end
-        for node in reversed(passed):
-            if len(node.children) == 1:
-                node.join()
+            node = child
+        if node is not self._root and len(node.children) == 1:
+            node.join()
 
 
-def _less(counts: dict[str, int], engine_id: str) -> None:
-    count = counts[engine_id]
+def _less(counts: dict[Any, int], key: object) -> None:
+    count = counts[key]
     if count > 1:
-        counts[engine_id] = count - 1
+        counts[key] = count - 1
     else:
-        del counts[engine_id]
+        del counts[key]

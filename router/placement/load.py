@@ -147,8 +147,8 @@ class LoadAccount:
     __slots__ = (
         *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_beyond", "_beyond_waiting"),
         *("_carried_tokens", "_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
-        *("_late_s", "_late_seen_s", "_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
-        *("_unsettled", "rates", "stats"),
+        *("_late_s", "_late_seen_s", "_mean_tokens", "_quiet", "_running", "_settings", "_sure"),
+        *("_unseen", "_unsettled", "rates", "stats"),
     )
 
     def __init__(
@@ -175,6 +175,7 @@ class LoadAccount:
         self._foreign_waiting = 0
         self._beyond = self._beyond_waiting = 0  # requests that gauges showed and the account did not have
         self._unsettled = False  # whether it is open how many of them others have told of
+        self._quiet = True  # whether that is settled, and none of them is foreign
 
     def admit(
         self,
@@ -279,7 +280,7 @@ class LoadAccount:
         self._end_unseen(own - running - waiting, now)
         self._beyond = running + waiting - self._running - len(self._awaited)
         self._beyond_waiting = waiting - len(self._awaited)
-        self._gauges_s, self._unsettled = now, True
+        self._gauges_s, self._unsettled, self._quiet = now, True, False
 
     def _shown_beyond(self, told: OthersLoad) -> tuple[int, int]:
         """Running and waiting, of what the gauges showed beyond the account and these."""
@@ -311,7 +312,8 @@ class LoadAccount:
         left to decisions to settle."""
         rate, unsettled = self.rates.prefill_s_per_token(now), self._unsettled
         queue_s, running, waiting, idle_s, _ = self.ahead(now, others, rate)
-        self._unsettled = unsettled
+        if unsettled:
+            self._unsettled, self._quiet = True, False
         own = self._running + len(self._awaited)
         return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
 
@@ -322,6 +324,9 @@ class LoadAccount:
         ``late_s``. ``rate`` is the engine's prefill rate at ``now``; ``others`` is what other replicas told,
         None: that is not known, and all that gauges show is foreign."""
         # Plain comparisons: this runs once per engine and request.
+        if self._quiet and others is NO_OTHERS and not self._awaited:
+            late_s = self.late_s(now) if self._late_s else 0.0
+            return 0.0, self._running, 0, now - self._last_admit_s, late_s
         queue_s, own_waiting = 0.0, 0
         if self._awaited:
             self._advance(now, rate)
@@ -332,6 +337,7 @@ class LoadAccount:
         if self._unsettled and others is not None:
             self._foreign_running, self._foreign_waiting = self._shown_beyond(others)
             self._unsettled = False
+            self._quiet = not (self._foreign_running or self._foreign_waiting)
         if others is not NO_OTHERS or self._foreign_running or self._foreign_waiting:
             more_running, more_waiting, tokens = self._elsewhere(others, now)
             queue_s += tokens * rate

@@ -22,7 +22,7 @@ from router.pd.handoff import Handoff
 from router.pd.settings import PdSettings
 from router.placement.candidate import Ask, Candidate, PolicySettings
 from router.placement.cost import Choice, Weighed, chosen, weigh
-from router.placement.engine import Engine, PromptView
+from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split
 from router.placement.split.legs import lacking
 from router.placement.split.pairs import Partner, Pick, Side, cheapest_taker, fits, plan
@@ -133,7 +133,12 @@ class Apart:
         }
         chosen = plan(
             decode,
-            [Side(engine.candidate(asked, now), engine.version) for engine in helpers.values()],
+            [
+                Side(candidate, engine.version)
+                for engine, candidate in zip(
+                    helpers.values(), candidates(helpers.values(), asked, now), strict=True
+                )
+            ],
             tokens,
             question.prompt_key,
             pick=pick,

@@ -114,6 +114,17 @@ def test_a_list_that_grows_after_it_was_added_does_no_harm() -> None:
     assert inflight.common(hashes("abcdef"), 0.0).blocks == {}
 
 
+def test_a_list_may_grow_between_asking_and_adding() -> None:
+    inflight = InflightPrefixes()
+    inflight.add("a", hashes("abcdef"), 0.0)
+    growing = hashes("abc")
+    inflight.common(growing, 0.0)
+    growing += hashes("abcdex")[3:]
+    inflight.add("b", growing, 0.0)
+    assert inflight.common(hashes("abcdef"), 0.0).blocks == {"a": 6, "b": 5}
+    assert inflight.check_integrity() == []
+
+
 def test_keeps_follows_the_retention_rule() -> None:
     sizes = {"alignment": 32, "hash_block_size": 16}
     assert keeps(163, 0, **sizes) == (10,)  # the last boundary of the prompt
@@ -145,7 +156,12 @@ def test_agrees_with_comparing_every_prompt(
     model: list[_Known] = []
     for now, (what, engine, text, kept, which) in enumerate(operations):
         if what == "add":
-            prompt = inflight.add(engine, hashes(text), now, sorted(kept))
+            asked = hashes(text)
+            inflight.common(asked, now)  # who is asked about is mostly added next
+            if model and which % 3 == 0:  # but something may come between
+                gone = model.pop(which % len(model))
+                inflight.drop(gone.prompt)
+            prompt = inflight.add(engine, asked, now, sorted(kept))
             model.append(_Known(prompt, text, {k for k in kept if k <= len(text)}))
         elif model:
             known = model[which % len(model)]
