@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -147,7 +147,7 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
             self.keepers |= child.keepers
 
 
-class _Walk(NamedTuple):
+class _Walk(msgspec.Struct, frozen=True, gc=False):
     """The way of some hashes, of which there were so many, through the tree as it is now."""
 
     hashes: Sequence[BlockHash]
