@@ -120,34 +120,6 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
         return self.total_s - self.queue_s
 
 
-Weighed = tuple[str, float, float, float, float, float, float, float, int, int]
-"""A ``Cost`` as every decision works it out for every engine; records are made for whoever explains one."""
-
-
-class Choice(msgspec.Struct, frozen=True, gc=False):
-    """The engine chosen; ``weighed`` and ``costs`` are in the order of the candidates.
-
-    ``uncached_tokens`` is what the load account must be charged with: the policy's own belief of what
-    the engine will compute.
-    """
-
-    index: int
-    engine_id: str
-    reason: Reason
-    uncached_tokens: int
-    weighed: Sequence[Weighed]
-
-    @property
-    def costs(self) -> tuple[Cost, ...]:
-        """What each engine would have cost."""
-        return tuple(Cost(*each) for each in self.weighed)
-
-    @property
-    def cost(self) -> Cost:
-        """What the chosen one costs."""
-        return Cost(*self.weighed[self.index])
-
-
 class Ask(msgspec.Struct, frozen=True, gc=False):
     """The prompt to place. ``prompt_key`` stands for the whole prompt, ``prefix_key`` for its start."""
 

@@ -47,92 +47,153 @@ Always true: the result depends on the arguments alone, not on the order of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+import msgspec
 import xxhash
 
-from router.placement.candidate import Candidate, Choice, Cost, PolicySettings, Reason, Weighed
+from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Reason
 
-_ENGINE: Final = 0
-_QUEUE: Final = 1
-_TOTAL: Final = 7
-_UNCACHED: Final = 8
-_TRUNK: Final = 9
-"""Where the fields of ``Cost`` stand in ``Weighed``."""
 _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
+
+Part = tuple[int, int, float, float]
+"""A prompt before some hit, in tokens: what is cached and the trunk, both clamped, and what would take as
+long to compute as all costs that go by the engine's rate. And ``load_s``."""
+
+
+class Weighed(msgspec.Struct, gc=False):
+    """What a prompt costs at each candidate, as every decision works it out: ``totals``, ``queues`` and
+    ``parts`` are in the order of the candidates. The rest of a ``Cost`` follows from these."""
+
+    candidates: Sequence[Candidate]
+    prompt_tokens: int
+    settings: PolicySettings
+    totals: list[float]
+    queues: list[float]
+    parts: list[Part]
+    longest_trunk: int
+    scarcity: float | None = None
+    """Price of pages; None where nothing can be loaded, so that neither pages nor sequences have one."""
+
+    def cost(self, index: int) -> Cost:
+        """Of one candidate, part by part."""
+        candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
+        cached, trunk, _, load_s = self.parts[index]
+        rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
+        prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
+        if trunk > cached:
+            credit_s = settings.beta * rate * (trunk - cached)
+        eviction_s = settings.eviction_premium * (prefill_s - credit_s)
+        if self.scarcity is not None:
+            sequences_s, pages_s = _beside_loads(candidate, prompt_tokens, settings, self.scarcity)
+            decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
+        return Cost(
+            candidate.engine_id,
+            candidate.queue_s,
+            prefill_s,
+            load_s,
+            decode_s,
+            credit_s,
+            eviction_s,
+            self.totals[index],
+            uncached,
+            trunk,
+        )
+
+
+class Choice(msgspec.Struct, frozen=True, gc=False):
+    """The engine chosen; ``weighed`` and ``costs`` are in the order of the candidates.
+
+    ``uncached_tokens`` is what the load account must be charged with: the policy's own belief of what
+    the engine will compute.
+    """
+
+    index: int
+    engine_id: str
+    reason: Reason
+    uncached_tokens: int
+    cost: Cost
+    """What the chosen one costs."""
+    weighed: Weighed
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """What each engine would have cost."""
+        return tuple(self.weighed.cost(index) for index in range(len(self.weighed.totals)))
+
+
+def chosen(weighed: Weighed, index: int, reason: Reason) -> Choice:
+    """The choice of this one."""
+    cost = weighed.cost(index)
+    return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, weighed)
 
 
 def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
     """What sending a prompt of ``prompt_tokens`` to this engine costs, part by part."""
-    return Cost(*weigh((candidate,), prompt_tokens, settings)[0])
+    return weigh((candidate,), prompt_tokens, settings).cost(0)
 
 
-def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> list[Weighed]:
-    """The cost of each candidate: the fields of ``Cost``, in order."""
-    # Plain comparisons, locals and tuples: this runs once per engine and request.
+def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> Weighed:
+    """The cost of each candidate."""
+    # Plain steps: this runs once per engine and request. Engines that have as much of a prompt share the hit.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
-    beta, premium = settings.beta, settings.eviction_premium
-    weighed: list[Weighed] = []
-    loads = False
+    beta, price = settings.beta, 1 + settings.eviction_premium
+    totals: list[float] = []
+    queues: list[float] = []
+    parts: list[Part] = []
+    hit: Hit | None = None
+    part: Part = 0, 0, 0.0, 0.0
+    longest, loads, by_rate, load_s = 0, False, 0.0, 0.0
     for candidate in candidates:
-        hit, queue_s, rate = candidate.hit, candidate.queue_s, candidate.prefill_s_per_token
-        cached, trunk, load_s, credit_s = hit.whole_tokens, hit.trunk_tokens, 0.0, 0.0
-        cached = most if cached > most else cached  # noqa: FURB136
-        if cached > hit.soon_tokens:
-            loads = True
-            near = min(hit.near_tokens, cached)
-            load_s = settings.load_s_per_token * (near - hit.soon_tokens)
-            load_s += settings.storage_load_s_per_token * (cached - near)
-        trunk = most if trunk > most else trunk  # noqa: FURB136
-        if trunk > cached:
-            credit_s = beta * rate * (trunk - cached)
-        else:
-            trunk = cached
-        uncached = prompt_tokens - cached
-        prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
-        eviction_s = premium * (prefill_s - credit_s)
-        total_s = queue_s + prefill_s + eviction_s + load_s + decode_s - credit_s
-        weighed.append(
-            (
-                candidate.engine_id,
-                queue_s,
-                prefill_s,
-                load_s,
-                decode_s,
-                credit_s,
-                eviction_s,
-                total_s,
-                uncached,
-                trunk,
-            )
-        )
-    return _beside_loads(candidates, weighed, prompt_tokens, settings) if loads else weighed
+        if candidate.hit is not hit:
+            hit = candidate.hit
+            cached, trunk, load_s = hit.whole_tokens, hit.trunk_tokens, 0.0
+            cached = most if cached > most else cached  # noqa: FURB136
+            if cached > hit.soon_tokens:
+                loads, load_s = True, _load_s(hit, cached, settings)
+            trunk = most if trunk > most else trunk  # noqa: FURB136
+            if trunk > cached:
+                by_rate = price * (prompt_tokens - cached - beta * (trunk - cached))
+            else:
+                trunk, by_rate = cached, price * (prompt_tokens - cached)
+            longest = trunk if trunk > longest else longest  # noqa: FURB136
+            part = cached, trunk, by_rate, load_s
+        queue_s = candidate.queue_s
+        decode_s = candidate.decode_interference_s * candidate.running
+        totals.append(queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s)
+        queues.append(queue_s)
+        parts.append(part)
+    weighed = Weighed(candidates, prompt_tokens, settings, totals, queues, parts, longest)
+    if loads:
+        _add_scarcity(weighed)
+    return weighed
+
+
+def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
+    near = min(hit.near_tokens, cached)
+    near_s = settings.load_s_per_token * (near - hit.soon_tokens)
+    return near_s + settings.storage_load_s_per_token * (cached - near)
+
+
+def _add_scarcity(weighed: Weighed) -> None:
+    """Where a part of the prompt can be loaded: the price of sequences is in ``decode_s``, that of scarce
+    pages in ``eviction_s``."""
+    candidates, settings = weighed.candidates, weighed.settings
+    late_s = sum([candidate.late_s for candidate in candidates]) / len(candidates)
+    weighed.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
+    for index, candidate in enumerate(candidates):
+        weighed.totals[index] += sum(_beside_loads(candidate, weighed.prompt_tokens, settings, scarcity))
 
 
 def _beside_loads(
-    candidates: Sequence[Candidate],
-    weighed: Iterable[Weighed],
-    prompt_tokens: int,
-    settings: PolicySettings,
-) -> list[Weighed]:
-    """The same where a part of the prompt can be loaded: the price of sequences is in ``decode_s``, that of
-    scarce pages in ``eviction_s``."""
-    late_s = sum([candidate.late_s for candidate in candidates]) / len(candidates)
-    scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
-    dearer: list[Weighed] = []
-    for candidate, parts in zip(candidates, weighed, strict=True):
-        engine, queue_s, prefill_s, load_s, decode_s, credit_s, eviction_s, total_s, uncached, trunk = parts
-        sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
-        taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
-        pages_s = scarcity * candidate.prefill_s_per_token * taken
-        decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
-        total_s += sequences_s + pages_s
-        dearer.append(
-            (engine, queue_s, prefill_s, load_s, decode_s, credit_s, eviction_s, total_s, uncached, trunk)
-        )
-    return dearer
+    candidate: Candidate, prompt_tokens: int, settings: PolicySettings, scarcity: float
+) -> tuple[float, float]:
+    """Seconds for the sequences that the engine has, and for the pages that this prompt takes."""
+    taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
+    sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
+    return sequences_s, scarcity * candidate.prefill_s_per_token * taken
 
 
 def choose(
@@ -145,9 +206,7 @@ def choose(
     if not candidates:
         raise ValueError("no engine to choose from")
     weighed = weigh(candidates, prompt_tokens, settings)
-    index, reason = _pick(candidates, weighed, prompt_tokens, settings, prompt_key)
-    chosen = weighed[index]
-    return Choice(index, chosen[_ENGINE], reason, chosen[_UNCACHED], weighed)
+    return chosen(weighed, *_pick(weighed, prompt_key))
 
 
 def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
@@ -171,36 +230,25 @@ class _Bound:
         return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
 
 
-def _pick(
-    candidates: Sequence[Candidate],
-    weighed: list[Weighed],
-    prompt_tokens: int,
-    settings: PolicySettings,
-    key: int,
-) -> tuple[int, Reason]:
+def _pick(weighed: Weighed, key: int) -> tuple[int, Reason]:
     """Position of the choice, and why; candidates go by their positions."""
-    if len(weighed) == 1:
+    totals, queues, settings = weighed.totals, weighed.queues, weighed.settings
+    if len(totals) == 1:
         return 0, "only"
-    cheapest = trunk = 0
-    best = second = shortest = least = math.inf  # least: the lowest cost where the queue is shortest
-    for place, each in enumerate(weighed):
-        queue_s, total_s, its_trunk = each[_QUEUE], each[_TOTAL], each[_TRUNK]
+    best = second = math.inf
+    for total_s in totals:
         if total_s < best:
-            second, best, cheapest = best, total_s, place
+            second, best = best, total_s
         elif total_s < second:
             second = total_s
-        if queue_s < shortest:
-            shortest, least = queue_s, total_s
-        elif queue_s == shortest and total_s < least:
-            least = total_s
-        trunk = its_trunk if its_trunk > trunk else trunk  # noqa: FURB136
-    cold = trunk <= settings.cold_fraction * prompt_tokens
-    if not cold and weighed[cheapest][_QUEUE] - shortest <= settings.queue_gap_s:
-        own_rate = candidates[cheapest].prefill_s_per_token
-        if second > best + _tie_s(own_rate, prompt_tokens, settings):
+    cheapest = totals.index(best)
+    cold = weighed.longest_trunk <= settings.cold_fraction * weighed.prompt_tokens
+    queue_s, gap_s = queues[cheapest], settings.queue_gap_s
+    if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
+        own_rate = weighed.candidates[cheapest].prefill_s_per_token
+        if second > best + _tie_s(own_rate, weighed.prompt_tokens, settings):
             return cheapest, "cheapest"  # within the bound, and by any engine's rate without an equal
-    bound = _Bound(shortest, least, settings)
-    return _weigh_up(candidates, weighed, cheapest, bound, prompt_tokens, settings, key, cold=cold)
+    return _weigh_up(weighed, cheapest, key, cold=cold)
 
 
 def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
@@ -209,20 +257,13 @@ def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
     return share_s if share_s > settings.tie_s else settings.tie_s  # noqa: FURB136
 
 
-def _weigh_up(
-    candidates: Sequence[Candidate],
-    weighed: list[Weighed],
-    cheapest: int,
-    bound: _Bound,
-    prompt_tokens: int,
-    settings: PolicySettings,
-    key: int,
-    *,
-    cold: bool,
-) -> tuple[int, Reason]:
+def _weigh_up(weighed: Weighed, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
     """``_pick`` where there may be a bound to keep, engines to probe, or equals."""
-    queues, totals = [w[_QUEUE] for w in weighed], [w[_TOTAL] for w in weighed]
-    best = totals[cheapest]
+    candidates, settings = weighed.candidates, weighed.settings
+    queues, totals = weighed.queues, weighed.totals
+    shortest, best = min(queues), totals[cheapest]
+    least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
+    bound = _Bound(shortest, least, settings)
     allowed: Sequence[int] = range(len(totals))
     reason: Reason = "cheapest"
     if not bound.allows(queues[cheapest], best):
@@ -237,7 +278,7 @@ def _weigh_up(
         if due:
             return _settle(weighed, due, key), "probe"
     fastest = min([c.prefill_s_per_token for c in candidates])
-    limit = best + _tie_s(fastest, prompt_tokens, settings)
+    limit = best + _tie_s(fastest, weighed.prompt_tokens, settings)
     equals = [i for i in allowed if totals[i] <= limit]
     if len(equals) == 1:
         return equals[0], reason
@@ -247,13 +288,14 @@ def _weigh_up(
     return _settle(weighed, equals, key), reason
 
 
-def _settle(weighed: list[Weighed], equals: list[int], key: int) -> int:
+def _settle(weighed: Weighed, equals: list[int], key: int) -> int:
     """Among equals the longest trunk (it is free, and keeps prefixes together), then rendezvous."""
-    trunk = max([weighed[i][_TRUNK] for i in equals])
-    longest = [i for i in equals if weighed[i][_TRUNK] == trunk]
+    trunks = [weighed.parts[i][1] for i in equals]
+    longest_trunk = max(trunks)
+    longest = [i for i, trunk in zip(equals, trunks, strict=True) if trunk == longest_trunk]
     if len(longest) == 1:
         return longest[0]
-    return longest[favourite([weighed[i][_ENGINE] for i in longest], key)]
+    return longest[favourite([weighed.candidates[i].engine_id for i in longest], key)]
 
 
 # Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of

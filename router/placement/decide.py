@@ -28,7 +28,7 @@ from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
 from router.placement.askable import NO_PARTY, Askable, Parties, Party
-from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.candidate import Ask, PolicySettings, ask
 from router.placement.engine import (
     NO_LOOK,
     Accounts,
@@ -36,6 +36,7 @@ from router.placement.engine import (
     Look,
     PromptView,
     SharedView,
+    candidates,
 )
 from router.placement.holding.hold import Hold
 from router.placement.placement import Decision, Placement, Split
@@ -269,16 +270,14 @@ class Planner:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
             question = Ask(asked.tokens, key, read.keys[0] if read is not None and read.keys else key)
-        candidates: list[Candidate] = []
-        for engine in engines:
-            candidates.append(engine.candidate(asked, now))  # noqa: PERF401  # a frame less
+        found = candidates(engines, asked, now)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
-            choice = self._policy(candidates, question, self._settings, state)
-            return Decision(read, asked.tokens, engines, candidates, choice, look.problem)
-        able = Answerers(read, engines, candidates, look.problem)
+            choice = self._policy(found, question, self._settings, state)
+            return Decision(read, asked.tokens, engines, found, choice, look.problem)
+        able = Answerers(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
-        return Decision(read, asked.tokens, engines, candidates, choice, look.problem, split=split)
+        return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
 
     def _picking(self, question: Ask, state: ArmState) -> Pick:
         """The policy, for some of the candidates."""

@@ -11,7 +11,7 @@ not learn is ``unknown``, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -137,7 +137,7 @@ class PromptView(msgspec.Struct, gc=False):
     others: Mapping[str, OthersLoad] | None = {}
     shadows: ShadowPrompt | None = None
     hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
-    """Hits worked out so far: engines that hold and share as much, and missed nothing, have the same."""
+    """Those worked out so far, by what is held (its id), common and coming."""
 
 
 class Engine(EngineStatus):
@@ -249,35 +249,15 @@ class Engine(EngineStatus):
             layout = self._elsewhere.layout(self.engine_id)
         return layout
 
-    def candidate(self, asked: PromptView, now: float) -> Candidate:
-        """This engine for one prompt: what it has of it, how much it has to do, how fast it is."""
-        name = self.engine_id
-        rate, interference_s = self.rates.at(now)
-        told, others = asked.others, None
-        if told is not None:
-            others = told.get(name, NO_OTHERS) if told else NO_OTHERS
-        queue_s, running, waiting, idle_s, late_s = self.load.ahead(now, others, rate)
-        return Candidate(
-            name, self.hit(asked), queue_s, running, waiting, idle_s, rate, interference_s, late_s
-        )
-
     def hit(self, asked: PromptView) -> Hit:
         """What this engine has of a prompt, discounted by what its feed has missed."""
-        name, feed = self.engine_id, self.feed
-        held = asked.held.get(name)
-        common = asked.common.get(name, 0) if asked.common else 0
-        coming = asked.coming.get(name, 0) if asked.coming else 0
+        name = self.engine_id
+        held, common, coming = asked.held.get(name), asked.common.get(name, 0), asked.coming.get(name, 0)
         if held is None:
             if self.shadow is None or asked.shadows is None:
                 return Hit(trunk_tokens=common, common_tokens=common)
             tokens, trunk = self.shadow.lookup(asked.shadows)
             held = EngineHit("shadow", tokens, trunk_tokens=trunk)
-        elif feed is not None and feed.state is _READY and held.mode != "unknown":
-            key = id(held), common, coming
-            known = asked.hits.get(key)
-            if known is None:
-                known = asked.hits[key] = self._discounted(held, common, coming)
-            return known
         return self._discounted(held, common, coming)
 
     def _discounted(self, held: EngineHit, common: int, coming: int) -> Hit:
@@ -307,6 +287,29 @@ class Engine(EngineStatus):
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks
+
+
+def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list[Candidate]:
+    """These engines for one prompt, in order: what each has of it, how much it has to do, how fast it is."""
+    # One loop and locals: this runs once per engine and request.
+    told, others = asked.others, None if asked.others is None else NO_OTHERS
+    held_by, common, coming, hits = asked.held.get, asked.common.get, asked.coming.get, asked.hits
+    found: list[Candidate] = []
+    for engine in engines:
+        name, feed = engine.engine_id, engine.feed
+        held = held_by(name)
+        if held is None or feed is None or feed.state is not _READY or held.mode == "unknown":
+            hit = engine.hit(asked)
+        else:  # engines that hold and share as much, and missed nothing, have the same
+            key = id(held), common(name, 0), coming(name, 0)
+            known = hits.get(key)
+            hit = known if known is not None else hits.setdefault(key, engine.hit(asked))
+        rate, interference_s = engine.rates.at(now)
+        if told:
+            others = told.get(name, NO_OTHERS)
+        queue_s, running, waiting, idle_s, late_s = engine.load.ahead(now, others, rate)
+        found.append(Candidate(name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s))
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,8 @@ from router.observe.receipts import Leg, Receipt
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
-from router.placement.candidate import Candidate, Choice, Hit
+from router.placement.candidate import Candidate, Hit
+from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load import Ticket

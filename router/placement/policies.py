@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.placement.candidate import Ask, Candidate, Choice, Cost, Hit, PolicySettings, Reason
-from router.placement.cost import choose, favourite, weigh, weight
+from router.placement.candidate import Ask, Candidate, Hit, PolicySettings
+from router.placement.cost import Choice, choose, chosen, favourite, weigh, weight
 
 
 @dataclass(slots=True)
@@ -150,6 +150,4 @@ def _load_order(candidate: Candidate, key: int) -> tuple[float, int, int]:
 
 def _choice(candidates: Sequence[Candidate], index: int, prompt: Ask, settings: PolicySettings) -> Choice:
     weighed = weigh(candidates, prompt.prompt_tokens, settings)
-    chosen = Cost(*weighed[index])
-    reason: Reason = "only" if len(weighed) == 1 else "policy"
-    return Choice(index, chosen.engine_id, reason, chosen.uncached_tokens, weighed)
+    return chosen(weighed, index, "only" if len(candidates) == 1 else "policy")

@@ -17,6 +17,7 @@ configured prior. Without news for ``stale_s`` an engine's rate moves back to th
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
@@ -76,7 +77,10 @@ class EngineRates:
     One writer; times are whatever clock the caller uses.
     """
 
-    __slots__ = ("_at_s", "_cached", "_fleet", "_interference_s", "_long", "_overhead_s", "_rate", "_step")
+    __slots__ = (
+        *("_at_s", "_cached", "_fleet", "_fresh_until_s", "_interference_s", "_long", "_overhead_s", "_own"),
+        *("_rate", "_step"),
+    )
 
     def __init__(self, fleet: FleetRates) -> None:
         self._fleet = fleet
@@ -87,6 +91,8 @@ class EngineRates:
         self._overhead_s: float | None = None
         self._interference_s: float | None = None
         self._at_s = 0.0
+        self._own: tuple[float, float] = (0.0, 0.0)  # what ``at`` says until then
+        self._fresh_until_s = -math.inf
 
     def observe(self, sample: PrefillSample, now: float) -> None:
         """Learn from one first token. Samples that are neither long nor nearly cached are left out."""
@@ -95,6 +101,9 @@ class EngineRates:
         self._at_s = now
         self._fit_overhead()
         self._fit_rate()
+        if self._rate is not None and self._interference_s is not None:
+            self._own = self._rate, self._interference_s
+            self._fresh_until_s = now + self._fleet.settings.stale_s
         self._fleet.learned(self)
 
     def prefill_s_per_token(self, now: float) -> float:
@@ -110,9 +119,9 @@ class EngineRates:
 
     def at(self, now: float) -> tuple[float, float]:
         """``prefill_s_per_token`` and ``decode_interference_s``, as every decision asks for them."""
+        if now <= self._fresh_until_s:
+            return self._own
         rate, slope = self._rate, self._interference_s
-        if rate is not None and slope is not None:
-            return self.prefill_s_per_token(now), slope
         fleet_rate, _, fleet_slope = self._fleet.medians or self._fleet.fit()
         return (
             fleet_rate if rate is None else self.prefill_s_per_token(now),

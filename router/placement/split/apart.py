@@ -20,9 +20,9 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.course import Course
 from router.pd.handoff import Handoff
 from router.pd.settings import PdSettings
-from router.placement.candidate import Ask, Candidate, Choice, Cost, PolicySettings, Reason, Weighed
-from router.placement.cost import weigh
-from router.placement.engine import Engine, PromptView
+from router.placement.candidate import Ask, Candidate, PolicySettings
+from router.placement.cost import Choice, Weighed, chosen, weigh
+from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split
 from router.placement.split.legs import lacking
 from router.placement.split.pairs import Partner, Pick, Side, cheapest_taker, fits, plan
@@ -133,7 +133,12 @@ class Apart:
         }
         chosen = plan(
             decode,
-            [Side(engine.candidate(asked, now), engine.version) for engine in helpers.values()],
+            [
+                Side(candidate, engine.version)
+                for engine, candidate in zip(
+                    helpers.values(), candidates(helpers.values(), asked, now), strict=True
+                )
+            ],
             tokens,
             question.prompt_key,
             pick=pick,
@@ -201,12 +206,12 @@ def complete_layouts(engines: Sequence[Engine]) -> None:
             engine.residency.writer.expect(known.groups)
 
 
-def _choice(place: int, weighed: Sequence[Weighed], partner: Partner | None = None) -> Choice:
+def _choice(place: int, weighed: Weighed, partner: Partner | None = None) -> Choice:
     """This engine; ``partner``: another one computes."""
-    reason: Reason = "only" if len(weighed) == 1 else "cheapest"
-    cost = Cost(*weighed[place])
-    uncached = cost.uncached_tokens if partner is None else partner.choice.uncached_tokens
-    return Choice(place, cost.engine_id, reason, uncached, weighed)
+    choice = chosen(weighed, place, "only" if len(weighed.totals) == 1 else "cheapest")
+    if partner is None:
+        return choice
+    return msgspec.structs.replace(choice, uncached_tokens=partner.choice.uncached_tokens)
 
 
 def _bound_to_one(request: InboundRequest) -> str:

@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from router.pd.settings import PdSettings
-from router.placement.candidate import Candidate, Choice, Cost, PolicySettings, Weighed
-from router.placement.cost import weigh, weight
+from router.placement.candidate import Candidate, Cost, PolicySettings
+from router.placement.cost import Choice, Weighed, weigh, weight
 
 Pick = Callable[[Sequence[Candidate]], Choice]
 """The policy's choice among some engines; raises ``ValueError`` without any."""
@@ -69,7 +69,7 @@ class PairPlan(msgspec.Struct, frozen=True, gc=False):
 
     decode: int
     partner: Partner | None
-    weighed: Sequence[Weighed]
+    weighed: Weighed
     local_s: float
     remote_s: float | None = None
     why: str = ""
@@ -91,8 +91,8 @@ def plan(
     why = "no_prefill_engine" if not prefill else "short"
     alone: _Place | None = None
     apart: _Place | None = None
-    for index, (side, each) in enumerate(zip(decode, weighed, strict=True)):
-        cost = Cost(*each)
+    for index, side in enumerate(decode):
+        cost = weighed.cost(index)
         alone = _less(alone, _Place(index, cost.total_s + _delay_s(side, cost, pd), cost), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
@@ -116,11 +116,11 @@ def cheapest_taker(
     decode: Sequence[Side], prompt_tokens: int, key: int, *, policy: PolicySettings, pd: PdSettings
 ) -> int:
     """Which decode engine takes over what is computed already: its position."""
-    costs = [Cost(*each) for each in weigh([side.candidate for side in decode], prompt_tokens, policy)]
+    weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
 
     def order(i: int) -> tuple[float, int, int]:
-        transfer_s = pd.transfer_s_per_token * decode[i].lacks
-        return _order(transfer_s + costs[i].queue_s + costs[i].decode_s, costs[i], key)
+        transfer_s, cost = pd.transfer_s_per_token * decode[i].lacks, weighed.cost(i)
+        return _order(transfer_s + cost.queue_s + cost.decode_s, cost, key)
 
     return min(range(len(decode)), key=order)
 

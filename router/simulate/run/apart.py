@@ -13,7 +13,8 @@ import msgspec
 from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
 from router.pd.settings import PdSettings
-from router.placement.candidate import Ask, Candidate, Choice, Cost, PolicySettings
+from router.placement.candidate import Ask, Candidate, PolicySettings
+from router.placement.cost import Choice, chosen
 from router.placement.inflight import InflightPrompt
 from router.placement.load import Ticket
 from router.placement.split.pairs import Pick, Side, plan
@@ -54,9 +55,7 @@ class Roles:
         if found.partner is not None:
             choice = found.partner.choice
             return place, choice, choice.index
-        cost = Cost(*found.weighed[found.decode])
-        choice = Choice(found.decode, cost.engine_id, "cheapest", cost.uncached_tokens, found.weighed)
-        return place, choice, None
+        return place, chosen(found.weighed, found.decode, "cheapest"), None
 
     def fetch(self, prompt_tokens: int) -> Fetch:
         """What the decode engine asks for; the last token before a recurrent state is its own to compute."""

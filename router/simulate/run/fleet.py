@@ -19,7 +19,8 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from publisher.groups import Family
 from router.admission.queue.fair import GENERATED_WORTH
-from router.placement.candidate import Ask, Candidate, Choice, Hit, ask
+from router.placement.candidate import Ask, Candidate, Hit, ask
+from router.placement.cost import Choice
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load import LoadAccount, Ticket
 from router.placement.policies import ArmState, policy

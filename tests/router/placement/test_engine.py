@@ -15,7 +15,7 @@ from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.seats import EngineHit
-from router.placement.engine import Accounts, Engine, PromptView
+from router.placement.engine import Accounts, Engine, PromptView, candidates
 from router.placement.load import OthersLoad
 from router.placement.rates import PrefillSample
 from router.placement.shadow import ShadowPrompt, ShadowSpec
@@ -87,7 +87,7 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
         {one.engine_id: 1500},
         {one.engine_id: OthersLoad(running=2, waiting=1, tokens=400)},
     )
-    found = one.candidate(asked, NOW)
+    (found,) = candidates([one], asked, NOW)
     assert (found.running, found.waiting) == (2, 2)
     assert found.queue_s == pytest.approx(1200 * found.prefill_s_per_token)
     hit = found.hit

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from publisher.groups import GroupSpec
-from router.placement.candidate import Ask, Candidate, Choice, PolicySettings
-from router.placement.cost import within_bound
+from router.placement.candidate import Ask, Candidate, PolicySettings
+from router.placement.cost import Choice, within_bound
 from router.placement.policies import ArmState, Policy, policy
 from router.simulate.run import fleet
 from router.simulate.run.arms import ARMS

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.pd.settings import PdSettings
-from router.placement.candidate import Candidate, Choice, PolicySettings
-from router.placement.cost import choose
+from router.placement.candidate import Candidate, PolicySettings
+from router.placement.cost import Choice, choose
 from router.placement.split.pairs import PairPlan, Side, plan
 from tests.router.placement.candidates import make_candidate
 
