@@ -131,14 +131,10 @@ class Apart:
         helpers: dict[str, Engine] = {
             engine.engine_id: engine for engine in self.helpers if not engine.closed
         }
+        found = zip(helpers.values(), candidates(helpers.values(), asked, now), strict=True)
         chosen = plan(
             decode,
-            [
-                Side(candidate, engine.version)
-                for engine, candidate in zip(
-                    helpers.values(), candidates(helpers.values(), asked, now), strict=True
-                )
-            ],
+            [Side(candidate, engine.version) for engine, candidate in found],
             tokens,
             question.prompt_key,
             pick=pick,
