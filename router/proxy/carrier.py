@@ -39,17 +39,19 @@ class Answer(Protocol):
 
     status: int
     headers: list[tuple[bytes, bytes]]
+    complete: bool
+    """All of it has come."""
 
     @property
     def finished(self) -> bool:
         """Everything has been read."""
 
     def take(self) -> bytes | None:
-        """What ``read`` would give without waiting; None: nothing yet."""
+        """All that has come; None: nothing yet."""
 
     def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
         """To be awaited where ``take`` gave None; then there may be something. ``step`` may be called instead
-        for whatever comes, as long as it says True; what it raises, this raises."""
+        for each thing that comes, as long as it says True; what it raises, this raises."""
 
     async def read(self) -> bytes:
         """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""

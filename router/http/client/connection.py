@@ -220,8 +220,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self.complete:
             self._keep = False
             return
-        self.answered = True
-        self._fed_bytes += len(data)
+        if not self._head_done:
+            self.answered = True
+            self._fed_bytes += len(data)
         pieces, fields = len(self._pieces), len(self._fields)
         try:
             self._parser.feed_data(data)

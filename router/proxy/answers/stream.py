@@ -53,7 +53,7 @@ class StreamRelay(msgspec.Struct, eq=False):
                 if self._waits is not None:
                     await self._caught_up()
                 if self._go_on():
-                    await self._connection.changed(self._go_on)
+                    await self._connection.changed(self._take)
         except UpstreamError as error:
             if not self._started:
                 raise
@@ -72,19 +72,27 @@ class StreamRelay(msgspec.Struct, eq=False):
             await waits
 
     def _go_on(self) -> bool:
-        """Pass on what has come. Whether this may be called again, once more has come. Raises
-        ``UpstreamError``."""
+        """Pass on what has come. Whether to wait for more of it. Raises ``UpstreamError``."""
         while (data := self._connection.take()) is not None:
             self._pass_on(data)
             if not self._more or self._waits is not None:
                 return False
         return True
 
+    def _take(self) -> bool:
+        """Pass on the next thing that came, all of which is there at once. Whether this may be called for the
+        one after it. Raises ``UpstreamError``."""
+        data = self._connection.take()
+        if data is None:
+            return True
+        self._pass_on(data)
+        return self._more and self._waits is None
+
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on."""
         events, record = self._events, self._record
         out = events.feed(data) if data else events.end()
-        if self._connection.finished:
+        if self._connection.complete:
             self._more = False
             out += events.end()
         if not self._begun and events.begun:
