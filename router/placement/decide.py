@@ -42,7 +42,7 @@ from router.placement.holding.hold import Hold
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
-from router.placement.split.apart import Answerers, Apart
+from router.placement.split.apart import Answerers, Apart, complete_layouts
 from router.placement.split.legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.placement.split.pairs import Pick
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
@@ -85,6 +85,8 @@ class Planner:
         self._accounts = accounts
         self._retention = retention
         self._decisions = 0
+        self._completed = -1, -1
+        """Changes of fleet and scopes before layouts were completed last."""
         self._shared = shared
         self._told = told
         self.pd_stats = pd_stats or PdStats()
@@ -284,6 +286,10 @@ class Planner:
         return lambda among: self._policy(among, question, self._settings, state)
 
     def _apart(self, request: InboundRequest, exclude: frozenset[str], course: Course | None) -> Apart:
+        changes = self._fleet.changes, self._scopes.changes
+        if changes != self._completed or self._shared is not None:
+            complete_layouts([engine for engine in self._fleet if engine.up])
+            self._completed = changes
         apart = Apart(request, course, self._pd, self._settings)
         apart.find_helpers(self._fleet.ready(request.model), exclude, self._accounts.now())
         return apart

@@ -20,12 +20,12 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.course import Course
 from router.pd.handoff import Handoff
 from router.pd.settings import PdSettings
-from router.placement.candidate import Ask, Candidate, PolicySettings
+from router.placement.candidate import Ask, Candidate, PolicySettings, Reason
 from router.placement.cost import Choice, Weighed, chosen, weigh
 from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split
 from router.placement.split.legs import lacking
-from router.placement.split.pairs import Partner, Pick, Side, cheapest_taker, fits, plan
+from router.placement.split.pairs import PairPlan, Partner, Pick, Side, cheapest_taker, fits, plan
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody
@@ -61,7 +61,6 @@ class Apart:
 
     def find_helpers(self, ready: list[Engine], exclude: frozenset[str], now: float) -> None:
         """Fill ``helpers``."""
-        complete_layouts(ready)
         if self.why:
             return
         if self._course is not None and not self._course.splits and self._course.handoff(now) is None:
@@ -132,7 +131,7 @@ class Apart:
             engine.engine_id: engine for engine in self.helpers if not engine.closed
         }
         found = zip(helpers.values(), candidates(helpers.values(), asked, now), strict=True)
-        chosen = plan(
+        best = plan(
             decode,
             [Side(candidate, engine.version) for engine, candidate in found],
             tokens,
@@ -141,20 +140,20 @@ class Apart:
             policy=self._policy,
             pd=self._pd,
         )
-        partner = chosen.partner
-        choice = _choice(chosen.decode, chosen.weighed, partner)
+        partner = best.partner
+        choice = _choice(best, partner)
         if partner is None:
-            return choice, Split(chosen.why, local_s=chosen.local_s, remote_s=chosen.remote_s)
+            return choice, Split(best.why, local_s=best.local_s, remote_s=best.remote_s)
         mates = [side.candidate for side in partner.sides]
         there = [helpers[candidate.engine_id] for candidate in mates]
-        lacks = decode[chosen.decode].lacks
+        lacks = decode[best.decode].lacks
         split = Split(
             body=self._body,
             prefill=Decision(able.read, tokens, there, mates, partner.choice, able.problem),
             lacks_tokens=lacks,
             transfer_s=self._transfer_s(lacks),
-            local_s=chosen.local_s,
-            remote_s=chosen.remote_s,
+            local_s=best.local_s,
+            remote_s=best.remote_s,
         )
         return choice, split
 
@@ -175,7 +174,7 @@ class Apart:
         taker = cheapest_taker(able, tokens, question.prompt_key, policy=self._policy, pd=self._pd)
         lacks = able[taker].lacks
         weighed = weigh([side.candidate for side in decode], tokens, self._policy)
-        choice = msgspec.structs.replace(_choice(places[taker], weighed), uncached_tokens=0)
+        choice = msgspec.structs.replace(chosen(weighed, places[taker], _reason(weighed)), uncached_tokens=0)
         return choice, Split(body=self._body, lacks_tokens=lacks, transfer_s=self._transfer_s(lacks))
 
     def _transfer_s(self, lacks: int) -> float:
@@ -202,12 +201,15 @@ def complete_layouts(engines: Sequence[Engine]) -> None:
             engine.residency.writer.expect(known.groups)
 
 
-def _choice(place: int, weighed: Weighed, partner: Partner | None = None) -> Choice:
-    """This engine; ``partner``: another one computes."""
-    choice = chosen(weighed, place, "only" if len(weighed.totals) == 1 else "cheapest")
-    if partner is None:
-        return choice
-    return msgspec.structs.replace(choice, uncached_tokens=partner.choice.uncached_tokens)
+def _choice(found: PairPlan, partner: Partner | None) -> Choice:
+    """The engine that answers; ``partner``: another one computes."""
+    cost = found.cost
+    uncached = cost.uncached_tokens if partner is None else partner.choice.uncached_tokens
+    return Choice(found.decode, cost.engine_id, _reason(found.weighed), uncached, cost, found.weighed)
+
+
+def _reason(weighed: Weighed) -> Reason:
+    return "only" if len(weighed.totals) == 1 else "cheapest"
 
 
 def _bound_to_one(request: InboundRequest) -> str:

@@ -63,11 +63,12 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
 
 
 class PairPlan(msgspec.Struct, frozen=True, gc=False):
-    """Where the prompt is decoded: position among the decode engines; where it is computed: ``partner``, None
-    for the decode engine itself, which ``why`` explains. ``weighed``: decode engines'; ``local_s``: what the
-    best engine alone costs."""
+    """Where the prompt is decoded: position among the decode engines, and its cost; where it is computed:
+    ``partner``, None for the decode engine itself, which ``why`` explains. ``weighed``: decode engines';
+    ``local_s``: what the best engine alone costs."""
 
     decode: int
+    cost: Cost
     partner: Partner | None
     weighed: Weighed
     local_s: float
@@ -106,10 +107,10 @@ def plan(
     if alone is None:
         raise ValueError("no decode engine")
     if apart is None:
-        return PairPlan(alone.at, None, weighed, alone.seconds, None, why)
+        return PairPlan(alone.at, alone.cost, None, weighed, alone.seconds, None, why)
     if apart.seconds < alone.seconds:
-        return PairPlan(apart.at, apart.partner, weighed, alone.seconds, apart.seconds)
-    return PairPlan(alone.at, None, weighed, alone.seconds, apart.seconds, "local")
+        return PairPlan(apart.at, apart.cost, apart.partner, weighed, alone.seconds, apart.seconds)
+    return PairPlan(alone.at, alone.cost, None, weighed, alone.seconds, apart.seconds, "local")
 
 
 def cheapest_taker(

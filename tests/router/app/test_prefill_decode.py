@@ -427,7 +427,8 @@ def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
             alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
         async with apart(P, P, D, {"role": "both"}) as (rig, _):
             asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
-            answers = await asyncio.gather(*asked)
+            with busy(rig):
+                answers = await asyncio.gather(*asked)
             assert [status for status, _ in answers] == [200] * len(numbers)
             assert [words(answer) for _, answer in answers] == alone
             assert WRONG_MARK not in str(answers)
