@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ from tests.support.paths import ROOT
 
 MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
 """Paths of the machine this was written on, and hosts that an installation may not need."""
+
+
+@cache
+def flags_of(*path: str) -> set[str]:
+    """The flags of a command, which many pages name."""
+    command = app
+    for word in path:
+        command = command[word]
+    return {name for argument in command.assemble_argument_collection() for name in argument.names}
 
 
 def page_id(page: Path) -> str:
@@ -37,12 +47,13 @@ def test_commands_and_flags_exist(page: Path) -> None:
     for words in command_lines(page, "kvatlas"):
         if words[0] in {"--version", "--help"}:
             continue
-        command = app[words[0]]
+        command, path = app[words[0]], [words[0]]
         if words[1:] and not words[1].startswith("-") and words[1] in list(command):
             command = command[words[1]]
+            path.append(words[1])
         if command.default_command is None:  # a group of commands, named as such
             continue
-        known = {name for argument in command.assemble_argument_collection() for name in argument.names}
+        known = flags_of(*path)
         flags = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
         assert flags <= known | {"--help"}, f"{page_id(page)}: kvatlas {' '.join(words)}"
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -21,6 +20,8 @@ SLOW: dict[str, Any] = {"decode_s_per_token": 5.0}
 
 
 def test_counted_rendered_and_answered_prompts_have_the_same_tokens() -> None:
+    import anthropic  # noqa: PLC0415 - two seconds, which each worker would spend while it collects tests
+
     async def scenario() -> None:
         async with engine(enable_scale_out=True) as running:
             url = running.base_url

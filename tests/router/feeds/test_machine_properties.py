@@ -145,7 +145,7 @@ def random_script(rng: random.Random) -> list[Step]:
     return script
 
 
-@pytest.mark.parametrize("first_seed", some(range(0, 1000, 250), 2))
+@pytest.mark.parametrize("first_seed", some(range(0, 1000, 250), 4))
 def test_many_random_histories(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 250):
         rng = random.Random(seed)

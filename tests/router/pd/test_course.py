@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from router.pd.course import Course
 from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
+from tests.support.examples import examples
 
 SETTINGS = PdSettings(lease_s=30.0, lease_margin_s=10.0, prefills_max=3)
 
@@ -201,5 +202,5 @@ class AnyCourse(RuleBasedStateMachine):
         assert self.course.prefills <= SETTINGS.prefills_max
 
 
-AnyCourse.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+AnyCourse.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
 TestAnyCourse = AnyCourse.TestCase

@@ -19,6 +19,7 @@ from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
 from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Request, continued
+from tests.support.examples import examples
 
 KNOBS = PolicySettings()
 SETUP = FleetSetup(
@@ -30,6 +31,7 @@ SETUP = FleetSetup(
     policy=KNOBS,
 )
 COUNT, SECONDS = 300, 60.0
+SEEDS = examples(3)
 
 
 class Outcome(msgspec.Struct):
@@ -65,7 +67,7 @@ def hits(outcomes: list[Outcome]) -> int:
 
 @pytest.fixture(scope="module")
 def workloads() -> list[list[Request]]:
-    return [continued(agents(COUNT, SECONDS, seed)) for seed in (1, 2, 3)]
+    return [continued(agents(COUNT, SECONDS, seed)) for seed in range(1, 1 + SEEDS)]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ IMAGE = say(
     "user", [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "u"}}]
 )
 HELLO = chat(say("user", "Hello"))
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptReader]:
+    """One reader for all bodies that leave nothing behind but a count."""
+    side = local_reader(model_dir(tmp_path_factory.mktemp("chatml"), "chatml"))
+    yield side
+    side.close()
 
 
 class Engine:
@@ -273,13 +282,12 @@ def test_models_and_adapters() -> None:
         (chat(), "template_rejected"),
     ],
 )
-def test_what_cannot_be_reproduced_is_never_guessed(tmp_path: Path, body: Any, reason: str) -> None:
-    side = local_reader(model_dir(tmp_path, "chatml"))
-    found = read(side, body)
+def test_what_cannot_be_reproduced_is_never_guessed(chatml: PromptReader, body: Any, reason: str) -> None:
+    not_local, affinity = chatml.stats.not_local[reason], chatml.stats.affinity[reason]
+    found = read(chatml, body)
     assert isinstance(found, TextAffinity)
     assert found.reason == reason
-    assert side.stats.not_local[reason] == side.stats.affinity[reason] == 1
-    side.close()
+    assert chatml.stats.not_local[reason] - not_local == chatml.stats.affinity[reason] - affinity == 1
 
 
 @pytest.mark.parametrize(
@@ -294,12 +302,10 @@ def test_what_cannot_be_reproduced_is_never_guessed(tmp_path: Path, body: Any, r
         ({"prompt": "a b c d e f g h", "truncate_prompt_tokens": 0}, "empty"),
     ],
 )
-def test_completions_that_cannot_be_reproduced(tmp_path: Path, body: Any, reason: str) -> None:
-    side = local_reader(model_dir(tmp_path, "chatml"))
-    found = read(side, body, COMPLETION)
+def test_completions_that_cannot_be_reproduced(chatml: PromptReader, body: Any, reason: str) -> None:
+    found = read(chatml, body, COMPLETION)
     assert isinstance(found, TextAffinity)
     assert found.reason == reason
-    side.close()
 
 
 def test_several_prompts_are_routed_by_the_first_and_say_so(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,18 +29,6 @@ from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": TEXT * 20}]}
 
 
-def started(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "router", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def test_replay_from_the_command_line(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     told = kvatlas("replay", str(CAPTURES[0]), "--samples", "2")
     assert told.returncode == 0, told.stderr
@@ -51,11 +38,13 @@ def test_replay_from_the_command_line(kvatlas: Callable[..., subprocess.Complete
     assert json.loads(differs.stdout)["same"] is False
 
 
-def test_explain_from_the_command_line(tmp_path: Path) -> None:
+def test_explain_from_the_command_line(
+    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     entry = truth(CAPTURES[0])[20]
     body = tmp_path / "body.json"
     body.write_text(json.dumps(entry))
-    told = started("explain", str(CAPTURES[0]), "--request", str(body), "--at", str(entry["after_seq"]))
+    told = kvatlas("explain", str(CAPTURES[0]), "--request", str(body), "--at", str(entry["after_seq"]))
     assert told.returncode == 0, told.stderr
     assert f"a prompt of {len(entry['token_ids'])} tokens" in told.stdout
     assert "choice, all engines idle" in told.stdout

@@ -19,7 +19,7 @@ ONE = os.environ.get("KVATLAS_RECOVERY_SEED")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", [int(ONE)] if ONE else some(range(0, SEEDS, BLOCK), 5))
+@pytest.mark.parametrize("first", [int(ONE)] if ONE else some(range(0, SEEDS, BLOCK), 10))
 def test_nothing_is_lost_and_nothing_is_invented(first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + (1 if ONE else BLOCK)):

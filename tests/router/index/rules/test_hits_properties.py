@@ -137,7 +137,7 @@ def test_where_the_order_matters_hits_equal_what_the_engine_finds(groups: tuple[
     layout = make_layout(groups, ModelFacts(), None)
     assert order_matters(layout)
     rng = random.Random(str(groups))
-    for _ in range(400):
+    for _ in range(examples(400)):
         num_tokens = rng.randrange(1, 700)
         count, density = num_tokens // layout.hash_block_size, rng.choice([0.5, 0.8, 0.95, 1.0])
         units = {g.group_idx: {n for n in range(count) if rng.random() < density} for g in groups}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,11 +37,13 @@ def test_recorded_truth_is_exact_through_the_index() -> None:
         assert total["states"] == total["states_exact"] > 100
 
 
-def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_read_is_named(
+    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"header": {"groups": []}}\nnonsense\n')
     with Server(any_program()) as server:
-        done = kvatlas("verify", str(broken), "--index", server.url, index="")
+        done = kvatlas("verify", str(broken), "--index", server.url)
         assert done.returncode == 2
         assert "broken.jsonl:2" in done.stderr
 

@@ -276,7 +276,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         CaptureWriter(tmp_path / "none" / "c.jsonl")
 
 
-@pytest.mark.parametrize("path", some([*CAPTURES, *TRACES[::4]], 5), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", some([*TRACES[::4], *CAPTURES], 5), ids=lambda path: path.name)
 def test_redaction_keeps_residency_and_takes_every_token(path: Path) -> None:
     plain, blank = Player(facts_of([path])), Player(facts_of([path]))
     for frame in read_capture([path]):

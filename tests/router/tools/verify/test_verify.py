@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,8 @@ def test_further_recorded_truth_is_predicted_exactly(capsys: pytest.CaptureFixtu
     assert (status, total["over"], total["under"]) == (0, 0, 0)
 
 
-def test_the_command_line() -> None:
-    command = [sys.executable, "-m", "router", "verify", "--json", str(TRACES[0]), str(TRACES[1])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+def test_the_command_line(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = kvatlas("verify", "--json", str(TRACES[0]), str(TRACES[1]))
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line.get("trace") for line in lines] == [TRACES[0].name, TRACES[1].name, None]
