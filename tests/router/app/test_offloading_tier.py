@@ -123,7 +123,8 @@ def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
             alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
         async with apart(D, D) as (rig, p):
             asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
-            answers = await asyncio.gather(*asked)
+            with busy(rig):
+                answers = await asyncio.gather(*asked)
             assert [words(answer) for _, answer in answers] == alone
             assert WRONG_MARK not in str(answers)
             assert rig.router.proxy.pd_stats.handoffs > 0
