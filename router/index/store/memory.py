@@ -22,7 +22,7 @@ import numpy.typing as npt
 from publisher.block_hash import PromptHashes
 from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Runs, Slot, Words, only_gpu
-from router.index.store.recall import HASHES_MIN, Recall
+from router.index.store.recall import HASHES_MIN, Numbers, Recall
 from router.index.store.rows import Patterns, Steps, slot_position
 
 _SWEEP_SLICE = 512
@@ -163,7 +163,6 @@ class MemoryIndex:
             starts = _starts(numbers)
             firsts = [numbers[at] for at in starts]
         else:
-            found_rows: npt.NDArray[np.integer[Any]]
             if isinstance(hashes, PromptHashes):
                 found_rows = self._recall.rows(hashes, self._numbers)
             else:
@@ -177,10 +176,10 @@ class MemoryIndex:
         found = self._patterns.matrix.take(numbers, axis=0)
         return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()})
 
-    def _numbers(self, hashes: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
+    def _numbers(self, hashes: Sequence[BlockHash]) -> Numbers:
         """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""
-        packed = struct.pack(f"{len(hashes)}n", *map(self._row_of.get, hashes, repeat(0)))
-        return np.frombuffer(packed, np.intp)
+        packed = struct.pack(f"{len(hashes)}i", *map(self._row_of.get, hashes, repeat(0)))
+        return np.frombuffer(packed, np.int32)
 
     def copies(self, engine_id: str, plane: Plane) -> int:
         lane = self._lanes.get(engine_id, {}).get(plane)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,14 +27,13 @@ HASHES_MIN = 128
 """Of fewer, looking all of them up costs less."""
 
 Numbers = npt.NDArray[np.int32]
-Find = Callable[[Sequence[Any]], npt.NDArray[np.intp]]
+Find = Callable[[Sequence[Any]], Numbers]
 
 
-class Recalled(NamedTuple):
-    """The rows of a prompt's first hashes, and their places among the stamps; opaque to who carries it."""
+class Recalled(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The rows of a prompt's first hashes; opaque to who carries it."""
 
     numbers: Numbers
-    places: Numbers
     of: Recall
     life: int
     at: int
@@ -42,7 +42,7 @@ class Recalled(NamedTuple):
         """The same of at most so many hashes."""
         if num_hashes >= len(self.numbers):
             return self
-        return self._replace(numbers=self.numbers[:num_hashes], places=self.places[:num_hashes])
+        return Recalled(self.numbers[:num_hashes], self.of, self.life, self.at)
 
 
 class Recall:
@@ -75,24 +75,21 @@ class Recall:
             self.begin()
         found = hashes.found
         if not isinstance(found, Recalled) or found.of is not self or found.life != self._life:
-            numbers, places = find(hashes).astype(np.int32), self._places(hashes)
+            numbers = find(hashes)
         else:
-            numbers, places = self._again(found, hashes, find)
-        hashes.found = Recalled(numbers, places, self, self._life, self.now)
+            numbers = self._again(found, hashes, find)
+        hashes.found = Recalled(numbers, self, self._life, self.now)
         self.now += 1
         return numbers
 
-    def _again(self, found: Recalled, hashes: PromptHashes, find: Find) -> tuple[Numbers, Numbers]:
-        numbers, places = found.numbers, found.places
+    def _again(self, found: Recalled, hashes: PromptHashes, find: Find) -> Numbers:
+        numbers = found.numbers
+        known = len(numbers)
+        places = np.frombuffer(hashes, np.int64, known) & self.mask
         changed = (self._view.take(places) > found.at).nonzero()[0]
         if len(changed):
             numbers = numbers.copy()
             numbers[changed] = find([hashes[at] for at in changed.tolist()])
-        if len(numbers) < len(hashes):
-            new = hashes[len(numbers) :]
-            places = np.concatenate((places, self._places(new)))
-            numbers = np.concatenate((numbers, find(new).astype(np.int32)))
-        return numbers, places
-
-    def _places(self, hashes: array[int]) -> Numbers:
-        return (np.frombuffer(hashes, np.uint64) & np.uint64(self.mask)).astype(np.int32)
+        if known < len(hashes):
+            numbers = np.concatenate((numbers, find(hashes[known:])))
+        return numbers

@@ -26,7 +26,7 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokens.ids import Ids
 
 _CHAIN_BYTES_PER_TOKEN: Final = 4
-"""A block of 16 tokens has a hash of 32 bytes, 8 of it once more, its row and its place in the index (8), and
+"""A block of 16 tokens has a hash of 32 bytes, 8 of it once more, its row in the index (4), and
 what arrays have to spare to grow."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
