@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.redis_index import FULL, MODEL, WINDOW, Bench, Servers, quantiles, random_blocks
 from publisher.events import BlockHash
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
 from router.replication.gossip.stream import InflightStream

@@ -23,8 +23,9 @@ from publisher.simulator.virtual import eventless
 from router.placement.candidate import Candidate, Hit, PolicySettings, ask
 from router.placement.cost import choose
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
-from router.placement.load import NO_OTHERS, LoadAccount, OthersLoad, Ticket
-from router.placement.rates import FleetRates
+from router.placement.load.account import LoadAccount, Ticket
+from router.placement.load.others import NO_OTHERS, OthersLoad
+from router.placement.load.rates import FleetRates
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
 

@@ -15,7 +15,7 @@ from router.config.schema import Config
 from router.fleet.status import Fleet
 from router.placement.engine import NO_LOOK, Accounts, Engine, Look, SharedView
 from router.placement.inflight import InflightPrompt
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 

@@ -19,7 +19,7 @@ from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import Receipt
-from router.placement.load import EngineLoad
+from router.placement.load.account import EngineLoad
 
 _REF = "#/components/schemas/{name}"
 

@@ -12,7 +12,7 @@ from router.api.insight import blocks_held, hot_prefixes, live_requests
 from router.api.metrics.page import Sources, families, page_steps
 from router.openai.members import at_leisure
 from router.placement.engine import Engine
-from router.placement.load import OthersLoad, others_at
+from router.placement.load.others import OthersLoad, others_at
 
 
 class OpsView(Protocol):

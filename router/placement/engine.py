@@ -35,8 +35,9 @@ from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
 from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.inflight import InflightPrefixes
-from router.placement.load import NO_OTHERS, LoadAccount, LoadStats, OthersLoad
-from router.placement.rates import FleetRates
+from router.placement.load.account import LoadAccount, LoadStats
+from router.placement.load.others import NO_OTHERS, OthersLoad
+from router.placement.load.rates import FleetRates
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.proxy.breaker import Breaker
 

@@ -25,7 +25,7 @@ from router.placement.candidate import Candidate, Hit
 from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt, keeps
-from router.placement.load import Ticket
+from router.placement.load.account import Ticket
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields

@@ -25,7 +25,7 @@ from router.index.model import HashedPrompt
 from router.index.rules.offload import shared_part
 from router.index.seats import EngineHit, Seat, seat_hits
 from router.placement.engine import NO_LOOK, Look
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.gossip.load import SILENCE_S, LoadGossip
 from router.replication.reader import SharedReader, SharedRows

@@ -20,7 +20,7 @@ from router.admission.gate import KeyGate
 from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
 from router.index.models import Scopes
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
 from router.replication.gossip.stream import InflightStream

@@ -24,7 +24,7 @@ from router.observe.histogram import Histogram
 from router.placement.affinity import AffinityMap
 from router.placement.engine import NO_LOOK, Look
 from router.placement.inflight import InflightPrompt
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
 from router.replication.gossip.load import LoadGossip
 from router.workers.mesh import MESSAGE_BYTES_MAX, Mesh

@@ -17,7 +17,7 @@ from router.fleet.sources.engine_list import check_address
 from router.fleet.status import Fleet
 from router.openai.errors import bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
-from router.placement.load import OthersLoad, others_at
+from router.placement.load.others import OthersLoad, others_at
 
 
 class FleetActions:

@@ -36,7 +36,7 @@ from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
 from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats

@@ -10,7 +10,7 @@ from router.index.base import IndexStats
 from router.index.engine import EngineResidency
 from router.observe.receipts import EngineReceipts
 from router.placement.engine import Engine
-from router.placement.load import OthersLoad, others_at
+from router.placement.load.others import OthersLoad, others_at
 
 
 def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple[Column[Engine], ...]:

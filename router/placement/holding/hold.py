@@ -21,7 +21,7 @@ from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest
 from router.placement.engine import Engine
 from router.placement.holding.saturation import any_room, gap_s, joins_sibling
-from router.placement.load import OthersLoad, others_at
+from router.placement.load.others import OthersLoad, others_at
 from router.placement.placement import Decision
 
 _OTHERS_FRESH_S = 1.0

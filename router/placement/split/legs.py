@@ -24,7 +24,7 @@ from router.openai.request import InboundRequest, Usage
 from router.pd.sidecar import PREFILLERS, Prefilled
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
-from router.placement.load import Ticket
+from router.placement.load.account import Ticket
 from router.placement.placement import Decision, Placement, Split
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from router.placement.load import OthersLoad
+from router.placement.load.others import OthersLoad
 from router.replication.leases.heartbeat import HeartbeatMonitor
 
 SILENCE_S = 2.0

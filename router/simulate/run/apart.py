@@ -16,7 +16,7 @@ from router.pd.settings import PdSettings
 from router.placement.candidate import Ask, Candidate, PolicySettings
 from router.placement.cost import Choice, chosen
 from router.placement.inflight import InflightPrompt
-from router.placement.load import Ticket
+from router.placement.load.account import Ticket
 from router.placement.split.pairs import Pick, Side, plan
 from router.simulate.run.request_run import Fetch, RequestRun
 

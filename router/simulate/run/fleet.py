@@ -22,9 +22,9 @@ from router.admission.queue.fair import GENERATED_WORTH
 from router.placement.candidate import Ask, Candidate, Hit, ask
 from router.placement.cost import Choice
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
-from router.placement.load import LoadAccount, Ticket
+from router.placement.load.account import LoadAccount, Ticket
+from router.placement.load.rates import FleetRates, RateSettings
 from router.placement.policies import ArmState, policy
-from router.placement.rates import FleetRates, RateSettings
 from router.simulate.run.apart import Leg, Roles
 from router.simulate.run.arms import Arm
 from router.simulate.run.calendar import Calendar

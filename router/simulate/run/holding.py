@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from router.admission.queue.fair import FairQueue, Priority, Waiting
 from router.placement.candidate import Candidate
 from router.placement.holding.saturation import gap_s, joins_sibling
-from router.placement.load import LoadAccount
+from router.placement.load.account import LoadAccount
 from router.simulate.run.arms import HoldSetup
 from router.simulate.workload.requests import Request
 

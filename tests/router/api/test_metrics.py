@@ -37,7 +37,7 @@ from router.pd.stats import PdStats
 from router.placement.affinity import AffinityStats
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
-from router.placement.load import LoadStats
+from router.placement.load.account import LoadStats
 from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.stats import ProxyStats

@@ -16,8 +16,8 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.seats import EngineHit
 from router.placement.engine import Accounts, Engine, PromptView, candidates
-from router.placement.load import OthersLoad
-from router.placement.rates import PrefillSample
+from router.placement.load.others import OthersLoad
+from router.placement.load.rates import PrefillSample
 from router.placement.shadow import ShadowPrompt, ShadowSpec
 
 NOW = 100.0

@@ -21,7 +21,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
-from router.placement.load import NO_OTHERS, OthersLoad
+from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
 from tests.support.waiting import run, until

@@ -8,8 +8,9 @@ from typing import Any
 
 from publisher.events import BlockHash
 from router.index.base import Rows
-from router.placement.load import LoadAccount, OthersLoad
-from router.placement.rates import FleetRates
+from router.placement.load.account import LoadAccount
+from router.placement.load.others import OthersLoad
+from router.placement.load.rates import FleetRates
 from router.replication.gossip.load import LoadGossip
 from router.replication.leases.heartbeat import HeartbeatMonitor
 from router.replication.lookup import IndexLookup

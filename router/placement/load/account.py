@@ -13,11 +13,7 @@ The answer of some requests is not seen at all (``unseen``): their prompts count
 they end when whoever sent them says so, or when the engine's own gauges show fewer requests than the account
 has; the oldest of them are those that ended.
 
-Load that the router did not cause (other routers, direct clients) is what the engine's own gauges show beyond
-the account, while they are fresh; each such prompt counts as one of the size this router sends there. What
-replicas, and workers of one machine, tell each other (``own``, ``OthersLoad``) is better and sooner known. So
-only what gauges show beyond what others told at the first decision after the poll is foreign, until the next
-one: else their requests would count twice, and until the next poll, long after they have ended.
+Load that the router did not cause is kept apart (``others.py``).
 
 A first token is a sample for the rates only where nobody else's prompt was waiting when its own was sent: it
 would count the prefill of others as its own, and four workers would believe equal engines to differ by half.
@@ -32,14 +28,12 @@ twice changes nothing. Times are the caller's clock and must not go backwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
-from router.placement.rates import EngineRates, PrefillSample
-
-_NEWS = 0.1
-"""What the newest value counts in a running mean."""
+from router.placement.load.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
+from router.placement.load.rates import EngineRates, PrefillSample
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,21 +86,6 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     idle_s: float
 
 
-class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What other replicas have in flight at one engine; ``tokens`` of it are yet to be computed, or loaded in
-    the time that so many take to compute."""
-
-    running: int = 0
-    waiting: int = 0
-    tokens: int = 0
-
-    def plus(self, other: OthersLoad) -> OthersLoad:
-        """Both together."""
-        return OthersLoad(
-            self.running + other.running, self.waiting + other.waiting, self.tokens + other.tokens
-        )
-
-
 class Ticket(msgspec.Struct, eq=False, gc=False):
     """One request in the account; opaque to its holder, who ends it with ``finish`` or ``fail``."""
 
@@ -127,14 +106,6 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     ended: bool = False
 
 
-NO_OTHERS = OthersLoad()
-
-
-def others_at(engine_id: str, others: Mapping[str, OthersLoad] | None) -> OthersLoad | None:
-    """Their part at one engine, as ``LoadAccount`` is asked with it; None: it is not known."""
-    return None if others is None else others.get(engine_id, NO_OTHERS)
-
-
 _DEFAULTS = LoadSettings()
 
 
@@ -145,10 +116,9 @@ class LoadAccount:
     """
 
     __slots__ = (
-        *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_beyond", "_beyond_waiting"),
-        *("_carried_tokens", "_foreign_running", "_foreign_waiting", "_gauges_s", "_head_s", "_last_admit_s"),
-        *("_late_s", "_late_seen_s", "_mean_tokens", "_running", "_settings", "_sure", "_unseen"),
-        *("_unsettled", "rates", "stats"),
+        *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens", "_foreign"),
+        *("_head_s", "_last_admit_s", "_late_s", "_late_seen_s", "_running", "_settings", "_sure", "_unseen"),
+        *("rates", "stats"),
     )
 
     def __init__(
@@ -169,12 +139,7 @@ class LoadAccount:
         self._last_admit_s = -math.inf
         self._late_s = 0.0
         self._late_seen_s = -math.inf
-        self._mean_tokens = float(settings.foreign_tokens)
-        self._gauges_s = -math.inf
-        self._foreign_running = 0
-        self._foreign_waiting = 0
-        self._beyond = self._beyond_waiting = 0  # requests that gauges showed and the account did not have
-        self._unsettled = False  # whether it is open how many of them others have told of
+        self._foreign = ForeignLoad(fresh_s=settings.gauge_fresh_s, tokens=settings.foreign_tokens)
 
     def admit(
         self,
@@ -207,7 +172,7 @@ class LoadAccount:
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
         self._last_admit_s = now
-        self._mean_tokens += _NEWS * (ticket.uncached_tokens - self._mean_tokens)
+        self._foreign.sent(tokens)
         self.stats.admitted += 1
         if len(self._awaited) > self._settings.awaited_max:
             self.stats.overflow += 1
@@ -231,14 +196,14 @@ class LoadAccount:
             return None
         self.stats.first_tokens += 1
         if ticket.due_s < math.inf:
-            self._late_s += _NEWS * (max(0.0, now - ticket.due_s) - self._late_s)
+            self._late_s += NEWS * (max(0.0, now - ticket.due_s) - self._late_s)
             self._late_seen_s = now
         self._advance(now)
         if not ticket.awaited:  # it was overdue: the engine was busy with this one until now
             self._head_s, self._sure = now, True
             return None
         was_head = next(iter(self._awaited)) is ticket
-        _, foreign_waiting, _ = self._elsewhere(None if self._unsettled else NO_OTHERS, now)
+        foreign_waiting = self._foreign.num_waiting(now)
         running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
@@ -264,7 +229,7 @@ class LoadAccount:
         if not ticket.ended:
             self.stats.finished += 1
             if not ticket.awaited and ticket not in self._unseen:
-                self._answer_s += _NEWS * (now - ticket.begun_s - self._answer_s)
+                self._answer_s += NEWS * (now - ticket.begun_s - self._answer_s)
         self._end(ticket, now)
 
     def fail(self, ticket: Ticket, now: float) -> None:
@@ -277,15 +242,11 @@ class LoadAccount:
         self._advance(now)
         own = self._running + len(self._awaited)
         self._end_unseen(own - running - waiting, now)
-        self._beyond = running + waiting - self._running - len(self._awaited)
-        self._beyond_waiting = waiting - len(self._awaited)
-        self._gauges_s, self._unsettled = now, True
-
-    def _shown_beyond(self, told: OthersLoad) -> tuple[int, int]:
-        """Running and waiting, of what the gauges showed beyond the account and these."""
-        foreign = max(0, self._beyond - told.running - told.waiting)
-        waiting = min(foreign, max(0, self._beyond_waiting - told.waiting))
-        return foreign - waiting, waiting
+        self._foreign.report(
+            beyond=running + waiting - self._running - len(self._awaited),
+            beyond_waiting=waiting - len(self._awaited),
+            now=now,
+        )
 
     def _end_unseen(self, count: int, now: float) -> None:
         """So many requests less are there than the account has."""
@@ -309,9 +270,9 @@ class LoadAccount:
     def at(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
         """The load of the engine now. ``others``: see ``ahead``, but that it may be older: what is foreign is
         left to decisions to settle."""
-        rate, unsettled = self.rates.prefill_s_per_token(now), self._unsettled
+        rate, unsettled = self.rates.prefill_s_per_token(now), self._foreign.unsettled
         queue_s, running, waiting, idle_s, _ = self.ahead(now, others, rate)
-        self._unsettled = unsettled
+        self._foreign.unsettled = unsettled
         own = self._running + len(self._awaited)
         return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
 
@@ -329,26 +290,16 @@ class LoadAccount:
                 queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
                 queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
         running, waiting = self._running, own_waiting
-        if self._unsettled and others is not None:
-            self._foreign_running, self._foreign_waiting = self._shown_beyond(others)
-            self._unsettled = False
-        if others is not NO_OTHERS or self._foreign_running or self._foreign_waiting:
-            more_running, more_waiting, tokens = self._elsewhere(others, now)
+        foreign = self._foreign
+        if foreign.unsettled and others is not None:
+            foreign.settle(others)
+        if others is not NO_OTHERS or foreign.running or foreign.waiting:
+            more_running, more_waiting, tokens = foreign.with_told(others, now)
             queue_s += tokens * rate
             running += more_running
             waiting += more_waiting
         late_s = self.late_s(now) if self._late_s else 0.0
         return queue_s, running, waiting, now - self._last_admit_s, late_s
-
-    def _elsewhere(self, others: OthersLoad | None, now: float) -> tuple[int, int, float]:
-        """Running, waiting and tokens to compute of requests that are not ours."""
-        told = NO_OTHERS if others is None else others
-        if now - self._gauges_s > self._settings.gauge_fresh_s:
-            return told.running, told.waiting, told.tokens
-        running, waiting = self._foreign_running, self._foreign_waiting
-        if others is None:
-            running, waiting = self._shown_beyond(told)
-        return told.running + running, told.waiting + waiting, told.tokens + waiting * self._mean_tokens
 
     def own(self, now: float) -> OthersLoad | None:
         """What this router alone has in flight there, for other replicas; None where there is nothing."""
