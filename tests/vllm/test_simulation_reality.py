@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 ROUNDS = ((11, "kvatlas"), (11, "round-robin"), (12, "round-robin"), (12, "kvatlas"))
 """Seed of the traffic and policy, from empty caches; in an order that no drift of the machine favours."""
-REQUESTS = 90
+REQUESTS = 60
 WARM_UP = 24
 """Requests of no round: an engine's first steps take far longer than all others."""
 ENGINE_ARGS = (
