@@ -27,7 +27,7 @@ API_ERRORS = "router/openai/errors.py"
 LONE_TASKS = frozenset(
     {
         # a Protocol's callbacks cannot await; uvicorn's own set of tasks is waited for when it drains
-        "router/http/server/connection.py",
+        "router/http/server/connection/client_connection.py",
         # ends by drain(), not by being cancelled; awaited where its block ends
         "router/http/server/side_server.py",
         # awaited where its function ends, but for prefills that must end by themselves: `close` cancels those

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from router.http.server.scope import ASGI, head_problem, request_scope
+from router.http.server.connection.scope import ASGI, head_problem, request_scope
 from router.openai.errors import bad_request, head_too_large
 
 Header = tuple[bytes, bytes]

@@ -17,7 +17,7 @@ from router.admission.gate import KeyGate
 from router.admission.queue.claims import read_claim
 from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
-from router.http.server.exchange import Exchange
+from router.http.server.connection.exchange import Exchange
 from router.http.server.seam import OWN, TOLD, DisconnectWatch, Receive, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.apis import PROMPT_APIS, RESPONSES

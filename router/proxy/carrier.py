@@ -11,7 +11,7 @@ import msgspec
 
 from router.admission.tenants import TenantRequest
 from router.http.client.pool import UpstreamClient
-from router.http.server.exchange import Exchange
+from router.http.server.connection.exchange import Exchange
 from router.observe.requests import RequestRecord
 from router.openai.request import InboundRequest
 from router.proxy.attempt import Attempt

@@ -13,7 +13,7 @@ from typing import Any
 from router.api.admin.authenticator import PEER
 from router.api.admin.settings import AdminSettings
 from router.http.server.config import ListenConfig
-from router.http.server.connection import ClientConnection
+from router.http.server.connection.client_connection import ClientConnection
 from router.http.server.side_server import SIDE_LISTEN, SideServer
 from router.http.tls import Certificates, server_context
 
@@ -21,11 +21,12 @@ _KEYS = "admin.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class _Connection(ClientConnection):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+    def shared_scope(self, transport: asyncio.BaseTransport, app_state: dict[str, Any]) -> dict[str, Any]:
+        scope = super().shared_scope(transport, app_state)
         certificate = transport.get_extra_info("peercert")
         if certificate:
-            self._scope[PEER] = common_name(certificate)
+            scope[PEER] = common_name(certificate)
+        return scope
 
 
 def make_admin_server(

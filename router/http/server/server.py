@@ -20,7 +20,7 @@ import structlog
 import uvicorn
 
 from router.http.server.config import ListenConfig
-from router.http.server.connection import ClientConnection
+from router.http.server.connection.client_connection import ClientConnection
 from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 

@@ -1,0 +1,1 @@
+"""One client connection, and the exchanges on it."""
