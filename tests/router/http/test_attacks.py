@@ -140,11 +140,13 @@ def test_slow_trailer_of_a_request_is_timed_as_a_head() -> None:
         async with routing(listen=listen) as rig:
             reader, writer = await rig.connect()
             writer.write(CHUNKED + chunk(CHAT) + b"0\r\n")
-            answered = asyncio.ensure_future(read_answer(reader))
+            answered, lines = asyncio.ensure_future(read_answer(reader)), 0
             while not answered.done():
                 writer.write(b"a: b\r\n")
+                lines += 1
                 await asyncio.sleep(0.01)
             assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
+            assert lines < 500, "it was timed as a body: there would be thousands"
             writer.close()
 
     run(main())

@@ -14,7 +14,19 @@ import structlog
 from router.http import descriptors
 from router.http.server.capacity import Capacity, client_of
 from router.http.server.settings import ListenSettings
-from tests.support.proxy_rig import Call, Engine, Rig, answer, ask, read_answer, request, routing, says
+from tests.support.proxy_rig import (
+    CHAT,
+    Call,
+    Engine,
+    Rig,
+    answer,
+    ask,
+    read_answer,
+    request,
+    routing,
+    says,
+    writes,
+)
 from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
@@ -128,6 +140,38 @@ def test_all_bodies_together_are_bounded() -> None:
             await until(lambda: len(engine.calls) >= 3, "asked")
             writer.close()
             await until(lambda: room.body_bytes == 0, "given back")
+
+    run(main())
+
+
+def test_what_follows_a_body_without_room_begins_no_request() -> None:
+    async def main() -> None:
+        listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
+        async with Engine(writes(answer(200, b"{}"))) as engine, routing(engine.url, listen=listen) as rig:
+            reader, writer = await rig.connect()
+            writer.write(request(b"x" * 2000) + request(b"{}"))  # both in one read
+            assert (await read_answer(reader)).status == 503
+            assert await reader.read() == b""
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not engine.calls
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("body", [CHAT, b"refused at once"], ids=["waits", "is answered"])
+def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
+    async def main() -> None:
+        async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
+            room = rig.server.config.capacity  # type: ignore[attr-defined]
+            _, writer = await rig.connect()
+            writer.write(request(body + b" " * 10_000) * 2000)
+            await until(lambda: rig.listen_stats.pipeline_pauses >= 1, "reading pauses")
+            for _ in range(1000):
+                await asyncio.sleep(0)
+                assert room.body_bytes < 1_000_000, "of 20 million"
+            writer.close()
 
     run(main())
 

@@ -221,8 +221,6 @@ class ClientConnection(asyncio.Protocol):
             return
         if body_open:
             self._reader.exchange = None  # the rest of that body is parsed and dropped
-        if self.read_paused:
-            self.resume_reading()
         now = self.clock()
         if self._reader.in_head:  # what has begun to come meanwhile
             self._reader.head_due = now + self.settings.header_timeout_s
@@ -231,6 +229,8 @@ class ClientConnection(asyncio.Protocol):
         elif self._last_word is not None:
             self._refuse(self._last_word)
             return
+        if self.read_paused:
+            self.resume_reading()
         self._rearm()
 
     def _rearm(self) -> None:
@@ -267,8 +267,10 @@ class ClientConnection(asyncio.Protocol):
             self._rearm()
 
     def resume_reading(self) -> None:
-        """The application wants more."""
-        if self.read_paused and not self.transport.is_closing():
+        """The application wants more; that waits while as many requests are queued as may be."""
+        if not self.read_paused or len(self._queue) >= self.settings.pipelined_max:
+            return
+        if not self.transport.is_closing():
             self.read_paused = False
             self.transport.resume_reading()
             self._body_due = self.clock() + self.settings.body_grace_s
