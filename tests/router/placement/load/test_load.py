@@ -167,6 +167,14 @@ def test_gauges_show_the_load_of_others_while_fresh() -> None:
     assert load.at(10.1).foreign == 0
 
 
+def test_a_prompt_of_others_counts_as_one_of_those_sent_there() -> None:
+    load = account(foreign_tokens=1000)
+    for at in range(100):
+        load.finish(load.admit(uncached_tokens=50, now=float(at)), at + 0.5)
+    load.report(running=0, waiting=1, now=100.0)
+    assert load.queue_ahead_s(100.0) == pytest.approx(50 * RATE, rel=0.01)
+
+
 def decide(load: LoadAccount, now: float, others: OthersLoad | None) -> tuple[int, int, float]:
     """Running, waiting and the queue as a decision finds them."""
     queue_s, running, waiting, *_ = load.ahead(now, others, load.rates.prefill_s_per_token(now))
