@@ -156,7 +156,7 @@ class MemoryIndex:
         return None if slot is None else Slot(*slot_position(slot))
 
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
-        numbers: npt.NDArray[np.integer[Any]] | list[int]
+        numbers: Numbers | list[int]
         if len(hashes) < HASHES_MIN:
             # So few are gone through faster than an array is made of them.
             numbers = list(map(self._row_of.get, hashes, repeat(0)))

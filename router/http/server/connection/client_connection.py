@@ -268,9 +268,8 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """The application wants more; that waits while as many requests are queued as may be."""
-        if not self.read_paused or len(self._queue) >= self.settings.pipelined_max:
-            return
-        if not self.transport.is_closing():
+        room = len(self._queue) < self.settings.pipelined_max
+        if self.read_paused and room and not self.transport.is_closing():
             self.read_paused = False
             self.transport.resume_reading()
             self._body_due = self.clock() + self.settings.body_grace_s
