@@ -14,10 +14,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import groupby, repeat
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from publisher.block_hash import PromptHashes
 from publisher.events import BlockHash
