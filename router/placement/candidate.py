@@ -90,6 +90,8 @@ class Candidate(msgspec.Struct, gc=False):
     prefill_s_per_token: float = 1 / 8000
     decode_interference_s: float = 0.0
     late_s: float = 0.0
+    recent_s: float = 0.0
+    page_share: float = 0.0
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
@@ -105,6 +107,7 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     decode_s: float
     credit_s: float
     eviction_s: float
+    spread_s: float
     total_s: float
     uncached_tokens: int
     trunk_tokens: int
@@ -165,6 +168,9 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Further price of the cache pages a prompt takes, computed or loaded, as a share of the time to compute
     what they hold. Charged where part of the prompt can be loaded, in full where the fleet's first tokens
     come 5 s later than computing and loading explain: prompts wait for pages then. 0 ignores it."""
+    spread: float = 0.1667
+    """Seconds charged per second of work that the router sent an engine of late beyond the fleet's mean
+    (the last half minute counts most): keeps long sessions apart. 0 ignores it."""
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
     queue saves."""

@@ -55,6 +55,8 @@ import xxhash
 
 from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Reason
 
+import os
+_X = float(os.environ.get("PX", "1"))
 _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
 
@@ -74,6 +76,8 @@ class Weighed(msgspec.Struct, gc=False):
     queues: list[float]
     parts: list[Part]
     longest_trunk: int
+    recent_s: float
+    """Mean over the candidates of the work sent there of late."""
     scarcity: float | None = None
     """Price of pages; None where nothing can be loaded, so that neither pages nor sequences have one."""
 
@@ -97,6 +101,7 @@ class Weighed(msgspec.Struct, gc=False):
             decode_s,
             credit_s,
             eviction_s,
+            _spread_s(candidate.recent_s, self.recent_s, settings),
             self.totals[index],
             uncached,
             trunk,
@@ -140,6 +145,9 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     # Plain steps: this runs once per engine and request. Engines that have as much of a prompt share the hit.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
     beta, price = settings.beta, 1 + settings.eviction_premium
+    spread, mean_s = settings.spread, 0.0
+    if spread:
+        mean_s = sum([candidate.recent_s for candidate in candidates]) / len(candidates)
     totals: list[float] = []
     queues: list[float] = []
     parts: list[Part] = []
@@ -162,13 +170,23 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             part = cached, trunk, by_rate, load_s
         queue_s = candidate.queue_s
         decode_s = candidate.decode_interference_s * candidate.running
-        totals.append(queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s)
+        total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
+        if candidate.recent_s > mean_s:
+            total_s += spread * (candidate.recent_s - mean_s)
+        if candidate.page_share:
+            total_s += _X * candidate.page_share * candidate.waiting * candidate.prefill_s_per_token * (prompt_tokens - part[0])
+        totals.append(total_s)
         queues.append(queue_s)
         parts.append(part)
-    weighed = Weighed(candidates, prompt_tokens, settings, totals, queues, parts, longest)
+    weighed = Weighed(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
     if loads:
         _add_scarcity(weighed)
     return weighed
+
+
+def _spread_s(recent_s: float, mean_s: float, settings: PolicySettings) -> float:
+    """The price of work that an engine was given of late beyond the mean."""
+    return settings.spread * max(0.0, recent_s - mean_s)
 
 
 def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:

@@ -294,6 +294,7 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
     """These engines for one prompt, in order: what each has of it, how much it has to do, how fast it is."""
     # One loop and locals: this runs once per engine and request.
     told, others = asked.others, None if asked.others is None else NO_OTHERS
+    tokens = asked.tokens
     held_by, common, coming, hits = asked.held.get, asked.common.get, asked.coming.get, asked.hits
     found: list[Candidate] = []
     for engine in engines:
@@ -308,8 +309,10 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         rate, interference_s = engine.rates.at(now)
         if told:
             others = told.get(name, NO_OTHERS)
-        queue_s, running, waiting, idle_s, late_s = engine.load.ahead(now, others, rate)
-        found.append(Candidate(name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s))
+        queue_s, running, waiting, idle_s, late_s, recent_s = engine.load.ahead(now, others, rate, tokens)
+        found.append(
+            Candidate(name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s)
+        )
     return found
 
 

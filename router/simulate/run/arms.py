@@ -52,6 +52,7 @@ _KNOBS = {
     "premium": ("eviction_premium", EVICTION_PREMIUM_MAX),
     "sequence": ("sequence_s", 10.0),
     "scarcity": ("scarcity_premium", EVICTION_PREMIUM_MAX),
+    "spread": ("spread", 10.0),
 }
 """What a knob is called among the policy's settings, and the most it may be."""
 _COUNTS = {"prefill": 1023.0}

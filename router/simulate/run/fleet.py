@@ -23,6 +23,7 @@ from router.placement.candidate import Ask, Candidate, Hit, ask
 from router.placement.cost import Choice
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
+from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
 from router.placement.policies import ArmState, policy
 from router.simulate.run.apart import Leg, Roles
@@ -99,6 +100,9 @@ class FleetSim:
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
+        for account, pool in zip(self._loads, pools, strict=True):
+            account.pages.blocks, account.pages.groups = setup.num_blocks, setup.groups
+        self._gauges_s = setup.gauge_s
         self._holding = None if arm.hold is None else Holding(arm.hold, self._loads, timing.seqs_max)
         self._inflight = InflightPrefixes()
         self._open: dict[int, _Open] = {}
@@ -165,7 +169,7 @@ class FleetSim:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
             ticket = self._loads[place].admit(uncached_tokens=0, now=now)
         else:
-            ticket = self._admit(place, choice)
+            ticket = self._admit(place, choice, tokens)
         self._view.placed(place, tokens, hashes)
         prefix = None
         if leg is None or self._all_full:
@@ -183,13 +187,14 @@ class FleetSim:
             pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
             self._send(place, RequestRun(index, pool_request, tokens, request.output_tokens, now))
 
-    def _admit(self, place: int, choice: Choice) -> Ticket:
+    def _admit(self, place: int, choice: Choice, tokens: int) -> Ticket:
         cost = choice.cost
         return self._loads[place].admit(
             uncached_tokens=choice.uncached_tokens,
             now=self._now,
             load_s=cost.load_s,
             expected_s=cost.first_token_s,
+            prompt_tokens=tokens,
         )
 
     def _choose(self, candidates: list[Candidate], question: Ask) -> tuple[int, Choice, int | None]:
@@ -215,7 +220,7 @@ class FleetSim:
     ) -> Leg:
         """Enter a prompt at the engine that computes it for another."""
         tokens = request.input_tokens
-        ticket = self._admit(place, choice)
+        ticket = self._admit(place, choice, tokens)
         self._view.placed(place, tokens, hashes)
         whole = block_hashes(request, self._scheme.hash_block_size)
         pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
@@ -256,7 +261,8 @@ class FleetSim:
         common = self._inflight.common(hashes, now) if self._arm.in_flight else None
         found = []
         for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
-            load = account.at(now)
+            rate = account.rates.prefill_s_per_token(now)
+            queue_s, running, waiting, idle_s, late_s, recent_s = account.ahead(now, NO_OTHERS, rate, tokens)
             shared = coming = 0
             if common is not None:
                 shared = min(common.blocks.get(engine_id, 0) * unit, last)
@@ -273,13 +279,15 @@ class FleetSim:
                         common_tokens=shared,
                         confidence="exact" if self._arm.view == "truth" else "shadow",
                     ),
-                    queue_s=load.queue_s,
-                    running=load.running,
-                    waiting=load.waiting,
-                    idle_s=load.idle_s,
-                    prefill_s_per_token=account.rates.prefill_s_per_token(now),
+                    queue_s=queue_s,
+                    running=running,
+                    waiting=waiting,
+                    idle_s=idle_s,
+                    prefill_s_per_token=rate,
                     decode_interference_s=account.rates.decode_interference_s,
-                    late_s=account.late_s(now),
+                    late_s=late_s,
+                    recent_s=recent_s,
+                    page_share=account.pages.share(tokens),
                 )
             )
         return found
@@ -291,6 +299,9 @@ class FleetSim:
             wake_s = float("inf") if holding is None else holding.wake_s(self._now)
             engine_s = calendar.next_s()
             next_s = min(wake_s, engine_s)
+            if self._gauges_s <= min(next_s, until_s) < math.inf:
+                self._report()
+                continue
             if next_s > until_s or next_s == float("inf"):
                 return
             self._now = next_s
@@ -300,6 +311,15 @@ class FleetSim:
                 self._note(engine)
             if holding is not None:
                 holding.release(self._now, self._place)
+
+    def _report(self) -> None:
+        """The router polls every engine's gauges."""
+        now = self._gauges_s
+        for engine, account in zip(self._engines, self._loads, strict=True):
+            account.report(
+                running=engine.num_running, waiting=engine.num_waiting, now=now, usage=engine.usage
+            )
+        self._gauges_s += self._setup.gauge_s
 
     def _note(self, engine: int) -> None:
         self._calendar.note(engine, self._engines[engine].next_s)
