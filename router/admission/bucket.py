@@ -27,7 +27,7 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> None:
         """Take it, overdrawing if need be; a negative amount is given back."""
-        self._left = min(self.capacity, self.left(now) - amount)
+        self._left = self.left(now) - amount  # ``left`` has the cap
 
     def lower(self, left: float, now: float) -> None:
         """No more than this is left now."""

@@ -316,6 +316,20 @@ def test_a_charge_of_tenants_that_wait_no_longer_gives_nothing_back_to_those_tha
     assert order.count("acme") == order.count("beta")
 
 
+def test_what_a_tenant_had_long_ago_and_gets_back_puts_it_no_further_ahead_than_its_credit() -> None:
+    queue: FairQueue[int] = FairQueue(1000)
+    for number in range(200):
+        queue.add(waiting(number, tenant="beta"))
+    charge = queue.charge("acme", Priority.NORMAL, "", 3000)
+    assert charge is not None
+    turns(queue, 60)  # beta has had twice as much meanwhile
+    for number in range(100):
+        queue.add(waiting(number, tenant="acme"))
+    charge.correct(0)
+    order = turns(queue, 20)
+    assert order.count("acme") <= 11
+
+
 @settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.sampled_from(TENANTS[:2]), st.integers(0, 1000)), max_size=20))
 def test_charging_and_giving_back_wins_no_turn(charges: list[tuple[str, int]]) -> None:
