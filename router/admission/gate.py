@@ -90,15 +90,15 @@ class KeyGate:
         return names
 
     def knows(self, tenant: str) -> bool:
-        """See ``Ledger``."""
+        """See ``LimitKeeper``."""
         return tenant in self.keys.table.tenants
 
     def used_elsewhere(self, other: Hashable, tenant: str, before: Use | None, use: Use) -> bool:
-        """See ``Ledger``."""
+        """See ``LimitKeeper``."""
         return self.account(tenant).used_elsewhere(other, before, use, self._clock())
 
     def forget_other(self, other: Hashable) -> None:
-        """See ``Ledger``."""
+        """See ``LimitKeeper``."""
         for tenant in self._tenants.values():
             tenant.forget_other(other)
 

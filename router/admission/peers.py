@@ -73,7 +73,7 @@ class Uses(msgspec.Struct, array_like=True, frozen=True):
     tenants: Annotated[dict[str, Use], msgspec.Meta(max_length=TENANTS_MAX)] = {}
 
 
-class Ledger(Protocol):
+class LimitKeeper(Protocol):
     """Where tenants' limits are kept."""
 
     def used_elsewhere(self, other: Hashable, tenant: str, before: Use | None, use: Use) -> bool:
@@ -104,7 +104,7 @@ class _Known(msgspec.Struct):
 class OthersUse:
     """All other processes of one kind. ``refused`` is called for each value that is refused."""
 
-    def __init__(self, ledger: Ledger, refused: Callable[[], None]) -> None:
+    def __init__(self, ledger: LimitKeeper, refused: Callable[[], None]) -> None:
         self._ledger = ledger
         self._refused = refused
         self._known: dict[Hashable, _Known] = {}
@@ -157,7 +157,7 @@ class OthersUse:
     def _life_of(self, other: Hashable, said: Uses, now: float) -> _Known | None:
         """The process as known so far; None for a message from before what is known."""
         self.age(now)
-        known = self._known.get(other)
+        known, replaced = self._known.get(other), False
         if known is not None:
             if said.life == known.life:
                 if not known.silent or said.beat > known.beat:
@@ -168,11 +168,15 @@ class OthersUse:
                     return None  # what it left behind; if it speaks, the next one will differ
             elif said.life < known.life and not known.silent:
                 return None
+            else:
+                replaced = not known.silent
             self.forget(other)
         elif len(self._known) >= PROCESSES_MAX:
             self._refused()
             return None
         known = self._known[other] = _Known(said.life, now)
+        if replaced:  # all that the new one has used came since the old one was heard
+            known.whole_beat = -1
         return known
 
     def _take(self, other: Hashable, known: _Known, beat: int, tenant: str, use: Use) -> None:

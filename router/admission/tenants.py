@@ -79,7 +79,7 @@ class Tenant:
         )
 
     def used_elsewhere(self, other: Hashable, before: Use | None, use: Use, now: float) -> bool:
-        """See ``Ledger``."""
+        """See ``LimitKeeper``."""
         pairs = ((self._requests, use.requests_used), (self._tokens, use.tokens_used))
         if any(bucket is not None and used > bucket.capacity * (1 + _ROUNDING) for bucket, used in pairs):
             return False

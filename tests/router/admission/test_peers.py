@@ -151,13 +151,23 @@ def test_no_request_stays_active_and_none_is_forgotten(
 
 @settings(max_examples=examples(200))
 @given(steps, replacements)
-def test_a_replaced_process_has_no_more_left_than_its_siblings_used(
+def test_a_replaced_process_has_no_more_left_than_a_sibling_used(
     happens: list[tuple[str, object, object]], replaced: list[tuple[int, str]]
 ) -> None:
     fleet = play(happens, replaced)
-    living = [sum(one.used[unit] for one in fleet.values()) for unit in (0, 1)]
     for one in fleet.values():
-        assert one.left[0] <= PLENTY - living[0]
+        assert one.left[0] <= PLENTY - max(other.used[0] for other in fleet.values())
+
+
+def test_what_a_successor_uses_is_charged_to_its_siblings_whole() -> None:
+    one, two = Process(), Process()
+    two.works(10)
+    one.others.hear("two", two.says(), 0.0)
+    successor = Process(life=1)
+    successor.works(20)
+    successor.works(30)
+    one.others.hear("two", successor.says(), 1.0)
+    assert one.left == (PLENTY - 3, PLENTY - 60)
 
 
 def test_who_is_silent_or_gone_has_no_active_requests() -> None:
