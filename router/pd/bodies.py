@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.openai.members import MalformedError, Scan
+from router.openai.members import MalformedError, Scan, at_once, joined
 
 _LENGTHS: Final = {
     CHAT: b"max_tokens",
@@ -94,20 +94,20 @@ class SplitBody(msgspec.Struct, frozen=True, gc=False):
     edits: tuple[_Edit, ...] = ()
     """Start, end and new text, in order."""
 
-    def prefill(self, asks: bytes) -> bytes:
-        """For the prefill engine, with these ``kv_transfer_params``."""
+    def prefill(self, asks: bytes) -> Generator[None, None, bytes]:
+        """Steps to the prefill engine's, with these ``kv_transfer_params``."""
         view, done = memoryview(self.text), self.start
         pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % asks]
         for start, end, new in self.edits:
             pieces += (view[done:start], new)
             done = end
         pieces.append(view[done:])
-        return b"".join(pieces)
+        return joined(pieces)
 
-    def decode(self, params: bytes) -> bytes:
-        """For the decode engine, with what the prefill engine handed over."""
+    def decode(self, params: bytes) -> Generator[None, None, bytes]:
+        """Steps to the decode engine's, with what the prefill engine handed over."""
         view = memoryview(self.text)
-        return b"".join((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
+        return joined((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
 
 
 def salted(body: bytes, salt: str) -> Generator[None, None, bytes]:
@@ -230,7 +230,7 @@ def _quick(body: bytes, length: bytes, path: str) -> SplitBody | None:
     wanted[_AT[b"kv_transfer_params"]] = _NO_PARAMS
     edits.sort()
     found = SplitBody(body, "", start, tuple(edits))
-    return found if _decoded(found.prefill(b"{}")) == tuple(wanted) else None
+    return found if _decoded(at_once(found.prefill(b"{}"))) == tuple(wanted) else None
 
 
 def _place(body: bytes, name: bytes) -> int:

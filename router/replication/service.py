@@ -231,7 +231,8 @@ class SharedIndex:
                 self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
 
     async def release_leases(self) -> None:
-        """Release the leases, so that others take over at once; from then on engines are looked up."""
+        """Release the leases, so that others take over at once; from then on engines are looked up. May be
+        called more than once: see ``LeaseManager.release_all``."""
         try:
             async with asyncio.timeout(_SHUTDOWN_S_MAX):
                 await self.lease_manager.release_all()

@@ -91,15 +91,15 @@ def test_the_prefill_engine_gets_one_token_and_no_stream(case: str) -> None:
     found = split(path, body)
     start = wanted.index(b"{") + 1
     assert found.whole == ""
-    assert found.prefill(ASKS) == wanted[:start] + FRONT + wanted[start:]
-    json.loads(found.prefill(ASKS))
+    assert at_once(found.prefill(ASKS)) == wanted[:start] + FRONT + wanted[start:]
+    json.loads(at_once(found.prefill(ASKS)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: str) -> None:
     path, body, _ = CASES[case]
     start = body.index(b"{") + 1
-    found = split(path, body).decode(PARAMS)
+    found = at_once(split(path, body).decode(PARAMS))
     assert found == body[:start] + b'"kv_transfer_params":' + PARAMS + b"," + body[start:]
     assert json.loads(found) == {"kv_transfer_params": json.loads(PARAMS), **json.loads(body)}
 
@@ -211,7 +211,7 @@ def test_any_body_asks_for_one_token_and_keeps_the_rest(
     body = ("{" + ", ".join(texts) + "}").encode()
     found = split(CHAT, body)
     assert found.whole == ""
-    pairs: list[tuple[str, Any]] = json.loads(found.prefill(ASKS), object_pairs_hook=list)
+    pairs: list[tuple[str, Any]] = json.loads(at_once(found.prefill(ASKS)), object_pairs_hook=list)
     fixed = {"stream": False, "max_tokens": 1, "min_tokens": 0, "stream_options": None}
     sent = json.loads(body, object_pairs_hook=list)
     rest = [(key, fixed.get(key, value)) for key, value in sent]
@@ -241,8 +241,8 @@ def test_a_chat_whose_messages_are_known_is_split_as_any_other(
     found, expected = at_once(split_body(CHAT, body, known)), split(CHAT, body)
     assert (found.text, found.whole) == (expected.text, expected.whole)
     if not found.whole:  # of an edit that changes nothing the place may differ
-        assert found.prefill(ASKS) == expected.prefill(ASKS)
-        assert found.decode(PARAMS) == expected.decode(PARAMS)
+        assert at_once(found.prefill(ASKS)) == at_once(expected.prefill(ASKS))
+        assert at_once(found.decode(PARAMS)) == at_once(expected.decode(PARAMS))
 
 
 def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() -> None:
@@ -251,4 +251,4 @@ def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() 
         body = b'{"messages":[%b],"max_tokens":50,"stream":true}' % b",".join(known)
         found = at_once(split_body(CHAT, body, known))
         assert found == split(CHAT, body)
-        assert found.decode(PARAMS).endswith(body[1:])
+        assert at_once(found.decode(PARAMS)).endswith(body[1:])
