@@ -75,9 +75,13 @@ def body_too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, "body_too_large", message, headers=_NO_RETRY)
 
 
-def body_too_complex(values_max: int) -> ApiError:
+def body_too_complex(steps_max: int) -> ApiError:
     """413: so many values that looking for a field among them would take too long."""
-    message = f"This request body has more than {values_max} strings, lists and objects to be checked."
+    message = (
+        "Looking for fields in this request body takes more than "
+        f"{steps_max} steps: it has too many fields, strings, lists or objects, or white space or a number "
+        "of more than 1 MiB. Send fewer of them."
+    )
     return ApiError(413, "body_too_complex", message, headers=_NO_RETRY)
 
 
