@@ -24,6 +24,7 @@ from publisher.events import (
 )
 from publisher.groups import GroupSpec
 from router.index.base import Index, Plane
+from router.index.learn.budget import LearningBudget
 from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
@@ -63,6 +64,7 @@ class EngineResidency(EngineKnowledge):
         self.re_reports = 0
         self.unknown_types: Counter[str] = Counter()
         """Events of types not known here, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types."""
+        self.budget = LearningBudget()
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())
 
@@ -103,6 +105,7 @@ class EngineResidency(EngineKnowledge):
         self.events += old.events
         self.re_reports += old.re_reports
         self.unknown_types.update(old.unknown_types)
+        self.budget = old.budget
         self._settle()
 
     def forget(self) -> None:
@@ -170,7 +173,8 @@ class EngineResidency(EngineKnowledge):
             if plane is None:
                 return
         if self._learned is not None:
-            self._look_at(event)
+            if self.budget.take(len(event.block_hashes)):
+                self._look_at(event)
         elif event.parent_block_hash is None and self._detector.wants(root=True):
             self._detect(event)
         if event.parent_block_hash is None and self._is_re_report(event):

@@ -107,6 +107,11 @@ RESIDENCY: tuple[Column[EngineResidency], ...] = (
         lambda r: r.rejected,
         "reason",
     ),
+    counter(
+        "index_learning_skipped_blocks",
+        "Blocks that were counted but not learned from, because the engine sent too many in that time",
+        lambda r: r.budget.skipped,
+    ),
     gauge(
         "index_mode",
         "1 for the way in which block hashes of prompts are found: native, learned, or not yet",
