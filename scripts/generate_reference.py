@@ -238,12 +238,7 @@ def _keys(struct: type[msgspec.Struct], section: str | None = None) -> str:
 
 def _from_text(field: Field) -> bool:
     """Whether a variable or flag can give the value."""
-    return isinstance(field.default, bool | int | float | str) or field.kind in {
-        "tuple[str, ...]",
-        "str | None",
-        "int | None",
-        "float | None",
-    }
+    return not field.kind.startswith("dict")
 
 
 def _policies() -> str:

@@ -84,7 +84,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
-    mamba_cache_mode: str | None = None
+    mamba_cache_mode: Literal["align", "all"] | None = None
     """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
     eagle_groups: tuple[int, ...] = ()
     """Numbers of the KV cache groups whose look-up drops the last block: EAGLE or MTP drafter, in vLLM before
@@ -200,9 +200,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
     """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
-    log_format: str = "console"
+    log_format: Literal["console", "json"] = "console"
     """`console` for people, `json` for log collectors (one object per line)."""
     log_requests: bool = False
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,

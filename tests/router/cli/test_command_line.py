@@ -77,7 +77,10 @@ def test_a_router_loads_nothing_that_only_some_need() -> None:
         (["serve", "--engine", "nonsense"], "engine 'nonsense': expected http://HOST:PORT"),
         (["serve", "--engine", "http://h", "--set", "policy.beta"], "expected SECTION.KEY=VALUE"),
         (["serve", "--engine", "http://h", "--set", "policy.betta=1"], "policy.betta is not a known setting"),
-        (["serve", "--engine", "http://h", "--policy", "nope"], "policy.policy: unknown policy 'nope'"),
+        (
+            ["serve", "--engine", "http://h", "--policy", "nope"],
+            "policy.policy = 'nope': expected one of kvatlas",
+        ),
         (["serve", "--engine", "http://h", "--tokenizer", "/nowhere"], "models.*.tokenizer: /nowhere"),
         (["serve", "--engine", "http://h", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (["serve", "--engine", "http://h", "--port", "x"], "--port"),
