@@ -31,6 +31,7 @@ from router.fleet.status import Fleet
 from router.http.server.stats import ListenStats
 from router.index.models import Scopes
 from router.observe.histogram import Histogram
+from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
@@ -58,11 +59,13 @@ class Sources(msgspec.Struct):
     proxy: ProxyStats
     prompts: PromptStats
     listen: Callable[[], ListenStats | None]
+    requests: RequestTracker
+    history: HistoryLog
+    """The last five minutes."""
     shared: SharedIndex | None = None
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
-    requests: RequestTracker | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
     aliases: Aliases | None = None
@@ -88,8 +91,7 @@ class RouterCollector:
         """All families, in a fixed order."""
         s = self._sources
         yield from build_info()
-        if s.requests is not None:
-            yield from of_requests(s.requests)
+        yield from of_requests(s.requests)
         engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
         yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
         yield from of_each(
