@@ -21,6 +21,7 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.status import ModelCard
+from router.http.reasons import reason_of
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
@@ -263,7 +264,7 @@ class _Examination:
         try:
             return await prober.run()
         except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
-            return ProbeEvidence(problem=f"{type(problem).__name__}: {problem}"[:200])
+            return ProbeEvidence(problem=reason_of(problem))
 
     async def _compare(self) -> None:
         """Tokenizer parity, once per server."""
