@@ -7,8 +7,8 @@ nothing of what clients send, and ``create_ops``, which has all of it (``api/ops
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, cast
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -41,17 +41,19 @@ from router.api.views import OpsView, OwnView
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
-from router.openai.body import decode_leniently, peek_any_size
+from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import (
     ApiError,
     access_log_off,
     bad_request,
+    body_too_complex,
     body_too_large,
     internal_error,
     method_not_allowed,
     model_not_found,
     unknown_path,
 )
+from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
 
@@ -283,7 +285,7 @@ def _add_insight(
         default that of a chat (messages), a completion (prompt) or a response (input)."""
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
-        path = request.query_params.get("path") or _likely_path(body)
+        path = request.query_params.get("path") or await at_leisure(_likely_path(body))
         if path not in PROMPT_APIS:
             raise bad_request(
                 "missing_prompt",
@@ -295,30 +297,34 @@ def _add_insight(
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
 
 
-def _likely_path(body: bytes) -> str:
-    fields = _fields(body)
-    by_field = {"messages": CHAT, "prompt": COMPLETION, "input": RESPONSES}
-    return next((path for field, path in by_field.items() if field in fields), "")
+def _likely_path(body: bytes) -> Generator[None, None, str]:
+    """Steps (see ``members``) to the API that this body is for; "": it cannot be told."""
+    by_field = {b"messages": CHAT, b"prompt": COMPLETION, b"input": RESPONSES}
+    scan, found = Scan(body), set[str]()
+    start = scan.start()
+    try:
+        for member in scan.members(start) if start is not None else ():
+            if member is None:
+                yield
+            elif member.name in by_field:
+                found.add(by_field[member.name])
+    except MalformedError as error:
+        raise invalid_json(error) from None
+    except TooManyStepsError:
+        raise body_too_complex(STEPS_MAX) from None
+    return next((path for path in by_field.values() if path in found), "")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """A request's body. Raises ``ApiError`` for one over the limit."""
-    body = b""
+    body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > limit_bytes:
             error = body_too_large(limit_bytes)
             error.headers = (*error.headers, (b"connection", b"close"))  # the rest is not read
             raise error
-    return body
-
-
-def _fields(body: bytes) -> set[str]:
-    """Names of the body's fields; as lenient as ``peek``."""
-    try:
-        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        return set(decode_leniently(body, error))
+    return cast(bytes, body)
 
 
 def json_answer(content: Any, status: int = 200) -> Response:

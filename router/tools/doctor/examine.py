@@ -276,6 +276,8 @@ class _Examination:
             local = self._reader.local_of(engine.base_model or ANY_MODEL)
             if local is not None:
                 engine.tokenized_by, engine.unreadable = local.tokenizer.name, local.renderer.unreadable
+                if local.renderer.reads_clock:
+                    engine.time_zone = engine.model_config.time_zone or time.strftime("%Z (UTC%z)")
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model
