@@ -89,8 +89,9 @@ def names_of_classes(path: Path) -> Iterator[str]:
             argument = ast.unparse(called.args[0]) if called.args else ""
             if ast.unparse(called.func) == "type" and argument in {"error", "problem", "exc", "reason"}:
                 yield f"{path}:{node.lineno}"
-        as_python = isinstance(node, ast.FormattedValue) and node.conversion == ord("r")
-        if as_python and ast.unparse(node.value) in {"error", "problem", "exc"}:
+        if not isinstance(node, ast.FormattedValue) or node.conversion != ord("r"):
+            continue
+        if ast.unparse(node.value) in {"error", "problem", "exc"}:
             yield f"{path}:{node.lineno}"
 
 
