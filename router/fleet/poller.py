@@ -27,6 +27,7 @@ from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
+from router.http.reasons import reason_of
 from router.observe.log_throttle import LogThrottle
 
 _log = structlog.get_logger()
@@ -165,7 +166,7 @@ class FleetPoller(Generic[E]):
                 _log.exception("polling failed", server=base_url)
                 for status in self._fleet.ranks(base_url):  # down, so that its next answer is told anew
                     status.up, status.silent = False, False
-                    status.problem = f"polling failed: {error!r}"[:_PROBLEM_LENGTH_MAX]
+                    status.problem = f"polling failed: {reason_of(error)}"
                 models_due = gauges_due = now() + self._settings.poll_interval_s
                 up = False
             wake = min(models_due, gauges_due) if up else models_due
@@ -181,9 +182,7 @@ class FleetPoller(Generic[E]):
         except (*_NO_ANSWER, _BadAnswerError) as error:
             if ran_out(error):
                 return False  # our own trouble: what was known of the engine stays
-            problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
-            if base_url.endswith("/v1") and isinstance(error, _BadAnswerError):
-                problem = f"{problem} (the base URL ends in /v1: leave /v1 out)"
+            problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
             refused = isinstance(error, aiohttp.ClientConnectorError)
             alive = alive or self._answered_since_last_poll(base_url)
             missed = self._missed[base_url] = 0 if alive else self._missed.get(base_url, 0) + 1
@@ -204,6 +203,21 @@ class FleetPoller(Generic[E]):
         for status in self._fleet.ranks(base_url):
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
+
+    def _in_words(self, error: Exception) -> str:
+        """Why there are no models, and the remedy where it is known."""
+        if isinstance(error, _BadAnswerError) and error.status in {401, 403}:
+            remedy = (
+                "the engine does not accept the key of fleet.api_key_file"
+                if self._session.headers.get("authorization")
+                else "the engine wants an API key (--api-key); set fleet.api_key_file"
+            )
+            return f"{error.status} from /v1/models: {remedy}"
+        if isinstance(error, _BadAnswerError) and error.status != 200:
+            return f"{error.status} from /v1/models"
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return reason_of(error)
+        return f"GET /v1/models: {reason_of(error)}"
 
     def _note(self, status: E, models: tuple[ModelCard, ...], problem: str, *, moved: bool) -> None:
         was_up, had = status.up, status.models
@@ -330,7 +344,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except _BAD_JSON as error:
-        raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
+        raise _BadAnswerError(reason_of(error)) from None
 
 
 def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:

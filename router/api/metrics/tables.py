@@ -54,6 +54,12 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
             "state",
         ),
         gauge(
+            "feed_unusable_events",
+            "Latest events of the engine in a row that could not be used (rejected, or of unknown types), "
+            "where that is all that came or many; 0 where its events can be used",
+            lambda e: e.unusable_events if e.publishes_events else None,
+        ),
+        gauge(
             "queue_ahead_seconds",
             "Prefill work queued at the engine, by the router's account",
             lambda e: e.load.at(now, others_at(e.engine_id, others)).queue_s,
@@ -106,6 +112,11 @@ RESIDENCY: tuple[Column[EngineResidency], ...] = (
         "Events that the index skipped because they were inconsistent, by reason",
         lambda r: r.rejected,
         "reason",
+    ),
+    counter(
+        "index_learning_skipped_blocks",
+        "Blocks that were counted but not learned from, because the engine sent too many in that time",
+        lambda r: r.budget.skipped,
     ),
     gauge(
         "index_mode",

@@ -99,6 +99,8 @@ class EngineEvidence(msgspec.Struct):
     parity: list[PromptParity] = []
     tokenized_by: str | None = None
     """The library that tokenizes here, and why not a faster one."""
+    time_zone: str | None = None
+    """That of the date in prompts made here; None: no date is in them."""
     unreadable: str | None = None
     """Why chats of this model cannot be rendered here, and what to do about it."""
     probe: ProbeEvidence | None = None

@@ -21,6 +21,7 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.status import ModelCard
+from router.http.reasons import reason_of
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
@@ -263,7 +264,7 @@ class _Examination:
         try:
             return await prober.run()
         except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
-            return ProbeEvidence(problem=f"{type(problem).__name__}: {problem}"[:200])
+            return ProbeEvidence(problem=reason_of(problem))
 
     async def _compare(self) -> None:
         """Tokenizer parity, once per server."""
@@ -275,6 +276,8 @@ class _Examination:
             local = self._reader.local_of(engine.base_model or ANY_MODEL)
             if local is not None:
                 engine.tokenized_by, engine.unreadable = local.tokenizer.name, local.renderer.unreadable
+                if local.renderer.reads_clock:
+                    engine.time_zone = engine.model_config.time_zone or time.strftime("%Z (UTC%z)")
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model

@@ -49,7 +49,7 @@ def test_an_engine_that_talks_nonsense_is_down_until_it_talks_sense(answer: obje
             await watch.polls()
             (status,) = watch.fleet
             assert not status.up
-            assert status.problem.startswith("GET /v1/models: ")
+            assert "/v1/models" in status.problem
             assert len(status.problem) <= 300
             assert watch.told == []
             watch.server.answers["/v1/models"] = MODELS
@@ -86,7 +86,7 @@ def test_a_refused_port_takes_an_engine_out_at_once() -> None:
             await watch.until(lambda: status.up)
             watch.listening.close()
             await watch.until(lambda: not status.up)
-            assert "ClientConnectorError" in status.problem
+            assert status.problem == "connection refused"
             assert watch.told[-1] == ("down", status.engine_id)
 
     asyncio.run(main())

@@ -90,6 +90,18 @@ def test_what_is_missing_is_said_and_chats_are_left_to_others(
     reader.close()
 
 
+def test_the_date_is_of_the_engines_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_SYSTEM_START_DATE")
+    folder = family_dir(tmp_path / "harmony", "harmony")
+    texts = set()
+    for zone in ("Pacific/Kiritimati", "Pacific/Honolulu"):  # 24 hours apart: always two dates
+        reader = local_reader(folder, SLOW, time_zone=zone)
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        texts.add(tuple(read_exact(reader, body).token_ids))
+        reader.close()
+    assert len(texts) == 2
+
+
 def test_coheres_formats_are_for_engines_of_that_mode_only(tmp_path: Path) -> None:
     folder = model_dir(tmp_path / "both", "chatml")
     said = chat(say("user", "Hello"))

@@ -161,6 +161,19 @@ def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
             "a newer or foreign publisher",
             "upgrade kvatlas; what these events said is missing from the index",
         )
+    if tally.unknown_types:
+        types = ", ".join(f"{name} {count}" for name, count in sorted(tally.unknown_types.items()))
+        seen = f"events of unknown types that could not be read: {types}"
+        if tally.events:
+            yield info(
+                seen, "a newer publisher", "nothing, unless a newer kvatlas knows them: they are skipped"
+            )
+        else:
+            yield warning(
+                f"{seen}; nothing else came",
+                "a newer or foreign publisher",
+                "upgrade kvatlas; nothing is known of what this engine holds",
+            )
     if sockets.malformed:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(sockets.malformed.items()))
         yield error(

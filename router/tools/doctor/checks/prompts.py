@@ -23,12 +23,18 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
         return
     for result in engine.parity:
         if result.differs_at is not None:
-            yield _difference(result)
+            yield _difference(result, engine.time_zone)
     alike = [r.name for r in engine.parity if r.compared and r.differs_at is None]
     if alike:
         yield ok(f"the same tokens here and there: {', '.join(alike)}")
     for result in engine.parity:
         yield from _not_compared(result)
+    if engine.time_zone is not None and engine.model_config.time_zone is None:
+        yield info(
+            f"chats of this model contain the date, here of the router's time zone, {engine.time_zone}",
+            "the engine writes its own local date: in another time zone prompts differ for hours each day",
+            "set models.NAME.time_zone to the engines', or give router and engines the same TZ",
+        )
 
 
 @engine_check("tokens.family")
@@ -58,7 +64,7 @@ def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-def _difference(result: PromptParity) -> CheckResult:
+def _difference(result: PromptParity, time_zone: str | None) -> CheckResult:
     seen = (
         f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} there, "
         f"the first difference at token {result.differs_at}"
@@ -68,10 +74,14 @@ def _difference(result: PromptParity) -> CheckResult:
             "another chat template (--chat-template, --tokenizer-mode, a newer model revision), another "
             "version of the package that renders, or another tokenizer"
         )
+        if time_zone is not None:
+            cause += f"; or another date: this model's chats contain it, here of {time_zone}"
         remedy = (
             "give the engine's tokenizer directory, models.NAME.chat_template and tokenizer_mode as it was "
             "started, and install its version of the package"
         )
+        if time_zone is not None:
+            remedy += "; set models.NAME.time_zone to the engine's"
     else:
         cause = "another tokenizer than the engine's"
         remedy = "give the directory the engine loaded its tokenizer from, of the same revision"
