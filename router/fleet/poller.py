@@ -1,7 +1,8 @@
 """Polls every server: which models it serves, where its events are, how loaded it is.
 
 One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
-is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
+is up, and so do the answers that clients had of it since the last poll: an API process may be too busy for
+polls. ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
 and is repeated as long as it says any, since a restart may move them; ``GET /metrics`` gives running and
 waiting requests, so that load from elsewhere is seen. What changes is told to a listener. An engine that does
 not answer is asked again soon. Whatever a server answers, and whatever a listener makes of it, the polling
@@ -93,6 +94,8 @@ class FleetPoller(Generic[E]):
         self.configure(settings)
         self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
+        self._answers: dict[str, int] = {}  # answers to clients that each server had given at its last poll
+        self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -133,6 +136,8 @@ class FleetPoller(Generic[E]):
         if task is not None:
             task.cancel()
         self._missed.pop(base_url, None)
+        self._answers.pop(base_url, None)
+        self._not_only_slow.discard(base_url)
         self._settled.discard(base_url)
 
     def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
@@ -160,10 +165,8 @@ class FleetPoller(Generic[E]):
             except Exception as error:  # noqa: BLE001  # one server's oddity must not end the polling of all
                 _log.exception("polling failed", server=base_url)
                 for status in self._fleet.ranks(base_url):  # down, so that its next answer is told anew
-                    status.up, status.problem = (
-                        False,
-                        f"polling failed: {reason_of(error)}",
-                    )
+                    status.up, status.silent = False, False
+                    status.problem = f"polling failed: {reason_of(error)}"
                 models_due = gauges_due = now() + self._settings.poll_interval_s
                 up = False
             wake = min(models_due, gauges_due) if up else models_due
@@ -172,6 +175,7 @@ class FleetPoller(Generic[E]):
     async def _ask_models(self, base_url: str) -> bool:
         problem = ""
         models: tuple[ModelCard, ...] = ()
+        alive = self._answered_since_last_poll(base_url)
         try:
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
@@ -179,13 +183,20 @@ class FleetPoller(Generic[E]):
             if ran_out(error):
                 return False  # our own trouble: what was known of the engine stays
             problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
-            missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
             refused = isinstance(error, aiohttp.ClientConnectorError)
+            alive = alive or self._answered_since_last_poll(base_url)
+            missed = self._missed[base_url] = 0 if alive else self._missed.get(base_url, 0) + 1
+            if not isinstance(error, TimeoutError):
+                self._not_only_slow.add(base_url)
+            for status in self._fleet.ranks(base_url):
+                if alive and not refused and status.silent:  # it answers clients, so it is up again
+                    self._note(status, status.models, "", moved=False)
             up = any(status.up for status in self._fleet.ranks(base_url))
-            if up and not refused and missed < self._settings.polls_missed_max:
+            if up and not refused and (alive or missed < self._settings.polls_missed_max):
                 return False  # slow under load is not down
         if models:
             self._missed.pop(base_url, None)
+            self._not_only_slow.discard(base_url)
         changed = await self._discover_events(base_url) if models else []
         if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
             await self._ask_version(base_url)  # after the ranks are known: new ones have none yet
@@ -210,6 +221,7 @@ class FleetPoller(Generic[E]):
 
     def _note(self, status: E, models: tuple[ModelCard, ...], problem: str, *, moved: bool) -> None:
         was_up, had = status.up, status.models
+        status.silent = not models and status.engine.base_url not in self._not_only_slow
         status.up, status.problem = bool(models), problem
         if models:
             same = len(had) == len(models) and all(map(ModelCard.same_as, had, models))
@@ -220,9 +232,27 @@ class FleetPoller(Generic[E]):
                 self._listener.engine_up(status)
         elif was_up:
             _log.warning("engine down", engine=status.engine_id, problem=problem)
+            self._note_all_silent(status)
             self._listener.engine_down(status)
         elif self._seldom.due(status.engine_id, asyncio.get_running_loop().time()) is not None:
             _log.warning("engine does not answer", engine=status.engine_id, problem=problem)
+
+    def _answered_since_last_poll(self, base_url: str) -> bool:
+        """Whether clients have had answers from it: its API process may be too busy for polls only."""
+        answers, before = sum(s.answers for s in self._fleet.ranks(base_url)), self._answers.get(base_url, 0)
+        self._answers[base_url] = answers
+        return answers > before
+
+    def _note_all_silent(self, status: E) -> None:
+        """Said once for each model whose last engine went down."""
+        for card in status.models:
+            ready = self._fleet.ready(card.id)
+            if status in ready:
+                _log.warning(
+                    "no engine of the model answers polls in time; requests go on to those that time out",
+                    model=card.id,
+                    engines=len(ready),
+                )
 
     async def _ask_version(self, base_url: str) -> None:
         """What it runs now: another server may have come at the same address."""
