@@ -131,6 +131,7 @@ class Placement(Attempt):
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
         self._ticket = self._admit()
+        accounts.load_stats.admitted_silent += not engine.up
         self._charged: Charge | None = None
         if accounts.room is not None:
             self._charge(accounts.room)
@@ -190,6 +191,11 @@ class Placement(Attempt):
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
 
+    def answered(self, status: int) -> None:
+        """See ``Attempt``."""
+        super().answered(status)
+        self.engine.answers += 1
+
     def unseen(self, ended: Callable[[], None]) -> float:
         """See ``Attempt``."""
         super().unseen(ended)
@@ -204,6 +210,7 @@ class Placement(Attempt):
     def _begun(self, now: float) -> None:
         self._answered = True
         engine = self.engine
+        engine.answers += 1
         if self.request.path in CACHE_RESETS:
             # The engine tells of it only with its next batch, so what is known goes at once; a reset that it
             # did not carry out leaves us expecting less than there is.
@@ -229,6 +236,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
+        engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)
         else:
