@@ -138,6 +138,7 @@ class Router:
             None if self.traces is None else self.traces.stats,
             epp=None if self.picker is None else self.picker.stats,
             pd=self.planner.pd_stats,
+            tokenizers=lambda: self.reader.tokenizers(self.config.models),
             others=self.sharing.others,
         )
         self._view: WholeView | None = None

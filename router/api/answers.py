@@ -83,6 +83,8 @@ class EngineView(msgspec.Struct, frozen=True):
     layout: CacheLayout | None
     shared_stores: list[str]
     rejected_events: dict[str, int]
+    unknown_events: dict[str, int]
+    unusable_events: int
     load: EngineLoad
     receipts: dict[str, int]
     drifting: bool

@@ -87,6 +87,8 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         layout=None if engine is None else engine.layout,
         shared_stores=[] if engine is None else sorted(engine.stores),
         rejected_events={} if engine is None else dict(engine.rejected),
+        unknown_events={} if engine is None else dict(engine.unknown_types),
+        unusable_events=status.unusable_events,
         load=status.load.at(now, others_at(status.engine_id, others)),
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,

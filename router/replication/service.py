@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -117,7 +118,7 @@ class SharedIndex:
             self._write_client,
             limits_key(self.settings.namespace),
             self.replica,
-            self._started,
+            time.time_ns() // 1_000_000,
             gate,
             clock=self._clock,
             crew=crew,

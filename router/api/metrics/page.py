@@ -74,6 +74,8 @@ class Sources(msgspec.Struct):
     pd: PdStats | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """What siblings and replicas have in flight, by engine; None: it is not known."""
+    tokenizers: Callable[[], Mapping[str, str]] = dict
+    """The library that tokenizes, by configured model."""
     more: Callable[[], Iterable[Metric]] = tuple
     """Further families: those of a worker among several."""
 
@@ -88,6 +90,7 @@ class RouterCollector:
         """All families, in a fixed order."""
         s = self._sources
         yield from build_info()
+        yield _tokenizers(s.tokenizers())
         if s.requests is not None:
             yield from of_requests(s.requests)
         engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
@@ -194,6 +197,17 @@ def build_info() -> Iterator[Metric]:
     )
     build.add_metric([__version__, platform.python_version()], 1.0)
     yield build
+
+
+def _tokenizers(libraries: Mapping[str, str]) -> Metric:
+    found = GaugeMetricFamily(
+        "kvatlas_tokenizer_info",
+        "1 for each configured model whose prompts are tokenized here; model `*` is any not named",
+        labels=["model", "library"],
+    )
+    for model, library in libraries.items():
+        found.add_metric([model, library], 1.0)
+    return found
 
 
 _TIMES = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.members import at_once
-from router.pd.bodies import SplitBody, split_body
+from router.pd.bodies import SplitBody, salted, split_body
 
 ASKS = b'{"do_remote_decode":true}'
 PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]]}'
@@ -111,10 +111,25 @@ def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: st
         (COMPLETION, {"best_of": 3}, "best_of"),
         (COMPLETION, {"use_beam_search": True}, "use_beam_search"),
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETION, {"prompt": "a", "echo": True}, "echo"),
         (RESPONSES, {"background": True}, "background"),
         (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         (GENERATE, {"sampling_params": {"n": 2}}, "n"),
         (GENERATE, {"token_ids": [1]}, "body"),
+        (COMPLETION, {"prompt": ["a", "b"]}, "prompts"),
+        (COMPLETION, {"prompt": ["a"]}, "prompts"),
+        (COMPLETION, {"prompt": [[1, 2], [3]]}, "prompts"),
+        (COMPLETION, {"prompt": [[1, 2]]}, "prompts"),
+        (COMPLETION, {"prompt": [1, "a"]}, "prompts"),
+        (COMPLETION, {"prompt": None}, "prompts"),
+        (COMPLETION, {}, "prompts"),
+        (COMPLETION, {"prompt": "a", "prompt_embeds": ["AAAA"]}, "prompt_embeds"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "code_interpreter"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function"}, {"type": "mcp"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "web_search_preview"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": [{"name": "x"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": {"type": "function"}}, "tools"),
+        (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         (BATCH, {}, "api"),
         (COHERE, {}, "api"),
     ],
@@ -123,6 +138,46 @@ def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: st
 def test_what_one_engine_must_do_stays_whole(path: str, fields: dict[str, Any], why: str, size: int) -> None:
     body = json.dumps({"model": "m" * size, **fields}).encode()
     assert split(path, body).whole == why
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETION, {"prompt": 'a ["b"]'}),
+        (COMPLETION, {"prompt": [1, 2, 3]}),
+        (COMPLETION, {"prompt": [1]}),
+        (RESPONSES, {"input": "a"}),
+        (RESPONSES, {"input": "a", "tools": None}),
+        (RESPONSES, {"input": "a", "tools": []}),
+        (
+            RESPONSES,
+            {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}]},
+        ),
+        (RESPONSES, {"input": "a", "tools": [{"type": "custom"}, {"type": "namespace", "tools": []}]}),
+        (CHAT, {"messages": [], "prompt": ["a", "b"], "tools": [{"type": "code_interpreter"}]}),
+    ],
+)
+@pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "large"])
+def test_one_prompt_and_tools_of_the_client_may_be_split(
+    path: str, fields: dict[str, Any], size: int
+) -> None:
+    assert split(path, json.dumps({"model": "m" * size, **fields}).encode()).whole == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "salted_body"),
+    [
+        (b' { "a": 1}', b' {"cache_salt":"s", "a": 1}'),
+        (b"{ }", b'{"cache_salt":"s" }'),
+        (b'{"cache_salt":"mine","a":{"cache_salt":1}}', b'{"cache_salt":"s","a":{"cache_salt":1}}'),
+        (
+            b'{"cache_salt":1,"b":2,"cache_s\\u0061lt" : null}',
+            b'{"cache_salt":"s","b":2,"cache_s\\u0061lt" : "s"}',
+        ),
+    ],
+)
+def test_a_salt_replaces_the_clients_own(body: bytes, salted_body: bytes) -> None:
+    assert at_once(salted(body, "s")) == salted_body
 
 
 @pytest.mark.parametrize(
