@@ -238,12 +238,7 @@ def _keys(struct: type[msgspec.Struct], section: str | None = None) -> str:
 
 def _from_text(field: Field) -> bool:
     """Whether a variable or flag can give the value."""
-    return isinstance(field.default, bool | int | float | str) or field.kind in {
-        "tuple[str, ...]",
-        "str | None",
-        "int | None",
-        "float | None",
-    }
+    return not field.kind.startswith("dict")
 
 
 def _policies() -> str:
@@ -315,10 +310,11 @@ def _sources() -> Sources:
         router.proxy.stats,
         router.reader.stats,
         ListenStats,
+        router.proxy.requests,
+        router.sources.history,
         router.sharing.index,
         router.fleet_sources,
         AdminStats(),
-        router.proxy.requests,
         _gate(),
         traces=TraceStats(),
         reloads=ReloadStats(),

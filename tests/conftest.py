@@ -1,17 +1,24 @@
-"""What all tests share: the number of examples, the collector's rest, and ``kvatlas`` called in process."""
+"""Shared by all tests: examples, the collector's rest, an end for what hangs, ``kvatlas`` in process."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
+import pytest_timeout
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.support.examples import PROFILE, load_profile
+from tests.support.hangs import Watchdog, fail_instead_of_waiting
+from tests.support.waiting import patience
 
 load_profile()
+fail_instead_of_waiting()
+_WATCHDOG = pytest.StashKey[Watchdog]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -28,6 +35,29 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_report_header() -> str:
     return f"hypothesis examples: {PROFILE}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """A crowded machine is given more time; what the time-out cannot interrupt is ended."""
+    settings = settings._replace(timeout=settings.timeout * patience())
+    item.stash[_WATCHDOG] = Watchdog(
+        item.nodeid, settings.timeout, item.config.stash[fault_handler_stderr_fd_key]
+    )
+    return pytest_timeout.pytest_timeout_set_timer(item, settings)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    """The test is over."""
+    if (watchdog := item.stash.get(_WATCHDOG, None)) is not None:
+        watchdog.end()
+        del item.stash[_WATCHDOG]
+
+
+def pytest_unconfigure() -> None:
+    """Threads that never end keep no process that has run its tests."""
+    faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,9 @@ _INLINE_CHARS_MAX = 4096
 """About a millisecond of tokenizing; a thread hop costs a tenth of that."""
 
 
+_TOOL_RESULT = " result of the tool. "
+
+
 class Prepared(msgspec.Struct, frozen=True):
     """One generation, checked: what to compute and when to stop."""
 
@@ -82,24 +85,43 @@ class EngineModel:
         asked = request.max_tokens if asked is None else asked
         return self._prepared(request, token_ids, asked)
 
-    async def prepare_completion(self, request: CompletionRequest) -> Prepared:
-        """Check and tokenize a completion request. Raises ``EngineError``."""
+    async def prepare_completion(self, request: CompletionRequest) -> list[Prepared]:
+        """Check and tokenize a completion request, prompt by prompt. Raises ``EngineError``."""
         self._check_model(request.model)
         request.check()
-        prompt = request.single_prompt()
-        if isinstance(prompt, str):
-            token_ids = await self._encode(prompt, add_special_tokens=request.add_special_tokens)
-        else:
-            token_ids = prompt
-            self._check_vocabulary(token_ids)
         asked = COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
-        return self._prepared(request, token_ids, asked)
+        prepared = []
+        for prompt in request.prompts():
+            if isinstance(prompt, str):
+                token_ids = await self._encode(prompt, add_special_tokens=request.add_special_tokens)
+            else:
+                token_ids = prompt
+                self._check_vocabulary(token_ids)
+            prepared.append(self._prepared(request, token_ids, asked))
+        return prepared
 
-    def sim_requests(self, request_id: str, prepared: Prepared) -> list[SimRequest]:
-        """The scheduler's form of a prepared request, one for each choice."""
-        if prepared.n == 1:
-            return [self.sim_request(request_id, prepared)]
-        return [self.sim_request(f"{index}_{request_id}", prepared) for index in range(prepared.n)]
+    def sim_requests(self, request_id: str, prepared: list[Prepared]) -> list[SimRequest]:
+        """The scheduler's form of prepared prompts, one for each choice. All prompts of a request have the
+        same transfer parameters (vllm/entrypoints/openai/completion/serving.py, 0.32)."""
+        if len(prepared) == prepared[0].n == 1:
+            return [self.sim_request(request_id, prepared[0])]
+        names = [
+            (one, f"{index}_{request_id}-{place}")
+            for place, one in enumerate(prepared)
+            for index in range(one.n)
+        ]
+        return [self.sim_request(name, one) for one, name in names]
+
+    def next_turn(
+        self, request: SimRequest, prepared: Prepared, transfer: TransferParams | None
+    ) -> SimRequest:
+        """What follows a tool that the engine runs itself: its result behind the answer so far, and the
+        sampling parameters of the first turn, ``transfer`` included
+        (vllm/entrypoints/openai/responses/serving.py, 0.32)."""
+        result = self._tokenizer.encode(_TOOL_RESULT, add_special_tokens=False)
+        token_ids = [*prepared.token_ids, *request.output, *result]
+        longer = msgspec.structs.replace(prepared, token_ids=token_ids, transfer=transfer)
+        return self.sim_request(f"{request.request_id}-2", longer)
 
     def sim_request(self, request_id: str, prepared: Prepared) -> SimRequest:
         """The same for one choice."""

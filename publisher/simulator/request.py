@@ -22,7 +22,8 @@ class SimRequest:
 
     __slots__ = (
         *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "handed", "ignore_eos"),
-        *("loaded_to", "max_tokens", "output", "prompt", "request_id", "sampler", "transfer"),
+        *("loaded_to", "max_tokens", "output", "prompt", "reported_hit", "request_id", "sampler"),
+        "transfer",
     )
 
     def __init__(
@@ -52,6 +53,8 @@ class SimRequest:
         """Tokens from the start that need no computing, as they were loaded."""
         self.finish_reason: FinishReason | None = None
         self.arrival_s = 0.0
+        self.reported_hit: int | None = None
+        """What the answer says of its hit instead of its own: that of the engine that computed the prompt."""
         self.transfer = transfer
         """What is asked of the connector; None where nothing is, or no more."""
         self.handed: Json | None = None

@@ -30,7 +30,7 @@ import msgspec
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
-from publisher.simulator.request import FinishReason, SimRequest
+from publisher.simulator.request import FinishReason, Sampler, SimRequest
 from publisher.simulator.stats import EngineStats, Gauges
 from publisher.simulator.transfer.connector import KvConnector
 
@@ -90,8 +90,13 @@ class Scheduler:
         clock: Callable[[], float],
         tier: HostTier | None = None,
         connector: KvConnector | None = None,
+        wrong_answer: Callable[[], Sampler] | None = None,
     ) -> None:
+        """``wrong_answer``: what a request samples whose blocks hold another prompt's KV."""
         self.stats = EngineStats()
+        self._wrong_answer = wrong_answer
+        self._foreign: dict[int, int] = {}
+        """Blocks that were loaded with another content than their hashes say, and their count of writes."""
         self.connector = connector
         self._tier = tier
         self._pool = pool
@@ -131,18 +136,24 @@ class Scheduler:
         else:
             self._drop(request, "abort")
 
-    def loaded(self, request: SimRequest, end: int) -> bool:
-        """Its prompt is here up to token ``end``; False where the request was given up meanwhile."""
+    def loaded(self, request: SimRequest, end: int, *, intact: bool) -> None:
+        """Its prompt is here up to token ``end``, or (not ``intact``) what lay there instead, which is cached
+        under the prompt's hashes as well (vllm/v1/core/sched/scheduler.py ``_update_waiting_for_remote_kv``,
+        0.32). Nothing happens where the request was given up meanwhile."""
         self._load_ended(request)
         pooled = self._loading.pop(request, None)
         if pooled is None or self.connector is None or request.transfer is None:
-            return False
-        told = request.transfer.remote_prefill_cached_tokens
-        request.cached_tokens = end if told is None else told
+            return
+        if not intact:
+            tables = zip(pooled.tables, pooled.num_cached, strict=True)
+            loaded = [block for table, cached in tables for block in table[cached:] if block]
+            self._foreign |= zip(loaded, self._pool.writes(loaded), strict=True)
+            self._spoil(request)
+        if request.reported_hit is None:
+            request.cached_tokens = end
         self.connector.settle(request)
         self._pool.loaded(pooled)
         self._waiting.appendleft((request, pooled))
-        return True
 
     def load_failed(self, request: SimRequest, *, recompute: bool) -> None:
         """Its prompt will not come: compute it here, or end it with an error."""
@@ -252,6 +263,8 @@ class Scheduler:
         hit = self._pool.start(
             pooled, budget, reach=(lambda _, hit: max(hit, reach)) if reach else None, loads_states=True
         )
+        if self._foreign and hit and self._holds_foreign(pooled):
+            self._spoil(request)
         if connector is None or not reach or hit is None:
             return hit
         connector.begin(request, pooled)
@@ -261,8 +274,16 @@ class Scheduler:
             self.stats.external_prefix_cache_hits += max(reach - hit, 0)
         return hit
 
+    def _spoil(self, request: SimRequest) -> None:
+        if self._wrong_answer is not None:
+            request.sampler = self._wrong_answer()
+
+    def _holds_foreign(self, pooled: PoolRequest) -> bool:
+        held = [block for table in pooled.tables for block in table if block in self._foreign]
+        return any(self._foreign[b] == n for b, n in zip(held, self._pool.writes(held), strict=True))
+
     def _count_hit(self, request: SimRequest, hit: int, cached: int) -> None:
-        request.cached_tokens = cached
+        request.cached_tokens = cached if request.reported_hit is None else request.reported_hit
         self.stats.prefix_cache_queries += len(request.prompt)
         self.stats.prefix_cache_hits += hit
 

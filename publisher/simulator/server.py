@@ -87,12 +87,12 @@ class SimulatedEngine:
             clock=time.monotonic,
             tier=host,
             connector=self.connector,
+            wrong_answer=self.model.wrong_answer,
         )
         self.stepper = Stepper(
             self.scheduler,
             publish=self._publish,
             clock=time.monotonic,
-            wrong_answer=self.model.wrong_answer,
             recomputes_failed_loads=settings.kv_load_failure_policy == "recompute",
         )
         self.link = None if self.connector is None else self._link(self.connector)

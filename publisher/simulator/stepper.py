@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
+from typing import TypeVar
 
 import structlog
 
 from publisher.events import Event
 from publisher.simulator.api.protocol import EngineError
-from publisher.simulator.model import Prepared
-from publisher.simulator.request import FinishReason, Sampler, SimRequest
+from publisher.simulator.request import FinishReason, SimRequest
 from publisher.simulator.scheduler import Output, Scheduler, Step
 from publisher.simulator.transfer.connector import Load
 from publisher.simulator.transfer.params import TransferParams
@@ -28,6 +28,8 @@ _BLOCKED_S = 0.001
 """Pause before the next try where nothing could be scheduled: blocks are kept, or one gave way."""
 _LATE_MAX_S = 0.1
 """How far step timing may fall behind before the lost time is written off (a suspended laptop)."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -78,14 +80,12 @@ class Stepper:
         *,
         publish: Callable[[list[Event]], None],
         clock: Callable[[], float],
-        wrong_answer: Callable[[], Sampler],
         recomputes_failed_loads: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.failed = False
         self.kick: Callable[[], None] = _nothing
         """Called when the connector's books may have changed."""
-        self._wrong_answer = wrong_answer
         self._recomputes_failed_loads = recomputes_failed_loads
         self._publish = publish
         self._clock = clock
@@ -112,7 +112,7 @@ class Stepper:
             return EngineError(status, "the engine is dead", kind="EngineDeadError")
         return EngineError(status, "Internal server error", kind="InternalServerError")
 
-    async def prepared(self, preparing: Awaitable[Prepared], transfer: TransferParams | None) -> Prepared:
+    async def prepared(self, preparing: Awaitable[T], transfer: TransferParams | None) -> T:
         """A request that is checked; what waits elsewhere for one that is refused is let go.
         Raises ``EngineError``."""
         try:
@@ -134,9 +134,8 @@ class Stepper:
                 self._wake.set()  # what was given up may be the engine's end
 
     def loaded(self, load: Load, intact: bool) -> None:
-        """A prompt has come from another engine; what is made of reused blocks is a wrong answer."""
-        if self.scheduler.loaded(load.request, load.end) and not intact:
-            load.request.sampler = self._wrong_answer()
+        """A prompt has come from another engine; what is made of other content is a wrong answer."""
+        self.scheduler.loaded(load.request, load.end, intact=intact)
         self._wake.set()
 
     def load_failed(self, request: SimRequest) -> None:

@@ -7,8 +7,8 @@ nothing of what clients send, and ``create_ops``, which has all of it (``api/ops
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, cast
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -20,6 +20,7 @@ from router import __version__
 from router.admission.tenants import Tenant
 from router.api.answers import (
     DocumentedApi,
+    EndedRequest,
     EngineBrief,
     EngineView,
     Health,
@@ -40,18 +41,21 @@ from router.api.readiness import Readiness
 from router.api.views import OpsView, OwnView
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
+from router.observe.history import RecentHistory
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
-from router.openai.body import decode_leniently, peek_any_size
+from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import (
     ApiError,
     access_log_off,
     bad_request,
+    body_too_complex,
     body_too_large,
     internal_error,
     method_not_allowed,
     model_not_found,
     unknown_path,
 )
+from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.placement.decide import Planner
 
@@ -100,6 +104,8 @@ def create_ops(
     view = view or OwnView(sources)
     _add_metrics(app, view)
     _add_insight(app, planner, sources, view, body_bytes_max)
+    _add_requests(app, view)
+    _add_page(app)
     return app
 
 
@@ -227,12 +233,6 @@ def _add_insight(
         """Every engine as the router sees it."""
         return json_answer(await view.engines())
 
-    @app.head(CONTROL_PREFIX, include_in_schema=False)
-    @app.get(CONTROL_PREFIX, include_in_schema=False)
-    async def operators_page() -> Response:
-        """The page for people."""
-        return page()
-
     @_get(
         app,
         "/kvatlas/problems",
@@ -242,11 +242,6 @@ def _add_insight(
         """By engine: what is wrong, and what to do. Engines with nothing wrong have an empty list."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
         return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
-
-    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
-    async def requests() -> Response:
-        """Requests that have not ended, oldest first: where they are, and why there."""
-        return json_answer(await view.requests())
 
     @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
     async def prefixes() -> Response:
@@ -258,11 +253,6 @@ def _add_insight(
         """Where engines come from, and how well that works."""
         known = {} if sources.origins is None else sources.origins.stats
         return json_answer(dict(known))
-
-    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
-    async def receipts() -> Response:
-        """The latest receipts, oldest first."""
-        return json_answer(await view.receipts())
 
     @_get(app, "/kvatlas/access_log")
     async def access_log() -> Response:
@@ -283,7 +273,7 @@ def _add_insight(
         default that of a chat (messages), a completion (prompt) or a response (input)."""
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
-        path = request.query_params.get("path") or _likely_path(body)
+        path = request.query_params.get("path") or await at_leisure(_likely_path(body))
         if path not in PROMPT_APIS:
             raise bad_request(
                 "missing_prompt",
@@ -295,30 +285,70 @@ def _add_insight(
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
 
 
-def _likely_path(body: bytes) -> str:
-    fields = _fields(body)
-    by_field = {"messages": CHAT, "prompt": COMPLETION, "input": RESPONSES}
-    return next((path for field, path in by_field.items() if field in fields), "")
+def _add_requests(app: FastAPI, view: OpsView) -> None:
+    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
+    async def requests() -> Response:
+        """Requests that have not ended, oldest first: where they are, and why there."""
+        return json_answer(await view.requests())
+
+    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
+    async def receipts(request_id: str = "") -> Response:
+        """The latest receipts, oldest first; with ``?request_id=`` all kept ones of one request."""
+        return json_answer(await view.receipts(request_id))
+
+    @_get(app, "/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)})
+    async def answers(request_id: str = "") -> Response:
+        """The latest requests that ended, oldest first. With ``?request_id=`` all kept ones that it names: an
+        id, its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
+        return json_answer(await view.answers(request_id))
+
+    @_get(app, "/kvatlas/history", refer(RecentHistory))
+    async def history() -> Response:
+        """Counts of the last five minutes, by intervals of a few seconds."""
+        return json_answer(await view.history())
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.api_route(CONTROL_PREFIX, methods=["GET", "HEAD"], include_in_schema=False)
+    async def status_page() -> Response:
+        """The status page, for browsers."""
+        return page()
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(CONTROL_PREFIX.rstrip("/"), methods=["GET", "HEAD"], include_in_schema=False)
+    async def to_status_page() -> Response:
+        """Lead to the status page. The address is relative: a proxy in front may add a path of its own."""
+        return Response(status_code=307, headers={"location": CONTROL_PREFIX.removeprefix("/")})
+
+
+def _likely_path(body: bytes) -> Generator[None, None, str]:
+    """Steps (see ``members``) to the API that this body is for; "": it cannot be told."""
+    by_field = {b"messages": CHAT, b"prompt": COMPLETION, b"input": RESPONSES}
+    scan, found = Scan(body), set[str]()
+    start = scan.start()
+    try:
+        for member in scan.members(start) if start is not None else ():
+            if member is None:
+                yield
+            elif member.name in by_field:
+                found.add(by_field[member.name])
+    except MalformedError as error:
+        raise invalid_json(error) from None
+    except TooManyStepsError:
+        raise body_too_complex(STEPS_MAX) from None
+    return next((path for path in by_field.values() if path in found), "")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """A request's body. Raises ``ApiError`` for one over the limit."""
-    body = b""
+    body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > limit_bytes:
             error = body_too_large(limit_bytes)
             error.headers = (*error.headers, (b"connection", b"close"))  # the rest is not read
             raise error
-    return body
-
-
-def _fields(body: bytes) -> set[str]:
-    """Names of the body's fields; as lenient as ``peek``."""
-    try:
-        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        return set(decode_leniently(body, error))
+    return cast(bytes, body)
 
 
 def json_answer(content: Any, status: int = 200) -> Response:

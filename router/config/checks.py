@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,14 +19,20 @@ import msgspec
 from publisher.groups import GroupSpec
 from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
+from router.config.texts import check_texts
 from router.fleet.identity import EngineAddress
 from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.shadow import Shadow
+from router.prompts.chat.compiled import zone_of
 from router.proxy.aliases import Aliases
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+_SECONDS_MAX = 1e8
+"""Three years: beyond it, timers of event loops and of ZMQ overflow."""
+_COUNT_MAX = (1 << 31) - 1  # a C int, as ZMQ's limits and HTTP/2's settings are
+_SIZE_MAX = 1 << 48
+_WINDOW_MAX = (1 << 31) - 1  # RFC 9113, section 6.9.1
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -57,10 +64,6 @@ _MAY_BE_ZERO = frozenset(
 
 
 def _check_server(server: ServerConfig) -> None:
-    if server.log_level not in LOG_LEVELS:
-        raise ConfigError(f"server.log_level: {server.log_level!r} is none of {', '.join(LOG_LEVELS)}")
-    if server.log_format not in {"console", "json"}:
-        raise ConfigError(f"server.log_format: {server.log_format!r} is neither console nor json")
     if not 0 <= server.port < 1 << 16:
         raise ConfigError(f"server.port: {server.port} is not a port number")
     if server.workers != "auto" and not 1 <= server.workers <= WORKERS_MAX:
@@ -125,6 +128,7 @@ def check_config(config: Config) -> None:
         check_engine(engine)
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
+    check_texts(config)
     _check_roles(config)
     _check_server(config.server)
     _check_ops(config)
@@ -146,6 +150,9 @@ def check_config(config: Config) -> None:
         if model.tokenizer is not None and not _has_tokenizer(Path(model.tokenizer)):
             where = f"models.{name}.tokenizer"
             raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
+        if model.time_zone is not None:
+            where = f"models.{name}.time_zone = {model.time_zone}: "
+            _check_by_making(where, partial(zone_of, model.time_zone))
         for key in ("kinds", "windows", "attention_chunk_sizes"):
             if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
@@ -156,6 +163,7 @@ def check_config(config: Config) -> None:
         if not 0 < model.shared_store_ttl_s < math.inf:
             where = f"models.{name}.shared_store_ttl_s"
             raise ConfigError(f"{where} = {model.shared_store_ttl_s}: expected seconds, more than 0")
+        _check_facts(name, model)
         _check_kinds(name, model)
         _check_shadow(name, model)
 
@@ -234,6 +242,19 @@ def _check_epp(config: Config) -> None:
             raise ConfigError(f"engines: {engine.base_url}: a gateway knows no path before /v1; leave it out")
 
 
+def _check_facts(name: str, model: ModelConfig) -> None:
+    """Sizes in tokens are more than 0, group numbers 0 or more."""
+    sizes = {"attention_chunk_size": [model.attention_chunk_size]}
+    sizes |= {key: list(getattr(model, key).values()) for key in ("attention_chunk_sizes", "windows")}
+    for key, tokens in sizes.items():
+        for size in tokens:
+            if size is not None and not 0 < size <= _COUNT_MAX:
+                raise ConfigError(f"models.{name}.{key} = {size}: expected tokens, more than 0")
+    for group in model.eagle_groups:
+        if not 0 <= group <= _COUNT_MAX:
+            raise ConfigError(f"models.{name}.eagle_groups: {group} is not the number of a group")
+
+
 def _check_kinds(name: str, model: ModelConfig) -> None:
     try:
         for idx, kind in model.kinds.items():
@@ -259,6 +280,10 @@ def _check_numbers(section: str, settings: msgspec.Struct) -> None:
         if not least_ok or not math.isfinite(value):
             wanted = "0 or more" if name in _MAY_BE_ZERO else "more than 0"
             raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
+        most = _SECONDS_MAX if isinstance(value, float) else _SIZE_MAX if "bytes" in name else _COUNT_MAX
+        most = _WINDOW_MAX if name == "stream_window_bytes" else most
+        if value > most:
+            raise ConfigError(f"{section}.{name} = {value}: expected at most {most:g}")
 
 
 def check_engine(engine: EngineAddress) -> None:

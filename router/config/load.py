@@ -8,6 +8,7 @@ value and what would be right (``ConfigError``).
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from router.api.admin.settings import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig
+from router.config.wording import meant, misfit
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
@@ -37,6 +39,15 @@ from router.replication.redis.url import has_password
 from router.replication.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
+_REFERENCE = " (all settings: docs/configuration.md)"
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_LISTS = (tuple[str, ...], frozenset[str])
+_TABLES = {
+    "engines": "engines are given by --engine URL, or as [[engines]] in the --config file",
+    "models": 'models are described in the --config file, under [models."NAME"]; --tokenizer DIR is for any',
+    "aliases": "aliases are given in the --config file, under [aliases]",
+}
+"""Sections that are not made of plain keys, and where they are set."""
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -131,16 +142,22 @@ def parse_engine(text: str) -> EngineAddress:
     given."""
     url, *options = text.split(",")
     values: dict[str, Any] = {"base_url": url.rstrip("/")}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(EngineAddress)}
     names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank", "role": "role"}
     for option in options:
         name, separator, value = option.partition("=")
         if name not in names or not separator:
-            raise ConfigError(f"--engine {text!r}: {option!r} is not one of {', '.join(names)} with =VALUE")
-        values[names[name]] = value
-    try:
-        engine = msgspec.convert(values, EngineAddress, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--engine {text!r}: {error}") from None
+            raise ConfigError(
+                f"--engine {text!r}: {option!r} is not one of {', '.join(names)} with =VALUE"
+                f"{meant(name, names)}"
+            )
+        try:
+            values[names[name]] = msgspec.convert(value, kinds[names[name]], strict=False)
+        except msgspec.ValidationError:
+            raise ConfigError(
+                f"--engine {text!r}: {name}={value}: {misfit(value, kinds[names[name]])}"
+            ) from None
+    engine = EngineAddress(**values)
     check_engine(engine)
     return engine
 
@@ -161,30 +178,44 @@ def _read_url(path: Path) -> str:
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(key, text, variable) of every variable that names a setting. An unknown one is refused."""
-    known = {
-        variable(section, key): f"{section}.{key}" for section in SECTIONS for key in plain_keys(section)
-    }
+    known = {variable(*key.rsplit(".", 1)): key for key in _all_keys()}
     found = []
     for name, text in environ.items():
         if name in known:
             found.append((known[name], text, name))
-        elif any(name.startswith(variable(section)) for section in SECTIONS):
-            raise ConfigError(
-                f"environment variable {name} is not a known setting; see docs/configuration.md"
-            )
+        elif name.startswith(ENV_PREFIX) and not _of_kubernetes(name, text):
+            hint = meant(name, known, prefix=ENV_PREFIX)
+            if hint or any(name.startswith(variable(section)) for section in SECTIONS):
+                raise ConfigError(f"environment variable {name} is not a known setting{hint}{_REFERENCE}")
     return found
+
+
+def _of_kubernetes(name: str, text: str) -> bool:
+    """Kubernetes sets these in every pod for each service whose name begins with ``kvatlas``."""
+    return _SERVICE_LINK.search(name) is not None or (name.endswith("_PORT") and "://" in text)
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     section, _, field = key.rpartition(".")
     if section not in SECTIONS or field not in plain_keys(section):
-        raise ConfigError(f"{key} is not a known setting; see docs/configuration.md")
+        raise ConfigError(f"{key} is not a known setting{_elsewhere(key)}")
     table: Any = tree
     for part in section.split("."):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{section}: expected a table of settings, got {table!r}")
     table[field] = value
+
+
+def _elsewhere(key: str) -> str:
+    """Where a setting that is not known by this name is set, as far as can be guessed."""
+    if key.partition(".")[0] in _TABLES:
+        return f": {_TABLES[key.partition('.')[0]]}"
+    return f"{meant(key, _all_keys())}{_REFERENCE}"
+
+
+def _all_keys() -> list[str]:
+    return [f"{section}.{key}" for section in SECTIONS for key in plain_keys(section)]
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -202,7 +233,10 @@ def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
     values = {}
     for name, value in tree.items():
         if name not in types:
-            raise ConfigError(f"unknown key {prefix}{name}; known: {', '.join(sorted(types))}")
+            near = meant(f"{prefix}{name}", [f"{prefix}{key}" for key in types], prefix=prefix)
+            if not near and prefix.rstrip(".") in SECTIONS:
+                near = meant(f"{prefix}{name}", _all_keys())
+            raise ConfigError(f"unknown key {prefix}{name}{near or ';'} known: {', '.join(sorted(types))}")
         values[name] = _value(value, types[name], f"{prefix}{name}")
     try:
         return struct(**values)
@@ -220,12 +254,12 @@ def _value(value: Any, kind: Any, key: str) -> Any:
         return {name: _build(settings, ModelConfig, f"models.{name}.") for name, settings in value.items()}
     if key == "engines" and isinstance(value, list):
         return tuple(_engine(fields, f"engines[{number}].") for number, fields in enumerate(value))
-    if isinstance(value, str) and kind == tuple[str, ...]:  # from a flag or a variable
+    if isinstance(value, str) and kind in _LISTS:  # from a flag or a variable
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(value, kind, strict=False)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{key} = {value!r}: {error}") from None
+    except (msgspec.ValidationError, ValueError):
+        raise ConfigError(f"{key} = {value!r}: {misfit(value, kind)}") from None
 
 
 def _engine(fields: Any, prefix: str) -> EngineAddress:

@@ -77,6 +77,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     """The engines' ``--anthropic-disabled-thinking-effort``: what ``thinking: {"type": "disabled"}`` means on
     ``/v1/messages``."""
+    time_zone: str | None = None
+    """The engines' time zone (``UTC``, ``Europe/Berlin``), for models whose prompts contain the date: theirs
+    is the engines' local one. Not set: the router's own."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
@@ -84,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
-    mamba_cache_mode: str | None = None
+    mamba_cache_mode: Literal["align", "all"] | None = None
     """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
     eagle_groups: tuple[int, ...] = ()
     """Numbers of the KV cache groups whose look-up drops the last block: EAGLE or MTP drafter, in vLLM before
@@ -147,6 +150,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             default_chat_template_kwargs=self.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
             anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
+            time_zone=self.time_zone,
             lora_paths=self.lora_paths,
         )
 
@@ -200,9 +204,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
     """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
-    log_format: str = "console"
+    log_format: Literal["console", "json"] = "console"
     """`console` for people, `json` for log collectors (one object per line)."""
     log_requests: bool = False
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,

@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from router.openai.errors import ApiError, bad_request
+from router.openai.members import at_leisure, has_any
 from router.openai.outline import OutlineError, top_level
 
 _REASON_LENGTH_MAX = 200
@@ -26,8 +27,7 @@ _LENIENT_BYTES_MAX = 1 << 20
 """Above this size a body is only read by the fast parser: the slow one would hold the event loop."""
 _GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs", "sampling_params"})
 _HINTS: Final = (b"kv_transfer_params", b"vllm_xargs", b"\\u")
-_HINT_BYTES_MAX: Final = 32
-_WINDOW_BYTES: Final = 1 << 20
+"""Without one of these no key of a text can be a guarded one, however it is written."""
 _INLINE_BYTES_MAX: Final = 4 << 20
 """Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists."""
 
@@ -77,7 +77,7 @@ async def peek_any_size(body: bytes) -> Peek:
         found = await asyncio.to_thread(top_level, body, _SEEN)
     except OutlineError as error:
         raise invalid_json(error) from None
-    guarded = await asyncio.to_thread(_may_be_guarded, body)
+    guarded = await at_leisure(has_any(body, _HINTS))
     return _read(
         found.get("model", b""),
         found.get("stream", b""),
@@ -85,15 +85,6 @@ async def peek_any_size(body: bytes) -> Peek:
         found.get("priority", b""),
         guarded=guarded,
     )
-
-
-def _may_be_guarded(body: bytes) -> bool:
-    """Whether such a key is somewhere in the text, or could be, written with escapes."""
-    for start in range(0, len(body), _WINDOW_BYTES):
-        window = body[start : start + _WINDOW_BYTES + _HINT_BYTES_MAX]
-        if any(hint in window for hint in _HINTS):
-            return True
-    return False
 
 
 def peek(body: bytes) -> Peek:

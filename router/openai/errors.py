@@ -75,9 +75,13 @@ def body_too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, "body_too_large", message, headers=_NO_RETRY)
 
 
-def body_too_complex(values_max: int) -> ApiError:
+def body_too_complex(steps_max: int) -> ApiError:
     """413: so many values that looking for a field among them would take too long."""
-    message = f"This request body has more than {values_max} strings, lists and objects to be checked."
+    message = (
+        "Looking for fields in this request body takes more than "
+        f"{steps_max} steps: it has too many fields, strings, lists or objects, or white space or a number "
+        "of more than 1 MiB. Send fewer of them."
+    )
     return ApiError(413, "body_too_complex", message, headers=_NO_RETRY)
 
 
@@ -128,9 +132,16 @@ def stream_broken(message: str) -> ApiError:
     return ApiError(502, "engine_stream_broken", message, kind="service_unavailable_error")
 
 
-def unknown_path(path: str, status: int = 404) -> ApiError:
+def unknown_path(path: str, status: int = 404, remedy: str = "") -> ApiError:
     """404: nobody answers this path."""
-    return ApiError(status, "path_not_found", f"Unknown path {echoed(path)}.", kind="not_found_error")
+    message = f"Unknown path {echoed(path)}{': ' + remedy if remedy else ''}."
+    return ApiError(status, "path_not_found", message, kind="not_found_error")
+
+
+def engine_redirects(path: str, status: int) -> ApiError:
+    """404: an engine answered with a redirect, which would show its address."""
+    message = f"No engine answers {echoed(path)}: it redirects (status {status}), which is not passed on."
+    return ApiError(404, "path_not_found", message, kind="not_found_error")
 
 
 def path_not_proxied() -> ApiError:

@@ -2,8 +2,11 @@
 
 Reads all that Python's own parser reads (``NaN``, any depth), and works in steps: the generators yield
 ``None`` every few milliseconds, so that their caller can let others go on (``at_leisure``), and raise
-``TooManyStepsError`` for a text of more values than ``STEPS_MAX``. Strings are passed over at the speed of
+``TooManyStepsError`` for a text that takes more than ``STEPS_MAX``. Strings are passed over at the speed of
 memory, so a body of images costs next to nothing. What is not JSON at all raises ``MalformedError``.
+
+Always true: between two pauses lie 15 ms of work at most, and one look at a text of any size takes less than
+half a second in all, whatever stands in it.
 """
 
 from __future__ import annotations
@@ -11,23 +14,34 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Generator
-from typing import TypeVar
+from collections.abc import Generator, Sequence
+from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 T = TypeVar("T")
 
 STEPS_MAX = 1_000_000
-"""Strings, lists and objects of one text; about a second of work, in steps."""
+"""Of one look at a text. A step takes about 0.35 us (measured on one core of 2.5 GHz): a bracket of a nested
+value is one, what else is gone through is weighed by the constants below."""
 _PAUSE_STEPS = 4096
+_MEMBER_STEPS = 8
+_DECODED_STEPS = 8  # of a text with escapes
+_BYTES_SHIFT = 8  # a step for each 256 bytes that a pattern goes through
+_FOUND_SHIFT = 12  # and for each 4 KiB that memchr does
+_QUOTES_SHIFT = 4  # for each eight strings without escapes
+_ESCAPES_SHIFT = 4  # for each 16 backslashes
 _SLICE = 256 * 1024
-_SLICE_STEPS = 1024  # what searching a slice costs, in steps
+_RUN_BYTES_MAX = 1 << 20  # of white space, or of a number: no client writes more
+_COPIED_BYTES = 4 << 20
+_HINT_WINDOW_BYTES = 1 << 20
+_DECODED_BYTES_MAX = 64 * 1024
 _KEY_BYTES_MAX = 256  # longer keys are none that anybody asks for, however they are escaped
 
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _SCALAR = re.compile(rb"[^,\]}\"\[{ \t\n\r]*+")
-_MARK = re.compile(rb'["\[\]{}]')
+_FLAT = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+")*+')
 _STRING_PART = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
@@ -74,12 +88,14 @@ class Scan:
             if text[at : at + 1] != b'"':
                 raise MalformedError
             at = yield from self._string_end(at)
-            name = _name(text[start:at])
+            name = self._name(start, at)
             at = self._space(at)
             if text[at : at + 1] != b":":
                 raise MalformedError
             value = self._space(at + 1)
             at = yield from self._value_end(value)
+            if self._step(_MEMBER_STEPS):
+                yield None
             yield BodyMember(name, start, value, at)
             at = self._space(at)
             sign = text[at : at + 1]
@@ -89,9 +105,38 @@ class Scan:
                 raise MalformedError
             at = self._space(at + 1)
 
+    def decoded(self, member: BodyMember) -> bytes:
+        """The text that is this member's value. Raises ``MalformedError``, and ``TooManyStepsError`` where it
+        is longer than any that is looked into."""
+        if member.end - member.value > _DECODED_BYTES_MAX:
+            raise TooManyStepsError
+        return self._decoded(self.text[member.value : member.end])
+
+    def _name(self, start: int, end: int) -> bytes:
+        """The decoded key, ``b""`` for a long one."""
+        return b"" if end - start > _KEY_BYTES_MAX else self._decoded(self.text[start:end])
+
+    def _decoded(self, quoted: bytes) -> bytes:
+        if b"\\" not in quoted:
+            return bytes(quoted[1:-1])
+        self._steps += _DECODED_STEPS + (len(quoted) >> _ESCAPES_SHIFT)
+        try:
+            return str(json.loads(quoted.decode("utf-8", "surrogatepass"))).encode("utf-8", "surrogatepass")
+        except ValueError:
+            raise MalformedError from None
+
     def _space(self, at: int) -> int:
-        found = _SPACE.match(self.text, at)
-        return at if found is None else found.end()
+        return self._run_end(_SPACE, at)
+
+    def _run_end(self, run: re.Pattern[bytes], at: int) -> int:
+        """Behind the white space, or the number, at ``at``: the pattern matches any bytes of it."""
+        found = run.match(self.text, at, at + _RUN_BYTES_MAX)
+        if found is None or (end := found.end()) == at:
+            return at
+        if end - at >= _RUN_BYTES_MAX:
+            raise TooManyStepsError
+        self._steps += (end - at) >> _BYTES_SHIFT
+        return end
 
     def _step(self, steps: int = 1) -> bool:
         """Count; True when it is time for a pause."""
@@ -109,30 +154,29 @@ class Scan:
         if first == b'"':
             return (yield from self._string_end(at))
         if first not in (b"[", b"{"):
-            found = _SCALAR.match(text, at)
-            if found is None or found.end() == at:
+            end = self._run_end(_SCALAR, at)
+            if end == at:
                 raise MalformedError
-            return found.end()
+            return end
         depth, size = 0, len(text)
         while at < size:
-            mark = _MARK.search(text, at, at + _SLICE)
-            if mark is None:
-                at += _SLICE
-                if self._step(_SLICE_STEPS):
-                    yield
-                continue
-            if self._step():
-                yield
-            at = mark.end()
-            sign = mark[0]
-            if sign == b'"':
-                at = yield from self._string_end(at - 1)
-            elif sign in (b"[", b"{"):
+            sign = text[at : at + 1]
+            if sign in (b"[", b"{"):
                 depth += 1
-            else:
+                at += 1
+            elif sign in (b"]", b"}"):
                 depth -= 1
+                at += 1
                 if not depth:
                     return at
+            elif sign == b'"':  # it has escapes, or goes on behind the slice
+                at = yield from self._string_end(at)
+            found = _FLAT.match(text, at, at + _SLICE)
+            end = at if found is None else found.end()
+            strings = text.count(b'"', at, end) >> _QUOTES_SHIFT if end - at > 1 else 0
+            if self._step(1 + ((end - at) >> _BYTES_SHIFT) + strings):
+                yield
+            at = end
         raise MalformedError
 
     def _string_end(self, at: int) -> Generator[None, None, int]:
@@ -142,43 +186,66 @@ class Scan:
         quote = text.find(b'"', at)
         if quote < 0:
             raise MalformedError
-        if self._step((quote - at) // 4096):
+        if self._step(1 + ((quote - at) >> _FOUND_SHIFT)):
             yield
         if text.find(b"\\", at, quote) < 0:
             return quote + 1
         while True:
             found = _STRING_PART.match(text, at, at + _SLICE)
             end = at if found is None else found.end()
+            escapes = text.count(b"\\", at, end)
+            if self._step(2 + ((end - at) >> _BYTES_SHIFT) + (escapes >> _ESCAPES_SHIFT)):
+                yield
             if text[end : end + 1] == b'"':
                 return end + 1
             if end == at:
                 raise MalformedError
             at = end
-            if self._step(_SLICE_STEPS):
+
+
+def has_any(text: bytes, needles: Sequence[bytes]) -> Generator[None, None, bool]:
+    """Steps to whether one of these, each shorter than 64 bytes, is somewhere in the text."""
+    for start in range(0, len(text), _HINT_WINDOW_BYTES):
+        end = start + _HINT_WINDOW_BYTES + 64
+        if any(text.find(needle, start, end) >= 0 for needle in needles):
+            return True
+        yield
+    return False
+
+
+def joined(pieces: Sequence[bytes | memoryview]) -> Generator[None, None, bytes]:
+    """Steps to all pieces in one; a large one is a bytearray."""
+    if sum(map(len, pieces)) <= _COPIED_BYTES:
+        return b"".join(pieces)
+    out, paused_at = bytearray(), 0  # made in its whole size it would be cleared first, in one hold
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _COPIED_BYTES):
+            out += view[start : start + _COPIED_BYTES]
+            if len(out) - paused_at >= _COPIED_BYTES:
+                paused_at = len(out)
                 yield
-
-
-def _name(key: bytes) -> bytes:
-    """The decoded key, ``b""`` for a long one."""
-    if len(key) > _KEY_BYTES_MAX:
-        return b""
-    if b"\\" not in key:
-        return bytes(key[1:-1])
-    try:
-        return str(json.loads(key.decode("utf-8", "surrogatepass"))).encode("utf-8", "surrogatepass")
-    except ValueError:
-        raise MalformedError from None
+    return cast(bytes, out)
 
 
 async def at_leisure(steps: Generator[None, None, T]) -> T:
-    """The result of a generator that pauses; other tasks go on in its pauses."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        await asyncio.sleep(0)
+    """The result of a generator that pauses; other tasks go on in its pauses, and of all that pause one goes
+    on in each turn of the loop: many at a time hold it no longer than one.
+    """
+    try:
+        next(steps)
+        loop = asyncio.get_running_loop()
+        turn = _TURNS.get(loop) or _TURNS.setdefault(loop, asyncio.Lock())
+        while True:
+            async with turn:
+                await asyncio.sleep(0)
+                next(steps)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 def at_once(steps: Generator[None, None, T]) -> T:

@@ -2,7 +2,8 @@
 
 The prefill engine is asked for one token and no stream, so the values of the fields that say otherwise are
 replaced where they stand, each time they occur; the decode engine gets the client's own body with the
-parameters put in front. Which requests stay whole is read on the way.
+parameters put in front. Which requests stay whole is read on the way: ``SplitBody.whole`` is the one rule for
+this, in the router, the endpoint picker and the sidecar.
 
 Fields are found by the fast JSON parser, and their places by the text; the parser then tells whether these
 were the right ones. Where they were not (a key that also occurs elsewhere, or is written with escapes), and
@@ -14,14 +15,14 @@ the next, so that it is remembered.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Final
 
 import msgspec
 
 from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.openai.members import MalformedError, Scan
+from router.openai.members import MalformedError, Scan, at_once, joined
 
 _LENGTHS: Final = {
     CHAT: b"max_tokens",
@@ -48,21 +49,27 @@ _MUST_BE: Final = {
     b"prompt_logprobs": _ABSENT,
     b"background": _ABSENT | {b"false"},
     b"kv_transfer_params": frozenset({b""}),
+    b"previous_response_id": _ABSENT,
+    b"prompt_embeds": _ABSENT,
+    b"echo": _ABSENT | {b"false"},
 }
 """Values with which a request may go to two engines; with any other one it stays whole, for this field."""
+_OWN_TOOLS: Final = frozenset({"function", "custom", "namespace"})
+"""Types of tools that the client runs (vllm/entrypoints/openai/responses/utils.py, 0.32). After a tool that
+vLLM runs, the next turn reuses the sampling parameters of the first one, ``kv_transfer_params`` included
+(serving.py), and would fetch the blocks of the first prompt again."""
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
 _REST_BYTES_MAX: Final = 2048
 """Of a body without its messages; a larger one is not worth remembering."""
 _NEAR_BYTES: Final = 1024
-WHOLE_REASONS: Final = (*(name.decode() for name in _MUST_BE), "api", "body")
 
 _Edit = tuple[int, int, bytes]
 _Found = tuple[bytes, int, int]
 """Name, start of the value, its end."""
 _Bound = tuple[bytes, _Edit]
 _UNSAID: Final = msgspec.Raw(b"")
-_NAMES: Final = (*_MUST_BE, *_REPLACED)
+_NAMES: Final = (*_MUST_BE, *_REPLACED, b"prompt", b"tools")
 _Fields = msgspec.defstruct("_Fields", [(name.decode(), msgspec.Raw, _UNSAID) for name in _NAMES], gc=False)
 _DECODER: Final = msgspec.json.Decoder(_Fields)
 _FREE: Final = (_UNSAID,) * len(_MUST_BE)
@@ -87,20 +94,41 @@ class SplitBody(msgspec.Struct, frozen=True, gc=False):
     edits: tuple[_Edit, ...] = ()
     """Start, end and new text, in order."""
 
-    def prefill(self, asks: bytes) -> bytes:
-        """For the prefill engine, with these ``kv_transfer_params``."""
+    def prefill(self, asks: bytes) -> Generator[None, None, bytes]:
+        """Steps to the prefill engine's, with these ``kv_transfer_params``."""
         view, done = memoryview(self.text), self.start
         pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % asks]
         for start, end, new in self.edits:
             pieces += (view[done:start], new)
             done = end
         pieces.append(view[done:])
-        return b"".join(pieces)
+        return joined(pieces)
 
-    def decode(self, params: bytes) -> bytes:
-        """For the decode engine, with what the prefill engine handed over."""
+    def decode(self, params: bytes) -> Generator[None, None, bytes]:
+        """Steps to the decode engine's, with what the prefill engine handed over."""
         view = memoryview(self.text)
-        return b"".join((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
+        return joined((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
+
+
+def salted(body: bytes, salt: str) -> Generator[None, None, bytes]:
+    """Steps to this body with another ``cache_salt``: with it no engine takes anything from its cache."""
+    quoted = b'"%b"' % salt.encode()
+    scan = Scan(body)
+    start = scan.start()
+    if start is None:
+        return body
+    pieces: list[bytes] = []
+    done = 0
+    for member in scan.members(start):
+        if member is None:
+            yield
+        elif member.name == b"cache_salt":
+            pieces += (body[done : member.value], quoted)
+            done = member.end
+    if not pieces:
+        comma = b"" if _END.match(body, start + 1) else b","
+        pieces, done = [body[: start + 1], b'"cache_salt":%b%b' % (quoted, comma)], start + 1
+    return b"".join((*pieces, body[done:]))
 
 
 def split_body(
@@ -112,11 +140,11 @@ def split_body(
     if length is None:
         return SplitBody(body, "api")
     if length and len(body) <= _SCANNED_BYTES:
-        found = (messages and _around(body, messages, length)) or _quick(body, length)
+        found = (messages and _around(body, messages, length)) or _quick(body, length, path)
         if found:
             return found
     try:
-        return (yield from _scanned(body, length))
+        return (yield from _scanned(body, length, path))
     except MalformedError:
         return SplitBody(body, "body")
 
@@ -134,7 +162,7 @@ def _around(body: bytes, messages: Sequence[msgspec.Raw], length: bytes) -> Spli
     if not body.startswith(cut, start):
         return None
     rest, size = body[:start] + body[start + len(cut) :], len(cut)
-    found = (_remembered if len(rest) <= _REST_BYTES_MAX else _quick)(rest, length)
+    found = _remembered(rest, length) if len(rest) <= _REST_BYTES_MAX else _quick(rest, length, CHAT)
     if found is None:
         return None
     edits = [(at + size * (at >= start), end + size * (end >= start), new) for at, end, new in found.edits]
@@ -143,10 +171,37 @@ def _around(body: bytes, messages: Sequence[msgspec.Raw], length: bytes) -> Spli
 
 @lru_cache(maxsize=256)
 def _remembered(body: bytes, length: bytes) -> SplitBody | None:
-    return _quick(body, length)
+    return _quick(body, length, CHAT)
 
 
-def _quick(body: bytes, length: bytes) -> SplitBody | None:
+def _one_prompt(value: bytes) -> bool:
+    """One text, or one flat list of ids: of several prompts, vLLM gives all the transfer parameters of the
+    first one (entrypoints/openai/completion/serving.py, 0.32)."""
+    flat = value[:1] == b"[" and value.find(b"[", 1) < 0 and value.find(b'"') < 0
+    return flat or value[:1] == b'"'
+
+
+def _client_runs_tools(value: bytes) -> bool:
+    try:
+        tools = _TOOLS.decode(value) if value else None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return all(tool.type in _OWN_TOOLS for tool in tools or ())
+
+
+class _Tool(msgspec.Struct, gc=False):
+    type: str
+
+
+_TOOLS: Final = msgspec.json.Decoder(list[_Tool] | None)
+_CHECKED: Final[dict[str, tuple[bytes, Callable[[bytes], bool], str]]] = {
+    COMPLETION: (b"prompt", _one_prompt, "prompts"),
+    RESPONSES: (b"tools", _client_runs_tools, "tools"),
+}
+"""By API: a field, what its value must be for two engines, and why the request stays whole otherwise."""
+
+
+def _quick(body: bytes, length: bytes, path: str) -> SplitBody | None:
     """None: it is not certain where everything is."""
     opening = _START.match(body)
     fields = _decoded(body)
@@ -156,6 +211,10 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
         for name, value in zip(_MUST_BE, fields, strict=False):
             if bytes(value) not in _MUST_BE[name]:
                 return SplitBody(body, name.decode())
+    if path in _CHECKED:
+        name, holds, why = _CHECKED[path]
+        if not holds(bytes(fields[_AT[name]])):
+            return SplitBody(body, why)
     start, edits, wanted = opening.end(), [], list(fields)
     for place, name, new, edited in _EDITED:
         if fields[place] is _UNSAID:
@@ -171,7 +230,7 @@ def _quick(body: bytes, length: bytes) -> SplitBody | None:
     wanted[_AT[b"kv_transfer_params"]] = _NO_PARAMS
     edits.sort()
     found = SplitBody(body, "", start, tuple(edits))
-    return found if _decoded(found.prefill(b"{}")) == tuple(wanted) else None
+    return found if _decoded(at_once(found.prefill(b"{}"))) == tuple(wanted) else None
 
 
 def _place(body: bytes, name: bytes) -> int:
@@ -191,7 +250,7 @@ def _decoded(body: bytes) -> tuple[msgspec.Raw, ...] | None:
         return None
 
 
-def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
+def _scanned(body: bytes, length: bytes, path: str) -> Generator[None, None, SplitBody]:
     scan = Scan(body)
     start = scan.start()
     if start is None:
@@ -206,7 +265,12 @@ def _scanned(body: bytes, length: bytes) -> Generator[None, None, SplitBody]:
         elif member.name in _AT:
             found.append((member.name, member.value, member.end))
     if length:
-        return _made(body, start + 1, found, _bound(body, start + 1, length))
+        made = _made(body, start + 1, found, _bound(body, start + 1, length))
+        if made.whole or path not in _CHECKED:
+            return made
+        name, holds, why = _CHECKED[path]
+        values = [bytes(body[at:end]) for known, at, end in found if known == name] or [b""]
+        return made if all(map(holds, values)) else SplitBody(body, why)
     if inner < 0 or body[inner : inner + 1] != b"{":
         return SplitBody(body, "body")
     for member in scan.members(inner):

@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 import msgspec
 import xxhash
 
-from router.openai.members import MalformedError, Scan
+from router.openai.members import MalformedError, Scan, joined
 
 SESSION = b"x-session-id"
 _Fields = list[tuple[bytes, bytes]]
@@ -79,4 +79,4 @@ def with_model(body: bytes, model: str) -> Generator[None, None, bytes]:
     if found is None:
         return body
     view = memoryview(body)
-    return b"".join((view[: found.value], msgspec.json.encode(model), view[found.end :]))
+    return (yield from joined((view[: found.value], msgspec.json.encode(model), view[found.end :])))

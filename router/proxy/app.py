@@ -42,7 +42,7 @@ from router.proxy.aliases import Aliases, with_model
 from router.proxy.carrier import Outbound
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import POST_PATHS, Verdict, judge
+from router.proxy.paths import POST_PATHS, Verdict, judge, remedy, without_trailing_slashes
 from router.proxy.screen import Rules, may_be_object, screen
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
@@ -119,6 +119,8 @@ class ProxyApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
             return
+        if scope["path"].endswith("/") and scope["path"] not in self.settings.passed_paths:
+            scope = without_trailing_slashes(scope)
         self.stats.requests += 1
         self.stats.requests_active += 1
         own: Exchange | None = scope.get("extensions", _NONE).get(OWN)
@@ -175,7 +177,7 @@ class ProxyApp:
         if path not in PROMPT_APIS:
             verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
             if verdict is Verdict.UNKNOWN:
-                raise unknown_path(path)
+                raise unknown_path(path, remedy=remedy(path))
             if verdict is Verdict.REFUSE:
                 self.stats.paths_refused += 1
                 raise path_not_proxied()

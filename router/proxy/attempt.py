@@ -78,7 +78,7 @@ class Attempt:
     def asked(self) -> None:
         """The engine is asked now; said by whoever made this to be asked ``later``."""
         self.asked_s = self.now()
-        self._breaker.begin(self.asked_s, streams=self.request.stream)
+        self._breaker.begin(self.asked_s, streams=self.request.stream, expected_s=self.expected_s)
 
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""

@@ -12,8 +12,8 @@ lately, as
   one request may be refused for reasons of its own. It ends with its time or with the first request that
   succeeds; for that a probe is let through now and then.
 - **Silence.** Clients gave up waiting for a first byte, or a streamed request has waited for
-  ``silent_s_max``, while the engine answered nobody. One probe each ``silent_probe_s``; ends with the first
-  byte of any answer.
+  ``silent_s_max`` beyond twice the expected time, while the engine answered nobody. One probe each
+  ``silent_probe_s``; ends with the first byte of any answer.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     give_ups_min: int = 2
     """A streamed request counts for as many: its first byte comes with the first token."""
     silent_s_max: float = 15.0
+    """A streamed request that waits longer, beyond twice the expected time, shows a silent engine."""
     silent_probe_s: float = 10.0
 
 
@@ -91,11 +92,13 @@ class RetryAfterPause:
 class Silence:
     """Whether an engine answers nobody although it is asked."""
 
-    __slots__ = ("_heard_at", "_probe_at", "_settings", "asked_at", "give_ups")
+    __slots__ = ("_asked_at", "_heard_at", "_probe_at", "_settings", "due_at", "give_ups")
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
-        self.asked_at = math.inf  # the first streamed request since an answer
+        self._asked_at = math.inf  # the first streamed request since an answer
+        self.due_at = math.inf
+        """When one of the streamed requests since an answer has waited too long."""
         self._heard_at = -math.inf
         self.give_ups = 0
         self._probe_at = 0.0
@@ -103,21 +106,22 @@ class Silence:
     def holds(self, now: float) -> bool:
         """The engine counts as silent."""
         settings = self._settings
-        return self.give_ups >= settings.give_ups_min or now - self.asked_at >= settings.silent_s_max
+        return self.give_ups >= settings.give_ups_min or now >= self.due_at
 
     def allows(self, now: float) -> bool:
         return now >= self._probe_at or not self.holds(now)
 
-    def begin(self, now: float, *, streams: bool) -> None:
+    def begin(self, now: float, *, streams: bool, expected_s: float) -> None:
         if self.holds(now):
             self._probe_at = now + self._settings.silent_probe_s
-        if streams and self.asked_at == math.inf:
-            self.asked_at = now
+        if streams:
+            self._asked_at = min(self._asked_at, now)
+            self.due_at = min(self.due_at, now + self._settings.silent_s_max + 2 * expected_s)
 
     def unseen(self, asked_at: float) -> None:
         """Nobody will hear of the request that was sent then."""
-        if self.asked_at == asked_at:
-            self.asked_at = math.inf
+        if self._asked_at == asked_at:
+            self._asked_at = self.due_at = math.inf
 
     def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """A client left without a byte. Returns whether that is evidence."""
@@ -130,7 +134,7 @@ class Silence:
 
     def heard(self, now: float) -> None:
         self._heard_at = now
-        self.asked_at = math.inf
+        self._asked_at = self.due_at = math.inf
         self.give_ups = 0
 
 
@@ -157,7 +161,7 @@ class Breaker:
         if self._open_s or paused or silence.give_ups:
             self.free_until = -math.inf
         else:
-            self.free_until = silence.asked_at + self._settings.silent_s_max
+            self.free_until = silence.due_at
 
     @property
     def closed(self) -> bool:
@@ -171,14 +175,15 @@ class Breaker:
         if now < self._pause.until and not self._pause.allows(now):
             return False
         silence = self._silence
-        return (not silence.give_ups and silence.asked_at == math.inf) or silence.allows(now)
+        return (not silence.give_ups and silence.due_at == math.inf) or silence.allows(now)
 
     def waits_s(self, now: float) -> float:
         """Seconds for which the engine itself asked (``refused``) to be left alone."""
         return 0.0 if self._pause.allows(now) else self._pause.until - now
 
-    def begin(self, now: float, *, streams: bool = False) -> None:
-        """A request goes there: in the half-open state it is the only probe for ``probe_s``."""
+    def begin(self, now: float, *, streams: bool = False, expected_s: float = 0.0) -> None:
+        """A request goes there, whose first byte should take ``expected_s``: in the half-open state it is the
+        only probe for ``probe_s``."""
         if self.free_until == math.inf and not streams:
             return  # there is nothing to be probed
         if self._open_s:
@@ -186,7 +191,7 @@ class Breaker:
             self._open_until = max(self._open_until, now + self._settings.probe_s)
         if now < self._pause.until:
             self._pause.begin(now)
-        self._silence.begin(now, streams=streams)
+        self._silence.begin(now, streams=streams, expected_s=expected_s)
         if streams:
             self._told()
 

@@ -27,6 +27,7 @@ from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS
 from router.openai.errors import (
     ApiError,
+    engine_redirects,
     engine_timeout,
     engine_unreachable,
     no_ready_engine,
@@ -41,7 +42,7 @@ from router.proxy.answers.failures import engine_failed
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
-from router.proxy.headers import read_answer_headers
+from router.proxy.headers import REDIRECTS, read_answer_headers
 from router.proxy.settings import ProxySettings
 from router.proxy.split.bootstrap import Bootstrap
 from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs, new_transfer_id
@@ -294,6 +295,8 @@ class Forwarder:
                     self._stats.count_failure("status")
                 return Refusal(connection.status, head.fields, body)
             placement.answered(connection.status)
+            if connection.status in REDIRECTS:
+                raise engine_redirects(out.request.path, connection.status)
             relay = AnswerRelay(
                 connection,
                 placement,

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from router.openai.errors import ApiError, bad_request
-from router.openai.members import BodyMember, MalformedError, Scan
+from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
@@ -76,7 +76,7 @@ def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
     try:
         yield from cutter.run()
     except MalformedError:
-        if any(hint in body for hint in _HINTS):
+        if (yield from has_any(body, _HINTS)):
             raise bad_request("invalid_json", "The request body is not a JSON object.") from None
         return Screened(body)
     if not cutter.cuts:
@@ -85,7 +85,8 @@ def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
     for start, end in cutter.cuts:
         pieces.append(view[done:start])
         done = end
-    return Screened(b"".join((*pieces, view[done:])), cutter.transfer, cutter.report_mode)
+    left = yield from joined((*pieces, view[done:]))
+    return Screened(left, cutter.transfer, cutter.report_mode)
 
 
 class _Cutter:
@@ -138,13 +139,12 @@ class _Cutter:
         first = self._scan.text[member.value : member.value + 1]
         if first == b"{":
             yield from self._object(member.value, within=member.name)
-        elif first == b'"' and self._rules.report_mode == "refuse":  # form fields carry it as a JSON text
-            try:
-                text = json.loads(self._scan.text[member.value : member.end])
-            except ValueError:
-                raise MalformedError from None
-            if _REPORT_MODE.decode() in text:
-                raise _refused()
+        elif (
+            first == b'"'  # form fields carry it as a JSON text
+            and self._rules.report_mode == "refuse"
+            and _REPORT_MODE in self._scan.decoded(member)
+        ):
+            raise _refused()
 
 
 def _is_utf8(start: bytes) -> bool:

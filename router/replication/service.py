@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -117,7 +118,7 @@ class SharedIndex:
             self._write_client,
             limits_key(self.settings.namespace),
             self.replica,
-            self._started,
+            time.time_ns() // 1_000_000,
             gate,
             clock=self._clock,
             crew=crew,
@@ -231,7 +232,8 @@ class SharedIndex:
                 self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
 
     async def release_leases(self) -> None:
-        """Release the leases, so that others take over at once; from then on engines are looked up."""
+        """Release the leases, so that others take over at once; from then on engines are looked up. May be
+        called more than once: see ``LeaseManager.release_all``."""
         try:
             async with asyncio.timeout(_SHUTDOWN_S_MAX):
                 await self.lease_manager.release_all()

@@ -15,7 +15,6 @@ from router.config.errors import ConfigError
 from router.config.schema import Config
 from router.http.tls import TlsError, server_context
 from router.observe.traces import TracesNotInstalledError
-from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.replication.redis.url import SettingsError, redacted
 from router.serve.server import TLS_KEYS
@@ -25,10 +24,6 @@ _log = structlog.get_logger()
 
 def check(config: Config) -> Router:
     """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
-    try:
-        policy(config.policy.policy)
-    except ValueError as error:
-        raise ConfigError(f"policy.policy: {error}") from None
     _try_access_log(config)
     try:
         router = Router(config)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from router.config.checks import LOG_LEVELS
 from router.config.flags import (
     CheckFlag,
     ConfigFlag,
@@ -71,7 +70,7 @@ def serve(
     ] = None,
     log_level: Annotated[
         str | None,
-        Parameter(help=f"Least severity logged: {', '.join(LOG_LEVELS)} (default {_SERVER.log_level})."),
+        Parameter(help=f"Least severity logged: debug, info, warning, error (default {_SERVER.log_level})."),
     ] = None,
     set_: SetFlags = None,
     print_config: PrintFlag = False,

@@ -22,7 +22,8 @@ from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 from router.sidecar.allowed import Allowed
 
-_BREAKERS_MAX = 1024
+_PREFILLERS_MAX = 1024
+_FORGETS = 0.9
 
 
 class SidecarPlacer:
@@ -37,8 +38,8 @@ class SidecarPlacer:
         self._stats = stats
         self._clock = clock
         self._breaker = Breaker()
-        self._breakers: OrderedDict[str, Breaker] = OrderedDict()
-        """Of prefill engines, the one asked last at the end."""
+        self._prefillers: OrderedDict[str, _Prefiller] = OrderedDict()
+        """The one asked last at the end."""
 
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
@@ -55,9 +56,7 @@ class SidecarPlacer:
             if why:
                 self._stats.count(self._stats.whole, why)
             return self._alone(request)
-        helper = _Helper(
-            found, f"{self._scheme}://{found}", self._breaker_of(found), request, now=self._clock
-        )
+        helper = _Helper(found, f"{self._scheme}://{found}", self._known(found), request, now=self._clock)
         return _Answerer(self._engine, self._breaker, request, self._clock, body, helper, named.index(found))
 
     def _alone(self, request: InboundRequest) -> Attempt:
@@ -81,7 +80,7 @@ class SidecarPlacer:
             self._stats.prefillers_refused += 1
             return None, "not_allowed"
         now = self._clock()
-        able = (e for e in may if e not in exclude and self._breaker_of(e).allows(now))
+        able = (e for e in may if e not in exclude and self._known(e).breaker.allows(now))
         return next(able, None), "no_prefill_engine"
 
     async def _read(self, request: InboundRequest) -> tuple[SplitBody | None, str]:
@@ -91,18 +90,49 @@ class SidecarPlacer:
             return None, "body"
         return (None, body.whole) if body.whole else (body, "")
 
-    def _breaker_of(self, endpoint: str) -> Breaker:
-        breaker = self._breakers.pop(endpoint, None) or Breaker()
-        self._breakers[endpoint] = breaker
-        if len(self._breakers) > _BREAKERS_MAX:
-            self._breakers.popitem(last=False)
-        return breaker
+    def _known(self, endpoint: str) -> _Prefiller:
+        known = self._prefillers.pop(endpoint, None) or _Prefiller()
+        self._prefillers[endpoint] = known
+        if len(self._prefillers) > _PREFILLERS_MAX:
+            self._prefillers.popitem(last=False)
+        return known
+
+
+class _Prefiller:
+    """What is known of one prefill engine."""
+
+    __slots__ = ("breaker", "s_per_byte")
+
+    def __init__(self) -> None:
+        self.breaker = Breaker()
+        self.s_per_byte = 0.0
+        """Seconds from a request to its answer per byte of its body: of the slowest lately."""
+
+    def answered(self, seconds: float, body_bytes: int) -> None:
+        self.s_per_byte = max(seconds / max(1, body_bytes), _FORGETS * self.s_per_byte)
 
 
 class _Helper(Attempt):
-    """The prompt's computation."""
+    """The prompt's computation. ``cached_tokens`` is None until the engine has said it."""
 
-    __slots__ = ("cached_tokens",)
+    __slots__ = ("_prefiller", "cached_tokens")
+
+    def __init__(
+        self,
+        engine: str,
+        base_url: str,
+        prefiller: _Prefiller,
+        request: InboundRequest,
+        *,
+        now: Callable[[], float],
+    ) -> None:
+        self.cached_tokens: int | None = None
+        self._prefiller = prefiller
+        expected_s = prefiller.s_per_byte * len(request.body)
+        super().__init__(engine, base_url, prefiller.breaker, request, now=now, expected_s=expected_s)
+
+    def _begun(self, now: float) -> None:
+        self._prefiller.answered(now - self.asked_s, len(self.request.body))
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         self.cached_tokens = None if usage is None else usage.cached_tokens

@@ -6,6 +6,7 @@ import msgspec
 
 from publisher.engine import EngineSettings, run
 from router.config.errors import ConfigError
+from router.config.wording import meant, misfit
 
 
 def run_engine(host: str, port: int, assignments: list[str]) -> int:
@@ -26,11 +27,11 @@ def engine_settings(host: str, port: int, assignments: list[str]) -> EngineSetti
         key, separator, value = text.partition("=")
         if not separator or key not in kinds:
             known = ", ".join(kinds)
-            raise ConfigError(f"--set {text!r}: expected KEY=VALUE with a KEY of {known}")
+            raise ConfigError(f"--set {text!r}: expected KEY=VALUE with a KEY of {known}{meant(key, kinds)}")
         try:
             values[key] = msgspec.convert(
                 None if value.lower() == "none" else value, kinds[key], strict=False
             )
-        except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"--set {text!r}: {error}") from None
+        except (msgspec.ValidationError, ValueError):
+            raise ConfigError(f"--set {text!r}: {misfit(value, kinds[key])}") from None
     return EngineSettings(**values)  # type: ignore[arg-type]  # each was checked above

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from router.admission.gate import KeyGate
-from router.admission.tenants import Spent
+from router.admission.peers import OthersUse, Uses
 from router.fleet.response_holders import ResponseHolders
 from router.observe.histogram import Histogram
 from router.placement.affinity import AffinityMap
@@ -37,6 +37,10 @@ _LOAD_TIMES = 50
 """A pause is also at least so many times as long as making the last report took: at most 2 % of a core."""
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
+_WHOLE_S = 0.25
+"""What all tenants use is repeated so often: what a lost message had is made up for."""
+_TENANTS_MAX = 512
+"""Tenants in one message, some 100 bytes each."""
 _KEYS_MAX = 4096
 DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -52,8 +56,8 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     """(response id, engine id)."""
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
-    spent: dict[str, Spent] = {}
-    """What tenants used, by tenant."""
+    uses: Uses | None = None
+    """What tenants have used."""
 
 
 class WorkerGossipStats(msgspec.Struct):
@@ -66,7 +70,9 @@ class WorkerGossipStats(msgspec.Struct):
     heard: int = 0
     """Messages of sibling workers."""
     malformed: int = 0
-    """Messages of sibling workers that could not be decoded."""
+    """Messages of sibling workers that could not be decoded, or had values out of bounds."""
+    refused: int = 0
+    """Values of sibling workers on what tenants use that were refused."""
 
 
 _DECODE = msgspec.msgpack.Decoder(WorkerMessage)
@@ -124,6 +130,10 @@ class SiblingGossip:
         gate: KeyGate | None = None,
     ) -> None:
         self._gate = gate
+        self._others = None if gate is None else OthersUse(gate, self._refused)
+        self._beat = 0
+        self._whole_due_s = 0.0
+        self._turn = 0
         self.stats = WorkerGossipStats()
         self.delays = Histogram(DELAY_BUCKETS)
         self._clock = clock
@@ -181,6 +191,8 @@ class SiblingGossip:
             self._flush(hello=True)
             while True:
                 await asyncio.sleep(_REPEAT_S)
+                if self._others is not None:
+                    self._others.age(self._clock())
                 self._flush()
         finally:
             self._loop = None
@@ -227,11 +239,11 @@ class SiblingGossip:
         if self._whole and now >= self._load_due_s and self._loop is not None:
             load = self.load.field(now) or b""
             self._load_due_s = now + max(_LOAD_S, _LOAD_TIMES * (self._clock() - now))
-        spent = {} if self._gate is None else self._gate.spent()
-        if not (self._bytes or load or spent or hello):
+        uses = None if self._gate is None or self._loop is None else self._uses(self._gate, now)
+        if not (self._bytes or load or uses or hello):
             return
         message = WorkerMessage(
-            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, spent
+            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, uses
         )
         self._begin()
         encoded = _ENCODE.encode(message)
@@ -243,6 +255,30 @@ class SiblingGossip:
         self.stats.missed += missed
         if load:
             self.load.sent(load, now)
+
+    def _uses(self, gate: KeyGate, now: float) -> Uses | None:
+        """What changed, and from time to time everything, in turns where it is much; None: nothing."""
+        whole = now >= self._whole_due_s
+        names = gate.changed(_TENANTS_MAX)
+        if not names and not whole:
+            return None
+        found = gate.uses(names)
+        if whole:
+            self._whole_due_s = now + _WHOLE_S
+            every = gate.uses()
+            whole = len(every) <= _TENANTS_MAX
+            order = list(every)
+            start = 0 if whole else self._turn % len(order)
+            self._turn = start + _TENANTS_MAX - len(found)
+            for name in order[start:] + order[:start]:
+                if len(found) >= _TENANTS_MAX:
+                    break
+                found[name] = every[name]
+        self._beat += 1
+        return Uses(self._life, self._beat, whole, found)
+
+    def _refused(self) -> None:
+        self.stats.refused += 1
 
     # -- hearing ---------------------------------------------------------------------------------------
 
@@ -259,8 +295,9 @@ class SiblingGossip:
             self._lives[sibling] = message.life
             self._fields.pop(name, None)
             self.inflight.lost(name)
-            if self._gate is not None:
-                self._gate.forget_other(sibling)
+            if self._others is not None:
+                self._others.forget(sibling)
+            self._whole_due_s = 0.0  # it knows nothing of what is used here
             self._count_at_s = 0.0
         if message.load:
             self._fields[name] = message.load
@@ -271,6 +308,6 @@ class SiblingGossip:
             self.responses.hear(response_id, engine_id)
         for keys, engine_id in message.texts:
             self.affinity.hear(np.frombuffer(keys, "<u8").tolist(), engine_id)
-        if message.spent and self._gate is not None:
-            self._gate.spent_elsewhere(sibling, message.spent)
+        if message.uses is not None and self._others is not None:
+            self._others.hear(sibling, message.uses, now)
         self.delays.observe(max(0.0, now - message.sent_s))

@@ -1,12 +1,14 @@
 """Waiting for what other tasks, threads or processes bring about: for a condition, with a generous deadline.
 
 Nothing is measured by these waits and nothing depends on how often they look. A failure names the condition.
+Deadlines grow with the load of the machine (``patience``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -15,19 +17,32 @@ import uvloop
 
 T = TypeVar("T")
 WAIT_S = 60.0
-"""Long enough for a crowded machine; whoever waits that long has failed."""
+"""Long enough on a machine that has a processor for each process that wants one."""
 RUN_S = 100.0
 """Below the time-out of a test, so that what hangs is seen in its own traceback."""
+PATIENCE_MAX = 8.0
 _LOOK_S = 0.002
 _LOOK_S_MAX = 0.05
+
+
+def patience() -> float:
+    """Factor by which deadlines grow: runnable processes per processor in the last minute, at least 1."""
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), PATIENCE_MAX)
 
 
 def run(main: Coroutine[Any, Any, T], wait_s: float = RUN_S) -> T:
     """Run on uvloop, as in production, and end."""
 
     async def limited() -> T:
-        async with asyncio.timeout(wait_s):
-            return await main
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with asyncio.timeout_at(began + wait_s) as limit:
+            # The load is read late: that of the minute before the test began says little of the test.
+            extend = loop.call_later(0.9 * wait_s, lambda: limit.reschedule(began + wait_s * patience()))
+            try:
+                return await main
+            finally:
+                extend.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(limited())
@@ -45,12 +60,20 @@ async def until(
     ``what`` is named in the failure; ``meanwhile`` is done after every look that found nothing; a
     condition that raises one of ``ignoring`` counts as false.
     """
-    end, look_s = time.monotonic() + WAIT_S, _LOOK_S
+    began, look_s = time.monotonic(), _LOOK_S
     while not await _holds(condition, ignoring):
-        assert time.monotonic() < end, f"never happened: {what if isinstance(what, str) else what()}"
+        waited_s = time.monotonic() - began
+        assert waited_s < WAIT_S or waited_s < WAIT_S * patience(), (
+            f"never happened: {what if isinstance(what, str) else what()}"
+        )
         meanwhile()
         await asyncio.sleep(look_s)
         look_s = min(look_s * 1.2, _LOOK_S_MAX)
+
+
+def _may_wait(began: float, wait_s: float) -> bool:
+    waited_s = time.monotonic() - began
+    return waited_s < wait_s or waited_s < wait_s * patience()
 
 
 async def _holds(condition: Callable[[], Any], ignoring: tuple[type[Exception], ...]) -> bool:
@@ -65,8 +88,11 @@ def wait_until(
     condition: Callable[[], object], what: str | Callable[[], str] = "condition", *, wait_s: float = WAIT_S
 ) -> None:
     """The same without an event loop; ``wait_s`` for engines that take longer to start."""
-    end, look_s = time.monotonic() + wait_s, _LOOK_S
+    began, look_s = time.monotonic(), _LOOK_S
     while not condition():
-        assert time.monotonic() < end, f"never happened: {what if isinstance(what, str) else what()}"
+        waited_s = time.monotonic() - began
+        assert waited_s < wait_s or waited_s < wait_s * patience(), (
+            f"never happened: {what if isinstance(what, str) else what()}"
+        )
         time.sleep(look_s)
         look_s = min(look_s * 1.2, _LOOK_S_MAX)

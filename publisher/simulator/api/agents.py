@@ -16,6 +16,7 @@ from publisher.simulator.api.protocol import ChatRequest, invalid
 from publisher.simulator.transfer.params import TransferParams
 
 Json = dict[str, Any]
+_CLIENTS_TOOLS = ("function", "custom", "namespace")
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -114,6 +115,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     kv_transfer_params: TransferParams | None = None
 
+    @property
+    def runs_tools(self) -> bool:
+        """It has tools that the engine runs itself: here, one call for each request."""
+        return any(tool["type"] not in _CLIENTS_TOOLS for tool in self.tools or [])
+
     def chat(self, earlier: list[Json]) -> ChatRequest:
         """The chat that it becomes; ``earlier`` are the messages of the response that it goes on from."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -179,8 +185,10 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
             **self._head(self.usage(num_output_tokens, cached_tokens)),
             "content": [{"type": "text", "text": text}],
             "stop_reason": _stop_reason(finish_reason),
+            "kv_transfer_params": handed,
         }
-        return whole if handed is None else {**whole, "kv_transfer_params": handed}
+        left_out = ("stop_reason", "kv_transfer_params")
+        return {key: value for key, value in whole.items() if value is not None or key not in left_out}
 
     def usage(self, num_output_tokens: int, cached_tokens: int | None) -> Json:
         """``input_tokens`` are those that were not cached."""
@@ -189,11 +197,11 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
             usage["cache_read_input_tokens"] = cached_tokens
         return {**usage, "output_tokens": num_output_tokens}
 
-    def opening(self) -> bytes:
+    def opening(self) -> tuple[bytes, ...]:
         """The stream's events before the first text."""
         block = {"index": 0, "content_block": {"type": "text", "text": ""}}
         message = {**self._head(self.usage(0, None)), "content": [], "stop_reason": None}
-        return event("message_start", {"message": message}) + event("content_block_start", block)
+        return event("message_start", {"message": message}), event("content_block_start", block)
 
     def delta(self, text: str, _number: int) -> bytes:
         """A piece of text."""
@@ -216,8 +224,10 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
         return {**head, "stop_sequence": None, "usage": usage}
 
 
-def _stop_reason(finish_reason: str) -> str:
-    return "max_tokens" if finish_reason == "length" else "end_turn"
+def _stop_reason(finish_reason: str) -> str | None:
+    """None for an answer that the engine aborted (vllm/entrypoints/anthropic/serving.py
+    ``_to_anthropic_stop_reason``, 0.32)."""
+    return {"length": "max_tokens", "stop": "end_turn"}.get(finish_reason)
 
 
 class ResponsesAnswer(msgspec.Struct, frozen=True):
@@ -250,9 +260,11 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
         whole = {**self._head(status), "output": [{**item, "content": [part]}], "usage": usage}
         return {**whole, "kv_transfer_params": handed}
 
-    def opening(self) -> bytes:
-        """The stream's events before the first text."""
-        return event("response.created", {"response": self._head("in_progress"), "sequence_number": 0})
+    def opening(self) -> tuple[bytes, ...]:
+        """The stream's events before the first text, which do not wait for it
+        (vllm/entrypoints/openai/responses/serving.py, 0.32)."""
+        head, names = self._head("in_progress"), ("response.created", "response.in_progress")
+        return tuple(event(name, {"response": head, "sequence_number": n}) for n, name in enumerate(names))
 
     def queued(self) -> Json:
         """A response that is being made in the background."""

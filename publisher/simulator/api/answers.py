@@ -24,6 +24,7 @@ class Choice(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     finish_reason: str
+    prompt: list[int]
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -62,8 +63,10 @@ class Answer(msgspec.Struct, frozen=True):
             "kv_transfer_params": handed,
             **dict.fromkeys(("ec_transfer_params", "metrics")),
         }
-        for owner in [body] if self.is_chat else choices:
-            owner |= {"prompt_logprobs": None, "prompt_token_ids": self.prompt_token_ids}
+        owners = [body] if self.is_chat else choices
+        for owner, choice in zip(owners, given, strict=False):
+            prompt = None if self.prompt_token_ids is None else choice.prompt
+            owner |= {"prompt_logprobs": None, "prompt_token_ids": prompt}
         if self.is_chat:
             body["prompt_text"] = None
         return body

@@ -9,6 +9,7 @@ Facts: vllm/entrypoints/openai and vllm/entrypoints/serve of 0.32.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
@@ -161,27 +162,28 @@ class ChatRequest(_Generation, kw_only=True):
 
 
 class CompletionRequest(_Generation, kw_only=True):
-    """Body of POST /v1/completions and its /render: text or token ids, one prompt."""
+    """Body of POST /v1/completions and its /render: texts or lists of token ids, one answer for each."""
 
     prompt: str | list[_TokenId | str | list[_TokenId]]
     add_special_tokens: bool = True
 
-    def single_prompt(self) -> str | list[int]:
-        """The one prompt. Raises ``EngineError`` for a batch of several, or a mixture."""
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt. Raises ``EngineError`` for none, or a mixture."""
         prompt = self.prompt
         if prompt == "":
             raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         if not prompt:
             raise invalid("You must pass at least one prompt")
         if isinstance(prompt, str):
-            return prompt
+            return [prompt]
         token_ids = [item for item in prompt if isinstance(item, int)]
         if len(token_ids) == len(prompt):
-            return token_ids
-        first = prompt[0]
-        if len(prompt) > 1 or isinstance(first, int):
-            raise invalid("the simulated engine takes one prompt per request", param="prompt")
-        return first
+            return [token_ids]
+        texts = [item for item in prompt if isinstance(item, str)]
+        lists = [item for item in prompt if isinstance(item, list)]
+        if len(prompt) not in (len(texts), len(lists)):
+            raise invalid("all prompts must be of one type", param="prompt")
+        return texts or lists
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):

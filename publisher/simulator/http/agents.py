@@ -11,6 +11,8 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 
+import msgspec
+
 from publisher.simulator.api import answers
 from publisher.simulator.api.agents import (
     CountTokensRequest,
@@ -19,12 +21,13 @@ from publisher.simulator.api.agents import (
     ResponsesAnswer,
     ResponsesRequest,
 )
+from publisher.simulator.api.agents import event as sse_event
 from publisher.simulator.api.answers import Json
 from publisher.simulator.api.protocol import ChatRequest, EngineError, decode, invalid, malformed
 from publisher.simulator.http.call import Call
 from publisher.simulator.http.kept import KeptResponse, KeptResponses
 from publisher.simulator.model import EngineModel, Prepared
-from publisher.simulator.stepper import Generation, Stepper
+from publisher.simulator.stepper import Generation, Stepper, Token
 
 
 class AgentEndpoints:
@@ -64,7 +67,7 @@ class AgentEndpoints:
         name, stream = chat.model or self._model.name, bool(chat.stream)
         response_id = f"resp_{uuid.uuid4().hex}"
         answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), asked.previous_response_id)
-        making = self._begin(answer, prepared)
+        making = self._begin(answer, prepared, runs_tools=asked.runs_tools)
         kept = KeptResponse(answer.queued(), chat.messages, making.abort, streams=stream)
         if asked.background:
             self._kept.put(kept)
@@ -119,10 +122,20 @@ class AgentEndpoints:
         )
         await call.reply_json(rendered)
 
-    def _begin(self, answer: MessagesAnswer | ResponsesAnswer, prepared: Prepared) -> _Making:
+    def _begin(
+        self, answer: MessagesAnswer | ResponsesAnswer, prepared: Prepared, *, runs_tools: bool = False
+    ) -> _Making:
         self._stepper.check()
+        transfer = msgspec.structs.replace(prepared.transfer) if prepared.transfer is not None else None
         generation = self._stepper.submit(self._model.sim_request(answer.request_id, prepared))
-        return _Making(self._model, answer, generation, lambda: self._stepper.abort(generation))
+
+        def next_turn() -> Generation | None:
+            request = generation.request
+            if not runs_tools or prepared.max_tokens == 1 or request.finish_reason not in ("stop", "length"):
+                return None
+            return self._stepper.submit(self._model.next_turn(request, prepared, transfer))
+
+        return _Making(self._model, answer, generation, self._stepper.abort, next_turn)
 
     async def _answer(
         self,
@@ -135,19 +148,20 @@ class AgentEndpoints:
         """Make and answer; ``keep`` is told the whole answer and its text before the client has it."""
         try:
             async with call.on_disconnect(making.abort):
-                begun = False
+                if stream:
+                    await call.start_stream()
                 async for event in making.events():
+                    if stream:
+                        await call.write(event, more=True)
+                if making.reason == "error":
+                    error = self._stepper.failure()
                     if not stream:
-                        continue
-                    if not begun:
-                        begun = True
-                        await call.start_stream()
-                    await call.write(event, more=True)
-                if making.reason == "error" and not begun:
-                    raise self._stepper.failure()
+                        raise error
+                    await making.break_off(call, error)
+                    return
                 if keep is not None:
                     await keep(making.whole(), making.text)
-                if begun:
+                if stream:
                     await call.write(making.closing(), more=False)
                 else:
                     await call.reply_json(making.whole())
@@ -163,31 +177,66 @@ class _Making:
         model: EngineModel,
         answer: MessagesAnswer | ResponsesAnswer,
         generation: Generation,
-        abort: Callable[[], None],
+        abort: Callable[[Generation], None],
+        next_turn: Callable[[], Generation | None],
     ) -> None:
         self.reason = "abort"
-        self.abort = abort
+        self._abort = abort
         self._model = model
         self._answer = answer
         self._generation = generation
+        self._next_turn = next_turn
         self._num_events = 0
+        self._earlier: list[int] = []
+
+    def abort(self) -> None:
+        """Stop it; no effect once it is finished."""
+        self._abort(self._generation)
 
     @property
     def text(self) -> str:
         """What was said so far."""
-        return self._model.text(self._generation.request.output)
+        return self._model.text(self._output)
+
+    @property
+    def _output(self) -> list[int]:
+        return [*self._earlier, *self._generation.request.output]
 
     async def events(self) -> AsyncIterator[bytes]:
         """The stream's events but the closing ones."""
-        async for token in self._generation.tokens():
+        answer = self._answer
+        if isinstance(answer, ResponsesAnswer):
+            for event in answer.opening():
+                yield event
+            self._num_events = 1
+        async for token in self._tokens():
             self.reason = token.finish_reason or self.reason
             if self.reason == "error":
                 return
             if not self._num_events:
-                yield self._answer.opening()
-            self._num_events += 1
-            piece = "" if token.token_id is None else self._model.text([token.token_id])
-            yield self._answer.delta(piece, self._num_events)
+                for event in answer.opening():
+                    yield event
+            if token.token_id is not None or isinstance(answer, MessagesAnswer):
+                self._num_events += 1
+                piece = "" if token.token_id is None else self._model.text([token.token_id])
+                yield answer.delta(piece, self._num_events)
+
+    async def _tokens(self) -> AsyncIterator[Token]:
+        async for token in self._generation.tokens():
+            yield token
+        following = self._next_turn()
+        if following is None:
+            return
+        self._earlier, self._generation = self._generation.request.output, following
+        async for token in following.tokens():
+            yield token
+
+    async def break_off(self, call: Call, error: EngineError) -> None:
+        """End a stream that has failed: with an error event where vLLM 0.32 has one
+        (entrypoints/anthropic/serving.py); its Responses API fails to write it and cuts the connection."""
+        if isinstance(self._answer, MessagesAnswer):
+            told = {"error": {"type": "internal_error", "message": error.message}}
+            await call.write(sse_event("error", told), more=False)
 
     def closing(self) -> bytes:
         """The closing events."""
@@ -199,7 +248,7 @@ class _Making:
 
     def _end(self) -> tuple[str, int, int, str]:
         request = self._generation.request
-        return self.text, len(request.output), request.cached_tokens or 0, self.reason
+        return self.text, len(self._output), request.cached_tokens or 0, self.reason
 
 
 async def _make_behind(call: Call, making: _Making, kept: KeptResponse) -> None:

@@ -130,14 +130,18 @@ class EngineApp:
 
     async def _chat(self, call: Call) -> None:
         request = decode(await call.body(), ChatRequest)
-        await self._generate(call, request, self._model.prepare_chat(request))
+
+        async def preparing() -> list[Prepared]:
+            return [await self._model.prepare_chat(request)]
+
+        await self._generate(call, request, preparing())
 
     async def _completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
         await self._generate(call, request, self._model.prepare_completion(request))
 
     async def _generate(
-        self, call: Call, asked: ChatRequest | CompletionRequest, preparing: Awaitable[Prepared]
+        self, call: Call, asked: ChatRequest | CompletionRequest, preparing: Awaitable[list[Prepared]]
     ) -> None:
         self._stepper.check()
         prepared = await self._stepper.prepared(preparing, asked.kv_transfer_params)
@@ -148,8 +152,8 @@ class EngineApp:
             created=int(time.time()),
             model=asked.model or self._model.name,
             is_chat=is_chat,
-            num_prompt_tokens=len(prepared.token_ids),
-            prompt_token_ids=prepared.token_ids if asked.return_token_ids else None,
+            num_prompt_tokens=sum(len(one.token_ids) for one in prepared),
+            prompt_token_ids=prepared[0].token_ids if asked.return_token_ids else None,
         )
         generations = [
             self._stepper.submit(request) for request in self._model.sim_requests(request_id, prepared)
@@ -170,9 +174,10 @@ class EngineApp:
             if finish_reason == "error":
                 raise self._stepper.failure()
             output = generation.request.output
-            choices.append(answers.Choice(self._model.text(output), output, finish_reason))
-        last = generations[-1].request
-        await call.reply_json(answer.full(choices, last.cached_tokens or 0, last.handed))
+            prompt = generation.request.prompt
+            choices.append(answers.Choice(self._model.text(output), output, finish_reason, prompt))
+        cached_tokens, first = generations[-1].request.cached_tokens, generations[0].request
+        await call.reply_json(answer.full(choices, cached_tokens or 0, first.handed))
 
     async def _stream(
         self,
@@ -186,7 +191,10 @@ class EngineApp:
         total = 0
         try:
             for index, generation in enumerate(generations):
-                total += await self._stream_choice(call, answer, asked, generation, (index, total))
+                own = answer
+                if answer.prompt_token_ids is not None:
+                    own = msgspec.structs.replace(answer, prompt_token_ids=generation.request.prompt)
+                total += await self._stream_choice(call, own, asked, generation, (index, total))
             if asked.include_usage:
                 closing = answer.closing(total, generations[-1].request.cached_tokens or 0)
                 await call.write(_event(closing), more=True)
@@ -227,7 +235,7 @@ class EngineApp:
         asked = decode(await call.body(), GenerateRequest)
         completion = asked.completion()
         preparing = self._model.prepare_completion(completion)
-        prepared = await self._stepper.prepared(preparing, asked.kv_transfer_params)
+        (prepared,) = await self._stepper.prepared(preparing, asked.kv_transfer_params)
         request_id = _request_id(call, completion, "generate-tokens")
         request = self._model.sim_request(request_id, prepared)
         generation = self._stepper.submit(request)
@@ -250,7 +258,7 @@ class EngineApp:
     async def _render_completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
         prepared = await self._model.prepare_completion(request)
-        await call.reply_json([_rendered(call, request, prepared, "cmpl")])
+        await call.reply_json([_rendered(call, request, one, "cmpl") for one in prepared])
 
     async def _tokenize(self, call: Call) -> None:
         body = await call.body()

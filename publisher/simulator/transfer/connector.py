@@ -13,9 +13,12 @@ Always true: a block is pinned once per request that is kept; each request's par
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import xxhash
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.groups import Family
@@ -23,6 +26,7 @@ from publisher.simulator.request import SimRequest
 from publisher.simulator.transfer.params import Fault, TransferParams, exchanged, handed_over
 from publisher.simulator.transfer.stats import TransferStats
 
+_REPORTS_REMOTE_HIT = (0, 31)
 _REMEMBERED_MAX = 4096
 """Requests let go whose late readers are told apart; blocks of older ones count as reused."""
 
@@ -44,6 +48,13 @@ class _Kept(NamedTuple):
     blocks: list[int]
     writes: list[int]
     """Each block's count when it was kept."""
+    prompt: array[int]
+    """What they were computed for."""
+
+
+def digest_of(prompt: Sequence[int], end: int) -> int:
+    """What tells prompts apart up to token ``end``."""
+    return xxhash.xxh3_64_intdigest(array("I", prompt[:end]).tobytes())
 
 
 class KvConnector:
@@ -100,10 +111,16 @@ class KvConnector:
         asked = request.transfer
         if asked is None:
             return
+        self._report(request, asked)
         if asked.do_remote_decode and len(request.prompt) > self._backoff:
             request.prompt = request.prompt[: len(request.prompt) - self._backoff]
         elif asked.tp_size is not None and self.can_read(asked):  # else it knows not whom to tell
             self._awaited[request] = asked
+
+    def _report(self, request: SimRequest, asked: TransferParams) -> None:
+        """The other engine's hit is reported (vllm/v1/engine/output_processor.py, from 0.31 on)."""
+        if asked.do_remote_prefill and self.release >= _REPORTS_REMOTE_HIT:
+            request.reported_hit = asked.remote_prefill_cached_tokens
 
     def reach(self, request: SimRequest) -> int:
         """Up to which token of its prompt a request is given from elsewhere; 0: it is not."""
@@ -178,7 +195,7 @@ class KvConnector:
         if request.transfer is None or not request.transfer.do_remote_decode:
             return
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"  # clients may use an id twice
-        self._keep(request_id, pooled)
+        self._keep(request_id, pooled, request.prompt)
         groups = self._pool.layout.groups
         request.handed = handed_over(
             request_id=request_id,
@@ -190,10 +207,10 @@ class KvConnector:
             release=self.release,
         )
 
-    def _keep(self, request_id: str, pooled: PoolRequest) -> None:
+    def _keep(self, request_id: str, pooled: PoolRequest, prompt: list[int]) -> None:
         blocks = [block for table in pooled.tables for block in table if block]
         self._pool.pin(blocks)
-        self._kept[request_id] = _Kept(blocks, self._pool.writes(blocks))
+        self._kept[request_id] = _Kept(blocks, self._pool.writes(blocks), array("I", prompt))
         self._deadlines_s[request_id] = self._clock() + self.lease_s
 
     def renew(self, request_ids: list[str]) -> None:
@@ -203,16 +220,18 @@ class KvConnector:
             if request_id in self._deadlines_s:
                 self._deadlines_s[request_id] = max(self._deadlines_s[request_id], until_s)
 
-    def read(self, request_id: str) -> bool:
-        """A request's blocks have been read, or are not wanted: let them go. Whether they still held what
-        was computed for it."""
+    def read(self, request_id: str, end: int = 0, digest: int = 0) -> bool:
+        """A request's blocks have been read, or (``end`` 0) are not wanted: let them go. Whether they still
+        held what was computed for it, and that was the KV of a prompt of this digest up to token ``end``."""
         kept = self._kept.pop(request_id, None)
         if kept is not None:
             self._let_go(request_id, kept)
-            return True
+            return not end or digest_of(kept.prompt, end) == digest
         self.stats.notifications_after_expiry += 1
         gone = self._gone.get(request_id)
-        return gone is not None and self._pool.writes(gone.blocks) == gone.writes
+        if gone is None or self._pool.writes(gone.blocks) != gone.writes:
+            return False
+        return not end or digest_of(gone.prompt, end) == digest
 
     def expire(self) -> None:
         """Let go what nobody read within its lease."""

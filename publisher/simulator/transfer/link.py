@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from publisher.simulator.request import SimRequest
-from publisher.simulator.transfer.connector import KvConnector, Load
+from publisher.simulator.transfer.connector import KvConnector, Load, digest_of
 from publisher.simulator.transfer.messages import Alive, Message, Read, Reply, Shake
 from publisher.simulator.transfer.params import TransferParams
 
@@ -89,7 +89,8 @@ class TransferLink:
         try:
             address, name = await self._meet(params)
             await asyncio.sleep(load.num_blocks * self._s_per_block)
-            reply = await exchange(address, Read(name))
+            digest = digest_of(load.request.prompt, load.end)
+            reply = await exchange(address, Read(name, load.end, digest))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             stats.failed_transfers += 1
             log.warning("transfer_failed", source=params.source, error=str(error) or type(error).__name__)
@@ -159,8 +160,8 @@ class TransferLink:
                 if engine_id != connector.engine_id:
                     return Reply(error=f"this engine is {connector.engine_id}, not {engine_id}")
                 return Reply(error="" if common == self._common else f"incompatible: {self._common}")
-            case Read(request_id):
-                return Reply(intact=connector.read(request_id))
+            case Read(request_id, end, digest):
+                return Reply(intact=connector.read(request_id, end, digest))
             case Alive(request_ids):
                 connector.renew(request_ids)
                 return Reply()

@@ -20,9 +20,12 @@ class Take(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """The blocks of this request have been read, or are not wanted."""
+    """The blocks of this request have been read, for a prompt of this ``digest`` up to token ``end``; 0: they
+    are not wanted."""
 
     request_id: str
+    end: int = 0
+    digest: int = 0
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

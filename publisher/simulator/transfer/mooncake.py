@@ -43,7 +43,7 @@ class MooncakeBooks(KvConnector):
         """See ``KvConnector``."""
         asked = request.transfer
         if asked is not None and asked.do_remote_decode and asked.transfer_id and reason == "length":
-            self._keep(asked.transfer_id, pooled)
+            self._keep(asked.transfer_id, pooled, request.prompt)
 
     def left(self, request: SimRequest, *, loading: bool) -> None:
         """See ``KvConnector``."""

@@ -29,8 +29,10 @@ class OffloadingBooks(KvConnector):
 
     def arrived(self, request: SimRequest) -> None:
         """See ``KvConnector``: a prompt is computed whole."""
-        if request.transfer is not None:
-            request.transfer.do_remote_prefill = _source(request.transfer) is not None
+        asked = request.transfer
+        if asked is not None:
+            self._report(request, asked)
+            asked.do_remote_prefill = _source(asked) is not None
 
     def reach(self, request: SimRequest) -> int:
         """See ``KvConnector``: whole blocks before the last token."""
@@ -46,7 +48,7 @@ class OffloadingBooks(KvConnector):
         """See ``KvConnector``."""
         asked = None if request.transfer is None else request.transfer.remote_decoder
         if asked and asked.get("kv_request_id"):
-            self._keep(str(asked["kv_request_id"]), pooled)
+            self._keep(str(asked["kv_request_id"]), pooled, request.prompt)
 
     def left(self, request: SimRequest, *, loading: bool) -> None:
         """See ``KvConnector``: nobody is told."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import tomllib
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from router.fleet.identity import EngineAddress
 from router.fleet.sources.base import DiscoveredEngine
+from router.http.addresses import base_url_fault, split_address
 
 DRAINED = "drained in the file"
 
@@ -31,25 +31,33 @@ class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def check_address(engine: EngineAddress) -> None:
     """Raises ``ValueError`` for addresses that cannot be used."""
-    parts = urlsplit(engine.base_url)
-    try:
-        port_ok = parts.port is None or parts.port > 0
-    except ValueError:
-        port_ok = False
-    extra = parts.query or parts.fragment or parts.username is not None
-    if parts.scheme != "http" or not parts.hostname or not port_ok or extra:
-        why = "; engines are not asked over TLS" if parts.scheme == "https" else ""
-        raise ValueError(f"engine {engine.base_url!r}: expected http://HOST:PORT{why}")
+    if fault := base_url_fault(engine.base_url, "http"):
+        why = "; engines are not asked over TLS" if engine.base_url.startswith("https:") else ""
+        raise ValueError(f"engine {engine.base_url!r}: {fault}{why}")
     if engine.dp_rank is not None and engine.dp_rank < 0:
         raise ValueError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
     for name in ("events", "replay", "snapshot"):
         address = getattr(engine, name)
-        if address is not None and not address.startswith(("tcp://", "ipc://", "inproc://")):
-            raise ValueError(
-                f"engine {engine.base_url}: {name}={address!r} is not a tcp:// or ipc:// address"
-            )
+        if address is not None and (fault := _socket_fault(address)):
+            raise ValueError(f"engine {engine.base_url}: {name}={address!r} {fault}")
     if engine.replay is not None and engine.events is None:
         raise ValueError(f"engine {engine.base_url}: replay= needs events=")
+
+
+def _socket_fault(address: str) -> str:
+    """Return the fault of a ZMQ address to connect to; "" where it can be used."""
+    scheme, _, rest = address.partition("://")
+    if scheme not in {"tcp", "ipc", "inproc"} or not rest:
+        return "is not a tcp:// or ipc:// address"
+    if scheme != "tcp":
+        return ""
+    if rest.startswith("*:"):
+        return "is where the engine listens; give the engine's host instead of *"
+    try:
+        _, port = split_address(rest)
+    except ValueError:
+        port = 0
+    return "" if port else "is not tcp://HOST:PORT"
 
 
 def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
@@ -61,7 +69,7 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
         tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
         entries = msgspec.convert(tree, _List).engines
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadListError(f"{type(error).__name__}: {error}") from None
+        raise BadListError(f"not a list of engines: {error}") from None
     found: dict[str, DiscoveredEngine] = {}
     for entry in entries:
         fields = {name: getattr(entry, name) for name in EngineAddress.__struct_fields__}

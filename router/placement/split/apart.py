@@ -88,10 +88,6 @@ class Apart:
             return
         if not isinstance(read, Prompt):
             self.why = "unread"
-        elif read.num_prompts > 1:
-            self.why = "prompts"
-        elif read.skips_cache:
-            self.why = "prompt_logprobs"
         else:
             try:
                 self._body = await at_leisure(
@@ -115,6 +111,8 @@ class Apart:
             taken = self._take_over(decode, handoff, question)
             if taken is not None:
                 return taken
+            if not self._course.splits:
+                return pick(able.candidates), Split("retried")
         return self._plan(able, decode, asked, question, pick, now)
 
     def _plan(

@@ -18,6 +18,7 @@ import msgspec
 
 from router.http.client.connection import UpstreamError
 from router.openai.errors import retry_after_s
+from router.openai.members import at_leisure
 from router.openai.request import Usage
 from router.pd.bodies import SplitBody
 from router.pd.course import Course
@@ -108,7 +109,7 @@ class Legs:
     async def _ask_prefill(
         self, attempt: Attempt, body: SplitBody, out: Outbound, course: Course, transfer_id: str
     ) -> None:
-        asks = body.prefill(self.connector.asks(transfer_id))
+        asks = await at_leisure(body.prefill(self.connector.asks(transfer_id)))
         asked_s = self._quiet.begin()
         usage: Usage | None = None
         answer: Any = None
@@ -214,7 +215,7 @@ class Legs:
 
         try:
             timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
-            text = body.decode(handoff.params)
+            text = await at_leisure(body.decode(handoff.params))
             answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
         except HandoffRefusedError:
             raise self._late(attempt, out) from None

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from router.fleet.identity import EngineAddress
+from router.http.reasons import reason_of
 from router.replication.leases.assignment import Member, plan_assignment
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
@@ -101,6 +102,8 @@ class LeaseManager:
         self._wake = asyncio.Event()
         self._failing = False
         self._leaving = False
+        self._releasing = asyncio.Lock()
+        self._unreleased: dict[str, Held] = {}  # leases given up here, as the server does not know yet
 
     def add_candidate(self, engine: EngineAddress, model: str) -> None:
         """Follow this engine of ``model`` if its lease can be acquired. One known at other addresses, or for
@@ -152,7 +155,7 @@ class LeaseManager:
             except (IndexUnavailable, TimeoutError) as error:
                 self.stats.failed_ticks += 1
                 if not self._failing:
-                    _log.warning("leases cannot be renewed", problem=f"{type(error).__name__}: {error}")
+                    _log.warning("leases cannot be renewed", problem=reason_of(error))
                 self._failing = True
             except IndexRefused as error:
                 self.stats.failed_ticks += 1
@@ -166,14 +169,20 @@ class LeaseManager:
             await self._pause()
 
     async def release_all(self) -> None:
-        """Release every lease and acquire none any more, for a replica that shuts down."""
+        """Release every lease and acquire none any more, for a replica that shuts down. A second caller waits
+        for the first one, and goes on where that was cancelled."""
         self._leaving = True
-        for engine_id, held in list(self.held.items()):
-            del self.held[engine_id]
-            self._on_ended(held.model, engine_id)
-            await self._leases_of(held.model).leases.release(engine_id, held.token)
-        for model in {candidate.model for candidate in self._candidates.values()}:
-            await self._leases_of(model).membership.leave()
+        async with self._releasing:
+            while self.held:
+                engine_id, held = self.held.popitem()
+                self._unreleased[engine_id] = held
+                self._on_ended(held.model, engine_id)
+            while self._unreleased:
+                engine_id, held = next(iter(self._unreleased.items()))
+                await self._leases_of(held.model).leases.release(engine_id, held.token)
+                del self._unreleased[engine_id]
+            for model in {candidate.model for candidate in self._candidates.values()}:
+                await self._leases_of(model).membership.leave()
 
     async def _pause(self) -> None:
         """Until the next round; sooner if something changed and the server can be used."""
@@ -254,7 +263,10 @@ class LeaseManager:
         asked_s = self._clock()
         candidate = self._candidates[engine_id]
         token = await model_leases.leases.acquire(engine_id, above=held.token)
-        if token is None or self.held.get(engine_id) is not held:
+        if token is None:
+            return False
+        if self.held.get(engine_id) is not held:
+            await model_leases.leases.release(engine_id, token)
             return False
         self.held[engine_id] = Held(held.model, token, asked_s + self._lease_s)
         self.stats.won_back += 1
@@ -284,7 +296,9 @@ class LeaseManager:
         _log.info("lease taken", engine=engine_id, token=token)
 
     async def _release(self, model_leases: ModelLeases, engine_id: str) -> None:
-        held = self.held.pop(engine_id)
+        held = self.held.pop(engine_id, None)
+        if held is None:  # lost since the plan was made
+            return
         self._on_ended(held.model, engine_id)
         self.stats.given += 1
         _log.info("lease released", engine=engine_id, token=held.token)

@@ -51,13 +51,13 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
-            raise SettingsError(f"index namespace {self.namespace!r}: 1 to 32 letters, digits, '_', '.', '-'")
+            raise SettingsError(f"namespace {self.namespace!r}: 1 to 32 letters, digits, '_', '.', '-'")
         if self.code_bytes not in {1, 2}:
-            raise SettingsError(f"index code_bytes {self.code_bytes}: 1 or 2")
+            raise SettingsError(f"code_bytes {self.code_bytes}: 1 or 2")
         if not 0 <= self.partitions <= 64 or self.partitions & (self.partitions - 1):
-            raise SettingsError(f"index partitions {self.partitions}: 0 or a power of two up to 64")
+            raise SettingsError(f"partitions {self.partitions}: 0 or a power of two up to 64")
         if not 0 < self.renew_s < self.lease_s < self.block_ttl_s:
-            raise SettingsError("index: 0 < renew_s < lease_s < block_ttl_s must hold")
+            raise SettingsError("renew_s: 0 < renew_s < lease_s < block_ttl_s must hold")
         parse_url(self.url)
 
     @property

@@ -50,7 +50,7 @@ def parse_url(url: str) -> Target:
     parts = urlsplit(url)
     base, _, extra = parts.scheme.partition("+")
     if base not in {"redis", "rediss", "valkey", "valkeys"} or extra not in {"", "cluster", "sentinel"}:
-        raise SettingsError(f"index URL scheme {parts.scheme!r}: use redis://, rediss://, redis+cluster:// "
+        raise SettingsError(f"url: scheme {parts.scheme!r}: use redis://, rediss://, redis+cluster:// "
                             "or redis+sentinel://")  # fmt: skip
     kind: Kind = "cluster" if extra == "cluster" else "sentinel" if extra == "sentinel" else "server"
     userinfo, _, hosts = parts.netloc.rpartition("@")
@@ -59,7 +59,7 @@ def parse_url(url: str) -> Target:
     query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
     unknown = sorted(set(query) - {"ca", "cert", "key"})
     if unknown:
-        raise SettingsError(f"index URL: unknown parameter {unknown[0]!r}; known: ca, cert, key")
+        raise SettingsError(f"url: unknown parameter {unknown[0]!r}; known: ca, cert, key")
     return Target(
         kind,
         tuple(_address(host, _DEFAULT_PORT[kind]) for host in hosts.split(",")),
@@ -80,15 +80,13 @@ def _path(parts: SplitResult, kind: Kind) -> tuple[str, int]:
     service = ""
     if kind == "sentinel":
         if not pieces:
-            raise SettingsError(
-                "index URL: redis+sentinel:// needs the master's name: .../NAME or .../NAME/DB"
-            )
+            raise SettingsError("url: redis+sentinel:// needs the master's name: .../NAME or .../NAME/DB")
         service, pieces = pieces[0], pieces[1:]
     if len(pieces) > 1 or (pieces and not pieces[0].isdecimal()):
-        raise SettingsError(f"index URL: the path must be a database number, not {'/'.join(pieces)!r}")
+        raise SettingsError(f"url: the path must be a database number, not {'/'.join(pieces)!r}")
     db = int(pieces[0]) if pieces else 0
     if db and kind == "cluster":
-        raise SettingsError("index URL: a Cluster has database 0 only")
+        raise SettingsError("url: a Cluster has database 0 only")
     return service, db
 
 
@@ -97,7 +95,7 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
         split = urlsplit(f"//{text}")
         port = split.port
     except ValueError as error:
-        raise SettingsError(f"index URL: bad address: {error}") from None
+        raise SettingsError(f"url: bad address: {error}") from None
     return split.hostname or "127.0.0.1", port or default_port
 
 

@@ -347,6 +347,87 @@ def test_parameters_used_twice_are_read_after_they_were_let_go() -> None:
     run(check())
 
 
+def test_of_two_prompts_only_the_first_is_right_and_the_other_ones_blocks_stay_wrong() -> None:
+    """Both are given the transfer parameters of the first one. Whoever asks with the second prompt later hits
+    the first one's KV, unless it brings a salt."""
+
+    async def check() -> None:
+        both = [PROMPT, PROMPT[::-1]]
+        async with split(groups="full") as pair:
+            assert pair.prefill.connector is not None
+            params = (await pair.leg(prompt=both))["kv_transfer_params"]
+            assert pair.prefill.connector.num_kept == 2
+            status, answer = await pair.answer(params, prompt=both)
+            assert (status, answer["usage"]["prompt_tokens"]) == (200, 2 * len(PROMPT))
+            assert [WRONG_MARK in choice["text"] for choice in answer["choices"]] == [False, True]
+            status, later = await completion(pair.decode, prompt=PROMPT[::-1])
+            assert WRONG_MARK in text(later)
+            status, salted = await completion(pair.decode, prompt=PROMPT[::-1], cache_salt="fresh")
+            assert WRONG_MARK not in text(salted)
+            _, alone = await completion(pair.prefill, prompt=both)
+            expected = text(alone), alone["choices"][1]["text"]
+            assert (text(answer), text(salted)) == expected
+
+    run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_turn_after_a_tool_that_the_engine_runs_fetches_the_first_turns_blocks(stream: bool) -> None:
+    tools = {"own": [{"type": "code_interpreter"}], "client's": [{"type": "function", "name": "f"}]}
+
+    async def check() -> None:
+        async with split(groups="full") as pair:
+            for whose, listed in tools.items():
+                body = {"input": LONG_TEXT + whose, "tools": listed, "kv_transfer_params": ASKED}
+                asked = {**body, "max_output_tokens": 1}
+                _, first = await request(pair.prefill, "POST", "/v1/responses", asked)
+                told = {**body, "kv_transfer_params": first["kv_transfer_params"], "max_output_tokens": 5}
+                _, answer = await request(pair.decode, "POST", "/v1/responses", {**told, "stream": stream})
+                assert (WRONG_MARK in str(answer)) == (whose == "own")
+                del told["kv_transfer_params"]
+                _, answer = await request(pair.prefill, "POST", "/v1/responses", told)
+                assert WRONG_MARK not in str(answer)
+
+    run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "mark"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 50}, '"finish_reason":"abort"'),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 50},
+            '"finish_reason":"abort"',
+        ),
+        (
+            "/v1/messages",
+            {"model": "", "messages": [{"role": "user", "content": "a"}], "max_tokens": 50},
+            '"stop_reason":null,"stop_sequence":null}',
+        ),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 50}, '"status":"completed"'),
+    ],
+)
+def test_an_engine_that_is_terminated_answers_200_with_abort(
+    path: str, body: dict[str, Any], mark: str, stream: bool
+) -> None:
+    async def check() -> None:
+        async with engine(decode_s_per_token=60.0) as running:
+            asked = asyncio.ensure_future(request(running, "POST", path, {**body, "stream": stream}))
+            await until(lambda: running.scheduler.gauges().num_running == 1)
+            await running.stop()
+            status, answer = await asked
+            assert status == 200
+            said = answer if stream else json.dumps(answer, separators=(",", ":"))
+            if stream or path != "/v1/messages":
+                assert mark in said.replace(": ", ":")
+            else:
+                assert "stop_reason" not in answer
+
+    run(check())
+
+
 def test_several_choices_on_the_prefill_leg_leak_all_but_one() -> None:
     async def check() -> None:
         async with split() as pair:

@@ -173,6 +173,7 @@ def test_predictions_are_exact_where_they_were_made() -> None:
     [
         ({"n": 2, "temperature": 1.0}, "n"),
         ({"prompt": [prompt(1), prompt(2)]}, "prompts"),
+        ({"prompt": [TEXT, TEXT[::-1]]}, "prompts"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"prompt": prompt(1, 60)}, "short"),
     ],
@@ -181,9 +182,51 @@ def test_what_is_not_split_goes_to_the_decode_engine_alone(fields: dict[str, Any
     async def main() -> None:
         async with apart(P, D) as (rig, _):
             with busy(rig):
-                await rig.ask("POST", "/v1/completions", completion(1, **fields))
+                _, answer = await rig.ask("POST", "/v1/completions", completion(1, **fields))
+            assert WRONG_MARK not in str(answer)
             stats = rig.router.proxy.pd_stats
             assert (stats.split, stats.whole) == (0, {why: 1})
+
+    run(main())
+
+
+def test_tools_that_the_engine_runs_keep_a_response_whole() -> None:
+    async def main() -> None:
+        async with apart(P, D) as (rig, _):
+            for number, kind in enumerate(("code_interpreter", "mcp", "function"), 1):
+                body = {**BODIES["/v1/responses"], "tools": [{"type": kind, "name": "f"}]}
+                with busy(rig):
+                    status, answer = await rig.ask("POST", "/v1/responses", {**body, "input": TEXT + kind})
+                assert (status, WRONG_MARK in str(answer)) == (200, False)
+                stats = rig.router.proxy.pd_stats
+                assert stats.whole == {"tools": min(number, 2)}
+            assert stats.split == 1
+
+    run(main())
+
+
+def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_holds() -> None:
+    """The only decode engine of its version dies while the prompt is computed; the others are of another."""
+
+    async def main() -> None:
+        pd = msgspec.structs.replace(SPLITS, prefills_max=1, decode_delay_weight=100.0)
+        old = {"version": "0.31.0"}
+        slow = {**P, "prefill_s_per_token": 1e-4}
+        async with apart(slow, D, {**P, **old}, {**D, **old}, pd=pd) as (rig, (p, d, *_)):
+            other = rig.router.fleet.get(d.base_url)
+            busiest = [e for e in rig.router.fleet if e.engine.decodes and e is not other]
+            with busy(rig):
+                tickets = [e.load.hold(time.monotonic()) for e in busiest for _ in range(3)]
+                asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+                await until(lambda: p.scheduler.gauges().num_running == 1, "the prompt is being computed")
+                d.die()
+                status, answer = await asked
+                for ticket in tickets:
+                    busiest[0].load.finish(ticket, time.monotonic())
+            assert (status, WRONG_MARK in str(answer)) == (200, False)
+            stats = rig.router.proxy.pd_stats
+            assert (stats.split, stats.handoffs, stats.handoffs_kept) == (1, 0, 1)
+            assert stats.whole == {"retried": 1}
 
     run(main())
 

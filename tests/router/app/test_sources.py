@@ -139,7 +139,10 @@ def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[fleet.kubernetes]\nselektor = 'a'", "unknown key fleet.kubernetes.selektor; known: api,"),
+        (
+            "[fleet.kubernetes]\nselektor = 'a'",
+            "unknown key fleet.kubernetes.selektor; did you mean fleet.kubernetes.selector? known: api,",
+        ),
         ("[fleet.kubernetes]\nport_name = 'HTTP'", "fleet.kubernetes.port_name: 'HTTP' is not a port name"),
         ("[fleet.kubernetes]\nnamespaces = ['*', 'a']", "fleet.kubernetes.namespaces: * covers all"),
         ("[fleet.kubernetes]\nnamespaces = ['A b']", "fleet.kubernetes.namespaces: 'A b' is not a namespace"),

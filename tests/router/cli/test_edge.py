@@ -52,7 +52,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         ("num_blocks=0", "num_blocks = 0: expected 1 to 16777216"),
         ("num_blocks=-5", "num_blocks = -5: expected 1 to"),
         ("block_size=0", "block_size = 0: expected 1 to"),
-        ("block_size=big", "--set 'block_size=big': Expected `int`"),
+        ("block_size=big", "--set 'block_size=big': expected a whole number"),
         ("max_num_seqs=0", "max_num_seqs = 0: expected 1 to"),
         ("retention_interval=-1", "retention_interval = -1: expected 0 to"),
         ("retention_interval=7", "retention interval 7 is no multiple of 16"),

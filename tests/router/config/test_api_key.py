@@ -10,7 +10,7 @@ import pytest
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.load import load
-from router.config.schema import Config
+from router.config.schema import Config, ServerConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
@@ -45,7 +45,8 @@ def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-        router = Router(Config(engines=(EngineAddress(f"http://127.0.0.1:{port}"),), fleet=fleet))
+        engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
+        router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
         async with router.running():
             await until(lambda: router.fleet.ready("m"), "ready")
         server.close()
@@ -74,7 +75,8 @@ def test_what_an_engine_renders_for_a_client_it_renders_in_the_clients_name(tmp_
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-        router = Router(Config(engines=(EngineAddress(f"http://127.0.0.1:{port}"),), fleet=fleet))
+        engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
+        router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
         body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
         own = [(b"authorization", b"Bearer clients-own")]
         async with router.running():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.members import at_once
-from router.pd.bodies import SplitBody, split_body
+from router.pd.bodies import SplitBody, salted, split_body
 
 ASKS = b'{"do_remote_decode":true}'
 PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]]}'
@@ -91,15 +91,15 @@ def test_the_prefill_engine_gets_one_token_and_no_stream(case: str) -> None:
     found = split(path, body)
     start = wanted.index(b"{") + 1
     assert found.whole == ""
-    assert found.prefill(ASKS) == wanted[:start] + FRONT + wanted[start:]
-    json.loads(found.prefill(ASKS))
+    assert at_once(found.prefill(ASKS)) == wanted[:start] + FRONT + wanted[start:]
+    json.loads(at_once(found.prefill(ASKS)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: str) -> None:
     path, body, _ = CASES[case]
     start = body.index(b"{") + 1
-    found = split(path, body).decode(PARAMS)
+    found = at_once(split(path, body).decode(PARAMS))
     assert found == body[:start] + b'"kv_transfer_params":' + PARAMS + b"," + body[start:]
     assert json.loads(found) == {"kv_transfer_params": json.loads(PARAMS), **json.loads(body)}
 
@@ -111,10 +111,25 @@ def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: st
         (COMPLETION, {"best_of": 3}, "best_of"),
         (COMPLETION, {"use_beam_search": True}, "use_beam_search"),
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETION, {"prompt": "a", "echo": True}, "echo"),
         (RESPONSES, {"background": True}, "background"),
         (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         (GENERATE, {"sampling_params": {"n": 2}}, "n"),
         (GENERATE, {"token_ids": [1]}, "body"),
+        (COMPLETION, {"prompt": ["a", "b"]}, "prompts"),
+        (COMPLETION, {"prompt": ["a"]}, "prompts"),
+        (COMPLETION, {"prompt": [[1, 2], [3]]}, "prompts"),
+        (COMPLETION, {"prompt": [[1, 2]]}, "prompts"),
+        (COMPLETION, {"prompt": [1, "a"]}, "prompts"),
+        (COMPLETION, {"prompt": None}, "prompts"),
+        (COMPLETION, {}, "prompts"),
+        (COMPLETION, {"prompt": "a", "prompt_embeds": ["AAAA"]}, "prompt_embeds"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "code_interpreter"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function"}, {"type": "mcp"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "web_search_preview"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": [{"name": "x"}]}, "tools"),
+        (RESPONSES, {"input": "a", "tools": {"type": "function"}}, "tools"),
+        (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         (BATCH, {}, "api"),
         (COHERE, {}, "api"),
     ],
@@ -123,6 +138,46 @@ def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: st
 def test_what_one_engine_must_do_stays_whole(path: str, fields: dict[str, Any], why: str, size: int) -> None:
     body = json.dumps({"model": "m" * size, **fields}).encode()
     assert split(path, body).whole == why
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETION, {"prompt": 'a ["b"]'}),
+        (COMPLETION, {"prompt": [1, 2, 3]}),
+        (COMPLETION, {"prompt": [1]}),
+        (RESPONSES, {"input": "a"}),
+        (RESPONSES, {"input": "a", "tools": None}),
+        (RESPONSES, {"input": "a", "tools": []}),
+        (
+            RESPONSES,
+            {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}]},
+        ),
+        (RESPONSES, {"input": "a", "tools": [{"type": "custom"}, {"type": "namespace", "tools": []}]}),
+        (CHAT, {"messages": [], "prompt": ["a", "b"], "tools": [{"type": "code_interpreter"}]}),
+    ],
+)
+@pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "large"])
+def test_one_prompt_and_tools_of_the_client_may_be_split(
+    path: str, fields: dict[str, Any], size: int
+) -> None:
+    assert split(path, json.dumps({"model": "m" * size, **fields}).encode()).whole == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "salted_body"),
+    [
+        (b' { "a": 1}', b' {"cache_salt":"s", "a": 1}'),
+        (b"{ }", b'{"cache_salt":"s" }'),
+        (b'{"cache_salt":"mine","a":{"cache_salt":1}}', b'{"cache_salt":"s","a":{"cache_salt":1}}'),
+        (
+            b'{"cache_salt":1,"b":2,"cache_s\\u0061lt" : null}',
+            b'{"cache_salt":"s","b":2,"cache_s\\u0061lt" : "s"}',
+        ),
+    ],
+)
+def test_a_salt_replaces_the_clients_own(body: bytes, salted_body: bytes) -> None:
+    assert at_once(salted(body, "s")) == salted_body
 
 
 @pytest.mark.parametrize(
@@ -156,7 +211,7 @@ def test_any_body_asks_for_one_token_and_keeps_the_rest(
     body = ("{" + ", ".join(texts) + "}").encode()
     found = split(CHAT, body)
     assert found.whole == ""
-    pairs: list[tuple[str, Any]] = json.loads(found.prefill(ASKS), object_pairs_hook=list)
+    pairs: list[tuple[str, Any]] = json.loads(at_once(found.prefill(ASKS)), object_pairs_hook=list)
     fixed = {"stream": False, "max_tokens": 1, "min_tokens": 0, "stream_options": None}
     sent = json.loads(body, object_pairs_hook=list)
     rest = [(key, fixed.get(key, value)) for key, value in sent]
@@ -186,8 +241,8 @@ def test_a_chat_whose_messages_are_known_is_split_as_any_other(
     found, expected = at_once(split_body(CHAT, body, known)), split(CHAT, body)
     assert (found.text, found.whole) == (expected.text, expected.whole)
     if not found.whole:  # of an edit that changes nothing the place may differ
-        assert found.prefill(ASKS) == expected.prefill(ASKS)
-        assert found.decode(PARAMS) == expected.decode(PARAMS)
+        assert at_once(found.prefill(ASKS)) == at_once(expected.prefill(ASKS))
+        assert at_once(found.decode(PARAMS)) == at_once(expected.decode(PARAMS))
 
 
 def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() -> None:
@@ -196,4 +251,4 @@ def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() 
         body = b'{"messages":[%b],"max_tokens":50,"stream":true}' % b",".join(known)
         found = at_once(split_body(CHAT, body, known))
         assert found == split(CHAT, body)
-        assert found.decode(PARAMS).endswith(body[1:])
+        assert at_once(found.decode(PARAMS)).endswith(body[1:])

@@ -176,6 +176,19 @@ def test_a_stream_that_waits_too_long_shows_a_silent_engine_too() -> None:
     assert breaker.allows(150.0)
 
 
+def test_silence_is_measured_against_the_expected_time() -> None:
+    """A long prompt is no silence; of several requests, the one that is due first tells."""
+    breaker = Breaker(S)
+    breaker.begin(0.0, streams=True, expected_s=60.0)
+    assert breaker.allows(S.silent_s_max + 119)
+    assert breaker.free_until == S.silent_s_max + 120
+    breaker.begin(10.0, streams=True, expected_s=1.0)
+    assert breaker.allows(10.0 + S.silent_s_max + 1.9)
+    assert not_probed(breaker, 10.0 + S.silent_s_max + 2)
+    breaker.heard(100.0)
+    assert breaker.free_until == float("inf")
+
+
 def not_probed(breaker: Breaker, now: float) -> bool:
     """Silent: one request may go there, and no second one."""
     first = breaker.allows(now)
@@ -251,12 +264,12 @@ def test_free_until_then_means_allowed_until_then(steps: list[tuple[float, str]]
             case "fail":
                 breaker.record(False, now)
             case "begin" | "stream":
-                breaker.begin(now, streams=what == "stream")
+                breaker.begin(now, streams=what == "stream", expected_s=number % 7)
             case "heard":
                 breaker.heard(now)
             case "gave up":
                 breaker.gave_up(now - 5, now, expected_s=0.1, streams=True)
             case _:
                 breaker.refused(number, 3.0, now)
-        for later in (now, now + 1, now + S.silent_s_max - 0.001, now + 100):
+        for later in (now, now + 1, now + S.silent_s_max - 0.001, now + 27.0, now + 100):
             assert breaker.allows(later) or later >= breaker.free_until

@@ -11,11 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from publisher.engine import SimulatedEngine
 from publisher.simulator.text import WRONG_MARK
+from publisher.simulator.transfer.mooncake import MooncakeLink
 from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.settings import FileSettings, FleetSettings
+from router.openai.request import InboundRequest
 from router.pd.settings import PdSettings, SidecarSettings
+from router.pd.stats import PdStats
+from router.proxy.attempt import Attempt
+from router.sidecar.allowed import Allowed
+from router.sidecar.placer import SidecarPlacer
 from router.sidecar.run import check, reloads_of
 from tests.support.ports import free_port
 from tests.support.sidecars import completion, endpoint, sidecar
@@ -135,6 +142,33 @@ def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
     run(main())
 
 
+def test_a_prefill_that_takes_as_long_as_those_before_it_is_no_silence() -> None:
+    async def main() -> None:
+        now = 0.0
+        stats = PdStats()
+        placer = SidecarPlacer("http://d:1", Allowed(("p:1",)), scheme="http", stats=stats, clock=lambda: now)
+        body = msgspec.json.encode(completion(1, stream=True))
+        fields = [(b"x-prefiller-host-port", b"p:1")]
+
+        async def asked() -> Attempt | None:
+            request = InboundRequest("POST", "/v1/completions", b"", fields, body, stream=True)
+            return (await placer.place(request, exclude=frozenset())).prefill
+
+        first = await asked()
+        assert first is not None
+        now = 10.0
+        first.first_byte(200)
+        assert await asked() is not None
+        now = 10.0 + 15.0 + 2 * 10.0 - 0.1
+        assert await asked() is not None
+        now += 0.2
+        assert await asked() is not None  # the one probe
+        assert await asked() is None
+        assert stats.whole == {"no_prefill_engine": 1}
+
+    run(main())
+
+
 def test_the_next_one_of_the_list_is_asked() -> None:
     async def main() -> None:
         dead = f"127.0.0.1:{free_port()}"
@@ -170,14 +204,85 @@ def test_engines_that_refuse_each_other_cost_no_answer() -> None:
     run(main())
 
 
+OWN_TOOL: dict[str, Any] = {
+    "model": MODEL,
+    "input": TEXT,
+    "max_output_tokens": 6,
+    "tools": [{"type": "code_interpreter"}],
+}
+
+
 @pytest.mark.parametrize(
-    ("fields", "why"), [({"n": 2, "temperature": 1.0}, "n"), ({"use_beam_search": True, "n": 2}, "n")]
+    ("path", "body", "why"),
+    [
+        ("/v1/completions", completion(1, n=2, temperature=1.0), "n"),
+        ("/v1/completions", completion(1, use_beam_search=True, n=2), "n"),
+        ("/v1/completions", completion(1, prompt=[TEXT, TEXT[::-1]]), "prompts"),
+        (
+            "/v1/completions",
+            completion(1, prompt=[completion(1)["prompt"], completion(2)["prompt"]]),
+            "prompts",
+        ),
+        ("/v1/responses", OWN_TOOL, "tools"),
+        ("/v1/responses", {**OWN_TOOL, "stream": True}, "tools"),
+        (
+            "/v1/responses",
+            {"model": MODEL, "input": "a", "previous_response_id": "resp_1"},
+            "previous_response_id",
+        ),
+    ],
 )
-def test_what_cannot_be_split_is_not(fields: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_split_is_not(path: str, body: dict[str, Any], why: str) -> None:
     async def main() -> None:
         async with running(P, D) as (p, d), sidecar(d, p) as beside:
-            _, _, told = await beside.ask(completion(1, **fields), endpoint(p))
+            _, answer, told = await beside.ask(body, endpoint(p), path=path)
             assert (told, beside.sidecar.pd_stats.whole) == ("- -", {why: 1})
+            assert WRONG_MARK not in str(answer)
+
+    run(main())
+
+
+CONNECTORS: dict[str, tuple[PdSettings, dict[str, Any]]] = {
+    "nixl": (PdSettings(), {}),
+    "mooncake": (PdSettings(connector="mooncake"), {"kv_connector": "mooncake", "bootstrap_port": 0}),
+    "mooncake, found out": (PdSettings(), {"kv_connector": "mooncake", "bootstrap_port": 0}),
+    "offloading": (PdSettings(connector="offloading"), {"kv_connector": "offloading"}),
+}
+
+
+@asynccontextmanager
+async def connected(
+    connector: str, **changes: Any
+) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine, PdSettings]]:
+    """A prefill and a decode engine with it, and how the sidecar is told of them."""
+    pd, own = CONNECTORS[connector]
+    port = free_port()
+    prefill = {**P, **own, **({"side_channel_port": port} if connector == "offloading" else {})}
+    async with running(prefill, {**D, **own}) as (p, d):
+        if isinstance(p.link, MooncakeLink) and connector != "offloading":
+            changes["mooncake_bootstrap_port"] = p.link.bootstrap_port
+        yield p, d, msgspec.structs.replace(pd, offloading_port=port, **changes)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_every_connector_one_after_the_other_and_at_once(connector: str, ahead: int, stream: bool) -> None:
+    async def main() -> None:
+        expected = [await alone(completion(number)) for number in (1, 2)]
+        async with (
+            connected(connector, mooncake_ahead_max=ahead) as (p, d, pd),
+            sidecar(d, p, pd=pd) as beside,
+        ):
+            for number in (1, 2):
+                asked = completion(number, stream=stream)
+                status, answer, told = await beside.ask(asked, endpoint(p))
+                assert (status, (told or "")[:2]) == (200, "0 ")
+                assert WRONG_MARK not in str(answer)
+                assert stream or words(answer) == expected[number - 1]
+            stats = beside.sidecar.pd_stats
+            at_once = {"mooncake": 2, "mooncake, found out": 1}.get(connector, 0) if ahead else 0
+            assert (stats.handoffs, stats.ahead) == (2, at_once)
 
     run(main())
 

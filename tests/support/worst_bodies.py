@@ -1,0 +1,56 @@
+"""JSON bodies that take longest to look through, in any size: what a hostile client would send."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_HEAD: Final = b'{"model":"m","vllm_xargs":{},'
+
+
+def _repeated(unit: bytes, size: int, *, head: bytes = _HEAD, tail: bytes = b'"z":1}') -> bytes:
+    return head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail
+
+
+def _within(value: bytes, size: int, *, opens: bytes = b"[", closes: bytes = b"1]") -> bytes:
+    return _repeated(value, size, head=_HEAD + b'"a":' + opens, tail=closes + b"}")
+
+
+_MEMBERS: Final = {
+    "short members": b'"a":1,',
+    "empty members": b'"":"",',
+    "spaced members": b'"a" :\t1 , ',
+    "escaped keys": b'"\\u0061":1,',
+    "escaped values": b'"a":"\\n",',
+    "lists as members": b'"a":[],',
+    "objects looked into": b'"vllm_xargs":{"a":1},',
+    "texts looked into": b'"vllm_xargs":"\\n",',
+    "what is cut out": b'"kv_transfer_params":1,"a":1,',
+    "models": b'"model":"m",',
+    "long keys": b'"%b":1,' % (b"k" * 100_000),
+}
+_VALUES: Final = {
+    "numbers": b"1,",
+    "lists": b"[],",
+    "empty texts": b'"",',
+    "escaped texts": b'"\\n",',
+    "objects": b'{"":0},',
+}
+
+
+def worst_bodies(size: int) -> dict[str, bytes]:
+    """By what is in them; each has so many bytes, or nearly."""
+    inner = _HEAD.replace(b"{},", b"{")
+    return {
+        **{name: _repeated(unit, size) for name, unit in _MEMBERS.items()},
+        **{f"a list of {name}": _within(unit, size) for name, unit in _VALUES.items()},
+        "members of an object looked into": _repeated(b'"a":1,', size, head=inner, tail=b'"z":1}}'),
+        "depth": _within(b"[", size),
+        "white space": _within(b" ", size, opens=b"", closes=b"1"),
+        "a number": _within(b"1", size, opens=b"", closes=b"1"),
+        "a text": _within(b"x", size, opens=b'"', closes=b'"'),
+        "a text of escapes": _within(b"\\n", size, opens=b'"', closes=b'"'),
+        "a text of quotes": _within(b'\\"', size, opens=b'"', closes=b'"'),
+        "a text of spread escapes": _within(b"\\nxxxxxxx", size, opens=b'"', closes=b'"'),
+        "a text without end": _within(b"kv_transfer_param ", size, opens=b'"', closes=b""),
+        "a text that is looked into": _repeated(b"x", size, head=b'{"vllm_xargs":"', tail=b'"}'),
+    }
