@@ -2,7 +2,8 @@
 
 For engine e and a prompt of N tokens, with a = prefill seconds per token of e, in seconds::
 
-    cost = queue                         prefill and loads still to do at e for prompts already placed there
+    cost = queue                         prefill and loads still to do at e for prompts already placed there,
+                                         or room_share of the wait for pages, if that is more
          + a * (N - hit - offloaded)     what e computes for this prompt
          - beta * a * (trunk - hit - offloaded)
          + premium * (the two above)     what others will pay for the pages that this visit takes
@@ -10,6 +11,8 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
          + decode * running              what running sequences cost the prefill
          + sequence * (running + waiting)    these two only where some engine could load a part of the prompt
          + scarcity * a * (N - hit)
+         + spread * max(0, recent - mean recent)
+         + crowding * share * waiting * a * (N - hit - offloaded)    only where prompts wait for pages
 
     offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
@@ -34,6 +37,15 @@ Scarcity: a load spares the computing and not the page; a hit on the GPU spares 
 there. While first tokens come later than computing and loading explain, prompts wait for pages, and this is
 their price, up to ``scarcity_premium``: 013.
 
+Spread: seconds of work that e was sent in the last half minute beyond the mean of all candidates. The queue
+is that of this moment; long sessions come back every few seconds, and without this term several share one
+engine while others idle.
+
+Pages: where the sequences of e hold its pool, prompts wait for ``room`` seconds (``load/pages.py``) and each
+second of prefill there keeps ``share`` of the pool from the ``waiting`` prompts behind it. A cost with all of
+the wait and without that price moves sessions from the engines that hold them: more has to be computed, and
+all wait longer. Both found by simulation: docs/decisions/014-pages-and-recent-work.md.
+
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
 cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus
@@ -55,8 +67,6 @@ import xxhash
 
 from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Reason
 
-import os
-_X = float(os.environ.get("PX", "1"))
 _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
 
@@ -95,16 +105,18 @@ class Weighed(msgspec.Struct, gc=False):
             decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
         return Cost(
             candidate.engine_id,
-            candidate.queue_s,
+            self.queues[index],
             prefill_s,
             load_s,
             decode_s,
             credit_s,
             eviction_s,
-            _spread_s(candidate.recent_s, self.recent_s, settings),
+            settings.spread * max(0.0, candidate.recent_s - self.recent_s),
+            _crowding_s(candidate, uncached, settings),
             self.totals[index],
             uncached,
             trunk,
+            max(candidate.queue_s, candidate.room_s),
         )
 
 
@@ -169,12 +181,14 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             longest = trunk if trunk > longest else longest  # noqa: FURB136
             part = cached, trunk, by_rate, load_s
         queue_s = candidate.queue_s
+        if candidate.room_s:
+            queue_s = max(queue_s, settings.room_share * candidate.room_s)
         decode_s = candidate.decode_interference_s * candidate.running
         total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
         if candidate.recent_s > mean_s:
             total_s += spread * (candidate.recent_s - mean_s)
-        if candidate.page_share:
-            total_s += _X * candidate.page_share * candidate.waiting * candidate.prefill_s_per_token * (prompt_tokens - part[0])
+        if candidate.pool_share:
+            total_s += _crowding_s(candidate, prompt_tokens - part[0], settings)
         totals.append(total_s)
         queues.append(queue_s)
         parts.append(part)
@@ -184,9 +198,13 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     return weighed
 
 
-def _spread_s(recent_s: float, mean_s: float, settings: PolicySettings) -> float:
-    """The price of work that an engine was given of late beyond the mean."""
-    return settings.spread * max(0.0, recent_s - mean_s)
+def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
+    """Return the price of computing ``uncached`` tokens where prompts wait for pages.
+
+    Each second of prefill keeps ``pool_share`` of the pool from those that wait.
+    """
+    waiting = settings.crowding * candidate.pool_share * candidate.waiting
+    return waiting * candidate.prefill_s_per_token * uncached
 
 
 def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:

@@ -319,10 +319,14 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         rate, interference_s = engine.rates.at(now)
         if told:
             others = told.get(name, NO_OTHERS)
-        queue_s, running, waiting, idle_s, late_s, recent_s = engine.load.ahead(now, others, rate, tokens)
-        found.append(
-            Candidate(name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s)
+        load = engine.load
+        queue_s, running, waiting, idle_s, late_s, recent_s = load.ahead(now, others, rate)
+        candidate = Candidate(
+            name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
         )
+        if not load.pages.fits(tokens):
+            candidate.room_s, candidate.pool_share = load.pages.wait_s(tokens), load.pages.share(tokens)
+        found.append(candidate)
     return found
 
 

@@ -100,8 +100,8 @@ class FleetSim:
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
-        for account, pool in zip(self._loads, pools, strict=True):
-            account.pages.blocks, account.pages.groups = setup.num_blocks, setup.groups
+        for account in self._loads:
+            account.pages.configure(setup.num_blocks, setup.groups)
         self._gauges_s = setup.gauge_s
         self._holding = None if arm.hold is None else Holding(arm.hold, self._loads, timing.seqs_max)
         self._inflight = InflightPrefixes()
@@ -167,7 +167,7 @@ class FleetSim:
         leg = None
         if helper is not None:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
-            ticket = self._loads[place].admit(uncached_tokens=0, now=now)
+            ticket = self._loads[place].admit(uncached_tokens=0, now=now, prompt_tokens=tokens)
         else:
             ticket = self._admit(place, choice, tokens)
         self._view.placed(place, tokens, hashes)
@@ -258,15 +258,15 @@ class FleetSim:
     def _candidates(self, tokens: int, hashes: Sequence[BlockHash], now: float) -> list[Candidate]:
         seen = self._view.look(tokens, hashes, now)
         unit, last = self._scheme.hash_block_size, tokens - 1
-        common = self._inflight.common(hashes, now) if self._arm.in_flight else None
+        common = self._inflight.common(hashes, now, last // unit) if self._arm.in_flight else None
         found = []
         for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
             rate = account.rates.prefill_s_per_token(now)
-            queue_s, running, waiting, idle_s, late_s, recent_s = account.ahead(now, NO_OTHERS, rate, tokens)
+            queue_s, running, waiting, idle_s, late_s, recent_s = account.ahead(now, NO_OTHERS, rate)
             shared = coming = 0
             if common is not None:
                 shared = min(common.blocks.get(engine_id, 0) * unit, last)
-                coming = min(common.coming.get(engine_id, 0) * unit, last)
+                coming = common.coming.get(engine_id, 0) * unit
             found.append(
                 Candidate(
                     engine_id,
@@ -287,7 +287,8 @@ class FleetSim:
                     decode_interference_s=account.rates.decode_interference_s,
                     late_s=late_s,
                     recent_s=recent_s,
-                    page_share=account.pages.share(tokens),
+                    room_s=account.pages.wait_s(tokens),
+                    pool_share=account.pages.share(tokens),
                 )
             )
         return found
