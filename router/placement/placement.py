@@ -19,6 +19,7 @@ from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Leg, Receipt
+from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -31,9 +32,6 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
-
-_REQUEST_ID_BYTES_MAX = 256
-"""Clients choose it, and receipts are kept."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -322,7 +320,7 @@ class Placement(Attempt):
         fallback = decision.index_problem and not known
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
-            request_id=request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
+            request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             engine_id=self.engine_id,
             model=request.model or "",
             mode="fallback" if fallback else hit.mode,

@@ -62,5 +62,6 @@ class ControlPort:
             except msgspec.MsgspecError:
                 return Response(status_code=400)
             return Response(status_code=204)
-        part = await self._view.own_part(request.url.path.removeprefix(PREFIX))
+        name = request.url.path.removeprefix(PREFIX)
+        part = await self._view.own_part(name, request.query_params.get("request_id", ""))
         return Response(status_code=404) if part is None or request.method != "GET" else Response(part)

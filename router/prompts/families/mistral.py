@@ -49,7 +49,9 @@ class Mistral:
 
     def __init__(self, folder: Path) -> None:
         if MistralTokenizer is None:
-            raise Missing("Mistral's tokenizer needs a package: pip install 'kvatlas[mistral]'")
+            raise Missing(
+                "Mistral's tokenizer needs a package; in a checkout: python -m pip install '.[mistral]'"
+            )
         file = mistral_file(folder)
         if file is None:
             raise Missing(f"{folder}: no tekken.json and no tokenizer.model.v* for Mistral's tokenizer")
