@@ -78,7 +78,10 @@ class Attempt:
     def asked(self) -> None:
         """The engine is asked now; said by whoever made this to be asked ``later``."""
         self.asked_s = self.now()
-        self._breaker.begin(self.asked_s, streams=self.request.stream, expected_s=self.expected_s)
+        request = self.request
+        self._breaker.begin(
+            self.asked_s, streams=request.stream, expected_s=self.expected_s, client=request.client
+        )
 
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
@@ -124,7 +127,8 @@ class Attempt:
         now = self.now()
         self._breaker.record(status == _TOO_MANY, now, connection=False)
         if wait_s > 0:
-            self._breaker.refused(xxhash.xxh3_64_intdigest(self.request.body), wait_s, now)
+            request = self.request
+            self._breaker.refused(xxhash.xxh3_64_intdigest(request.body), wait_s, now, request.client)
         return self._end(None, "status")
 
     def fetch_failed(self) -> bool:
