@@ -71,5 +71,5 @@ class Usage(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-FAILURES = ("refused", "reset", "timeout", "status", "broken_stream")
+FAILURES = ("refused", "reset", "timeout", "status", "broken_stream", "aborted")
 """Why an engine did not answer whole."""
