@@ -51,6 +51,8 @@ class FeedStats(msgspec.Struct):
     rejected_events: int = 0
     """Events skipped because they could not be decoded or were inconsistent."""
     last_rejection: str = ""
+    unknown_events: int = 0
+    """Events skipped because their type is not known to this version."""
     duplicate_batches: int = 0
     """Batches received twice; skipped."""
     late_batches: int = 0

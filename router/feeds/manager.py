@@ -54,6 +54,7 @@ class FeedManager:
         self._clock = clock
         self._settings = settings
         self._followed: dict[str, _Followed] = {}
+        self._logged_types: set[str] = set()
 
     @property
     def stats(self) -> dict[str, FeedStats]:
@@ -113,6 +114,7 @@ class FeedManager:
                 clock=self._clock,
                 settings=self._settings,
                 snapshot_endpoint=engine.snapshot,
+                logged_types=self._logged_types,
             )
             self._on_change(engine.engine_id, feed.stats)
             try:

@@ -179,6 +179,16 @@ class Engine(EngineStatus):
         self.closed = False
         """It has left the fleet: nothing more is to be kept of it."""
 
+    @property
+    def unusable_events(self) -> int:
+        """How many of its latest events in a row, or messages, could not be used; 0 where its events can."""
+        if self.residency is None:
+            return 0
+        count = self.residency.writer.unusable_events
+        if self.feed is not None and not self.feed.events:
+            count += sum(self.feed.malformed_frames.values())
+        return count
+
     def close(self) -> None:
         """It left the fleet. What a placement that is still open there says goes nowhere."""
         self.closed = True

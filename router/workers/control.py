@@ -78,7 +78,8 @@ class ControlPort:
         if asked[0] == "GET" and asked[1].startswith(_RESPONSES):
             held = self._responses.known(asked[1].removeprefix(_RESPONSES))
             return Response(status_code=404) if held is None else Response(msgspec.msgpack.encode(held))
-        part = await self._view.own_part(request.url.path.removeprefix(PREFIX))
+        name = request.url.path.removeprefix(PREFIX)
+        part = await self._view.own_part(name, request.query_params.get("request_id", ""))
         return Response(status_code=404) if part is None or request.method != "GET" else Response(part)
 
 

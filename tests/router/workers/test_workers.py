@@ -123,6 +123,16 @@ def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
                 assert (await router.chat()).status == 200
             await until(lambda: _is(router, "kvatlas_requests_total", 12), "all requests are counted, once")
             assert len(await router.get("/kvatlas/receipts")) == 12
+            answers = await router.get("/kvatlas/answers")
+            assert [one["status"] for one in answers] == ["200"] * 12
+            assert [one["at_s"] for one in answers] == sorted(one["at_s"] for one in answers)
+            for one in answers:  # whichever worker it was at
+                for page in ("answers", "receipts"):
+                    (found,) = await router.get(f"/kvatlas/{page}?request_id={one['request_id']}")
+                    assert found["request_id"] == one["request_id"]
+            history = await router.get("/kvatlas/history")
+            assert sum(interval["requests"] for interval in history["intervals"]) == 12
+            assert {interval["engines"] for interval in history["intervals"]} <= {0, 2}
             views = await router.get("/kvatlas/engines")
             assert sum(sum(view["receipts"].values()) for view in views) == 12
 
