@@ -1,8 +1,9 @@
 """Decodes batches of KV events, in every encoding since vLLM 0.20.
 
-The whole batch is tried at once and, where that fails or the batch is large, event by event: an unknown event
-type, a missing field or a wrong value costs that event only and is reported in ``DecodedBatch.rejected``.
-Unknown fields are ignored.
+The whole batch is tried at once and, where that fails or the batch is large, event by event: a missing field
+or a wrong value costs that event only and is reported in ``DecodedBatch.rejected``. Fields that may be None
+may be missing too (SGLang leaves them out), unknown ones are ignored. An event of an unknown type is named in
+``DecodedBatch.unknown``; the first of a type costs its batch the slow way, later ones are skipped at once.
 
 Always true: ``decode_batch`` either returns a batch or raises ``EventDecodeError``; it never raises anything
 else, whatever the bytes. A batch has at most ``EVENTS_MAX`` events, an event ``BLOCKS_MAX`` blocks, and what
@@ -12,13 +13,17 @@ is nested in all of them (extra keys, look-ahead tokens) takes ``NESTED_BYTES_MA
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Annotated, Any, TypeVar
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from publisher.events import (
     EVENTS_MAX,
     NESTED_BYTES_MAX,
+    TYPE_CHARS_MAX,
+    UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -32,6 +37,7 @@ from publisher.events import (
 )
 
 _Result = TypeVar("_Result")
+_Event = TypeVar("_Event")
 
 _REASON_LENGTH_MAX = 200
 _AT_ONCE_BYTES_MAX = 1 << 18
@@ -47,9 +53,9 @@ class _TooMuchNestedError(ValueError):
     """An event whose nested lists would take too much memory."""
 
 
-class _Batch(msgspec.Struct, array_like=True, gc=False):
+class _Batch(msgspec.Struct, Generic[_Event], array_like=True, gc=False):
     ts: float
-    events: list[Event]
+    events: list[_Event]
     data_parallel_rank: int | None = None
     publisher_id: Any = None
 
@@ -78,16 +84,16 @@ class _ArrayStored(msgspec.Struct, tag="BlockStored", array_like=True, gc=False)
     kv_cache_spec_sliding_window: Size | None = None
 
 
-class _MapStored(msgspec.Struct, tag="BlockStored", gc=False):
+class _MapStored(msgspec.Struct, tag="BlockStored", kw_only=True, gc=False):
     """``BlockStored`` with its nested lists undecoded."""
 
     block_hashes: Hashes
-    parent_block_hash: WireHash | None
+    parent_block_hash: WireHash | None = None
     token_ids: msgspec.Raw
     block_size: Size
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
     extra_keys: msgspec.Raw = _NIL
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
@@ -96,6 +102,7 @@ class _MapStored(msgspec.Struct, tag="BlockStored", gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: msgspec.Raw = _NIL
+    cache_salt: str | None = None
 
 
 class _ArrayRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
@@ -108,11 +115,47 @@ class _ArrayCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=
     pass
 
 
-_BATCH = msgspec.msgpack.Decoder(_Batch)
+class _MapTag(msgspec.Struct, gc=False):
+    type: str
+
+
+class _ArrayTag(msgspec.Struct, array_like=True, gc=False):
+    type: str
+
+
+_KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+
+
+class _MapDecoders:
+    """Decoders of events that are maps. A type met that is not known becomes one more member of their unions,
+    an event without fields, so that a batch with such events is decoded at once too. What is decoded does not
+    depend on which types were met."""
+
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        kinds = [msgspec.defstruct("Skipped", [], tag=name, gc=False) for name in names]
+        self.names = dict(zip(kinds, names, strict=True))
+        events: Any = reduce(or_, kinds, Event)
+        event: Any = reduce(or_, kinds, _MapStored | BlockRemoved | AllBlocksCleared)
+        self.batch: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Batch[events])
+        self.event: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(event)
+
+    def with_type(self, name: str) -> _MapDecoders:
+        """The decoders that skip this type too; these, once there are ``UNKNOWN_TYPES_MAX``."""
+        names = tuple(self.names.values())
+        if name in names or len(names) >= UNKNOWN_TYPES_MAX or len(name) > TYPE_CHARS_MAX:
+            return self
+        return _MapDecoders((*names, name))
+
+
+class _Maps:
+    """The decoders in use, shared by all streams of the process."""
+
+    now = _MapDecoders()
+
+
 _RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch)
-_MAP_EVENT: msgspec.msgpack.Decoder[_MapStored | BlockRemoved | AllBlocksCleared] = msgspec.msgpack.Decoder(
-    _MapStored | BlockRemoved | AllBlocksCleared
-)
+_MAP_TAG = msgspec.msgpack.Decoder(_MapTag)
+_ARRAY_TAG = msgspec.msgpack.Decoder(_ArrayTag)
 _EXTRA_KEYS: msgspec.msgpack.Decoder[list[Any] | None] = msgspec.msgpack.Decoder(list[Any] | None)
 _LOOKAHEAD: msgspec.msgpack.Decoder[list[list[int]] | None] = msgspec.msgpack.Decoder(list[list[int]] | None)
 _ARRAY_EVENT: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayCleared] = msgspec.msgpack.Decoder(
@@ -128,14 +171,24 @@ def decode_batch(payload: bytes | memoryview) -> DecodedBatch:
 def decode_in_pieces(payload: bytes | memoryview) -> Generator[None, None, DecodedBatch]:
     """``decode_batch`` as a generator that can be left alone after each piece of some milliseconds."""
     if len(payload) <= _AT_ONCE_BYTES_MAX:
+        maps = _Maps.now
         try:
-            batch = _BATCH.decode(payload)
-            return DecodedBatch(
-                batch.ts, batch.events, batch.data_parallel_rank, _publisher_id(batch.publisher_id), []
-            )
+            batch = maps.batch.decode(payload)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             pass
+        else:
+            return _known_alone(batch, maps.names)
     return (yield from _decode_by_event(payload))
+
+
+def _known_alone(batch: _Batch[Any], names: dict[type, str]) -> DecodedBatch:
+    """The batch without the events of these types, which are named in ``unknown``."""
+    events = batch.events
+    unknown = [names[type(event)] for event in events if type(event) in names] if names else []
+    if unknown:
+        events = [event for event in events if type(event) not in names]
+    publisher_id = _publisher_id(batch.publisher_id)
+    return DecodedBatch(batch.ts, events, batch.data_parallel_rank, publisher_id, [], unknown)
 
 
 def finish(steps: Generator[None, None, _Result]) -> _Result:
@@ -155,14 +208,22 @@ def _decode_by_event(payload: bytes | memoryview) -> Generator[None, None, Decod
         raise EventDecodeError(f"batch is not [ts, [event, ...], rank]: {error}") from None
     events: list[Event] = []
     rejected: list[str] = []
-    reasons: dict[str, str] = {}
+    unknown: list[str] = []
+    texts: dict[str, str] = {}
     nested, piece = _Nested(), 0
     for raw in batch.events:
+        event: Event | str | None
         try:
-            events.append(_decode_event(raw, nested))
+            event = _decode_event(raw, nested)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, _TooMuchNestedError) as error:
-            reason = str(error)[:_REASON_LENGTH_MAX]
-            rejected.append(reasons.setdefault(reason, reason))
+            event = _unknown_type(raw)
+            if event is None:
+                reason = str(error)[:_REASON_LENGTH_MAX]
+                rejected.append(texts.setdefault(reason, reason))
+        if isinstance(event, str):
+            unknown.append(texts.setdefault(event, event))
+        elif event is not None:
+            events.append(event)
         piece += _EVENT_BYTES + len(memoryview(raw))
         if piece >= _PIECE_BYTES:
             piece = 0
@@ -171,7 +232,7 @@ def _decode_by_event(payload: bytes | memoryview) -> Generator[None, None, Decod
     if rank is not None and not isinstance(rank, int):
         rejected.append(f"data_parallel_rank is {type(rank).__name__}, expected int")
         rank = None
-    return DecodedBatch(batch.ts, events, rank, _publisher_id(batch.publisher_id), rejected)
+    return DecodedBatch(batch.ts, events, rank, _publisher_id(batch.publisher_id), rejected, unknown)
 
 
 class _Nested:
@@ -191,13 +252,16 @@ class _Nested:
         return decoder.decode(data)
 
 
-def _decode_event(raw: msgspec.Raw, nested: _Nested) -> Event:
-    first = memoryview(raw)[0]
+def _decode_event(raw: msgspec.Raw, nested: _Nested) -> Event | str:
+    """The event, or the name of its type where that is one to be skipped."""
     event: _MapStored | _ArrayStored | BlockRemoved | _ArrayRemoved | AllBlocksCleared | _ArrayCleared
-    if not (0x90 <= first <= 0x9F or first in (0xDC, 0xDD)):  # not a msgpack array: the map form
-        event = _MAP_EVENT.decode(raw)
+    if not _is_array(raw):
+        maps = _Maps.now
+        event = maps.event.decode(raw)
         if isinstance(event, BlockRemoved | AllBlocksCleared):
             return event
+        if type(event) in maps.names:
+            return maps.names[type(event)]
     else:
         event = _ARRAY_EVENT.decode(raw)
     if isinstance(event, _MapStored | _ArrayStored):
@@ -209,6 +273,26 @@ def _decode_event(raw: msgspec.Raw, nested: _Nested) -> Event:
     if isinstance(event, _ArrayRemoved):
         return BlockRemoved(**msgspec.structs.asdict(event))
     return AllBlocksCleared()
+
+
+def _unknown_type(raw: msgspec.Raw) -> str | None:
+    """The name of the event's type if it is none of the known ones; None for an event that is no good."""
+    is_map = not _is_array(raw)
+    try:
+        name = _MAP_TAG.decode(raw).type if is_map else _ARRAY_TAG.decode(raw).type
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if not name or name in _KNOWN_TYPES:
+        return None
+    if is_map:
+        _Maps.now = _Maps.now.with_type(name)
+    return name[:TYPE_CHARS_MAX]
+
+
+def _is_array(raw: msgspec.Raw) -> bool:
+    """Whether this is a msgpack array; a map otherwise, or no event."""
+    first = memoryview(raw)[0]
+    return 0x90 <= first <= 0x9F or first in {0xDC, 0xDD}
 
 
 def _publisher_id(value: Any) -> bytes | None:

@@ -24,6 +24,10 @@ BLOCKS_MAX = 1 << 16
 """Of one event: a million tokens at 16 per block."""
 NESTED_BYTES_MAX = 64 << 20
 """Estimated memory of the nested lists of one batch; an empty list takes one byte on the wire and 64 here."""
+TYPE_CHARS_MAX = 64
+"""Of the name of an event's type that is kept."""
+UNKNOWN_TYPES_MAX = 16
+"""Types not known here that are told apart."""
 
 _U64 = (1 << 64) - 1
 WireHash = int | bytes
@@ -36,19 +40,24 @@ class EventDecodeError(ValueError):
     """The batch frame itself cannot be read; ``str()`` says why."""
 
 
+def _none() -> None:
+    """A default that ``omit_defaults`` keeps: vLLM sends these fields as nil, SGLang leaves them out."""
+
+
 class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     """Blocks that now hold the KV of ``token_ids``; fewer hashes than blocks when some were masked.
 
     ``token_ids`` stays encoded (``msgspec.Raw``): residency does not need it, ``tokens()`` decodes it.
+    ``cache_salt`` is SGLang's; vLLM puts a salt into ``extra_keys``.
     """
 
     block_hashes: Hashes
     parent_block_hash: WireHash | None
     token_ids: msgspec.Raw
     block_size: Size
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = msgspec.field(default_factory=_none)
+    medium: str | None = msgspec.field(default_factory=_none)
+    lora_name: str | None = msgspec.field(default_factory=_none)
     extra_keys: list[Any] | None = None
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
@@ -57,6 +66,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+    cache_salt: str | None = None
 
     def tokens(self) -> list[int]:
         """The decoded token ids. Raises ``EventDecodeError`` if they are not a list of integers."""
@@ -74,7 +84,7 @@ class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=Fa
     """One physical copy of each listed block is gone (see ``remaining_copy_counts`` where present)."""
 
     block_hashes: Hashes
-    medium: str | None
+    medium: str | None = msgspec.field(default_factory=_none)
     group_idx: GroupIdx | None = None
     locality: str | None = None
     ownership: str | None = None
@@ -89,13 +99,15 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class DecodedBatch(msgspec.Struct, gc=False):
-    """One batch: its events in order, and why each event that could not be read was left out."""
+    """One batch: its events in order, why each event that could not be read was left out, and the type of
+    each that is of a type not known here."""
 
     ts: float
     events: list[Event]
     data_parallel_rank: int | None
     publisher_id: bytes | None
     rejected: list[str]
+    unknown: list[str] = []
 
 
 class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
@@ -119,8 +131,8 @@ class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
 
     @classmethod
     def of(cls, event: BlockStored) -> _Stored032 | BlockStored:
-        """The event in this form; one with look-ahead tokens (0.33) stays as it is."""
-        if event.lookahead_token_ids is not None:
+        """The event in this form; one with look-ahead tokens (0.33) or a salt of SGLang's stays as it is."""
+        if event.lookahead_token_ids is not None or event.cache_salt is not None:
             return event
         return cls(
             event.block_hashes,

@@ -27,7 +27,16 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> None:
         """Take it, overdrawing if need be; a negative amount is given back."""
-        self._left = min(self.capacity, self.left(now) - amount)
+        self._left = self.left(now) - amount  # ``left`` has the cap
+
+    def take_for_other(self, charged: float, refunded: float, taken: float, now: float) -> float:
+        """What another process charged, and gave back. Takes the bucket to a debt of one period at most, and
+        gives back no more than has been ``taken`` for that process; returns what then is."""
+        left = self.left(now)
+        more = min(charged, max(0.0, left + self.capacity))
+        back = min(refunded, taken + more)
+        self._left = left - more + back
+        return taken + more - back
 
     def lower(self, left: float, now: float) -> None:
         """No more than this is left now."""

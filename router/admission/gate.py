@@ -6,12 +6,14 @@ answered back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from itertools import islice
 
 import msgspec
 
 from router.admission.key_file import KeyFile
-from router.admission.tenants import Spent, Tenant, TenantRequest, TenantStats, Use
+from router.admission.peers import Use
+from router.admission.tenants import Tenant, TenantRequest, TenantStats
 from router.openai.errors import invalid_key
 
 _Fields = list[tuple[bytes, bytes]]
@@ -34,18 +36,21 @@ class KeyGate:
         *,
         clock: Callable[[], float],
         forward: bool = False,
+        engine_priorities: bool = False,
         engine_fields: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        self.configure(keys, forward=forward)
+        self.configure(keys, forward=forward, engine_priorities=engine_priorities)
         self._clock = clock
         self._engine_fields = tuple(engine_fields)
         self._tenants: dict[str, Tenant] = {}
+        self._changed: dict[str, None] = {}
         self.stats = KeyStats()
 
-    def configure(self, keys: KeyFile, *, forward: bool) -> None:
+    def configure(self, keys: KeyFile, *, forward: bool, engine_priorities: bool) -> None:
         """The keys of this file count from now on; what tenants of the same name used stays used."""
         self.keys = keys
         self._forward = forward
+        self.engine_priorities = engine_priorities
 
     def enter(self, fields: _Fields) -> TenantRequest:
         """A request with these header fields. Raises ``ApiError`` (401, 429)."""
@@ -65,35 +70,37 @@ class KeyGate:
         now, rules = self._clock(), self.keys.rules(name)
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name, rules, now)
+            tenant = self._tenants[name] = Tenant(name, rules, now, self._note)
         tenant.follow(rules, now)
         return tenant
 
-    def spent(self) -> dict[str, Spent]:
-        """For other workers: what tenants used here since the last call, of those that used any."""
-        found = {name: tenant.spent() for name, tenant in self._tenants.items()}
-        return {name: spent for name, spent in found.items() if spent is not None}
+    def _note(self, name: str) -> None:
+        self._changed[name] = None
 
-    def uses(self) -> dict[str, Use]:
-        """For other replicas: what tenants with limits have used."""
-        now = self._clock()
-        found = {name: tenant.use(now) for name, tenant in self._tenants.items()}
+    def uses(self, names: Collection[str] | None = None) -> dict[str, Use]:
+        """For other processes: what tenants have used, of those that did; ``names``: of these."""
+        now, tenants = self._clock(), self._tenants
+        some = tenants.keys() if names is None else tenants.keys() & names
+        found = {name: tenants[name].use(now) for name in some}
         return {name: use for name, use in found.items() if use is not None}
 
-    def level(self, name: str, use: Use) -> None:
-        """No more is left to a tenant here than a replica says that it hears for the first time, or again."""
-        if name in self.keys.table.tenants:
-            self.account(name).level(use, self._clock())
+    def changed(self, count_max: int) -> list[str]:
+        """Tenants that used something since they were last returned, so many at most."""
+        names = list(islice(self._changed, count_max))
+        for name in names:
+            del self._changed[name]
+        return names
 
-    def spent_elsewhere(self, other: Hashable, spent: Mapping[str, Spent]) -> None:
-        """What another worker or replica let tenants use counts against their limits here."""
-        now = self._clock()
-        for name, one in spent.items():
-            if name in self.keys.table.tenants:
-                self.account(name).spent_elsewhere(other, one, now)
+    def knows(self, tenant: str) -> bool:
+        """See ``LimitKeeper``."""
+        return tenant in self.keys.table.tenants
+
+    def used_elsewhere(self, other: Hashable, tenant: str, before: Use | None, use: Use) -> bool:
+        """See ``LimitKeeper``."""
+        return self.account(tenant).used_elsewhere(other, before, use, self._clock())
 
     def forget_other(self, other: Hashable) -> None:
-        """A worker or replica ended."""
+        """See ``LimitKeeper``."""
         for tenant in self._tenants.values():
             tenant.forget_other(other)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import msgspec
 
 from router.admission.bucket import TokenBucket
 from router.admission.key_file import TenantRules
+from router.admission.peers import Use
 from router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
 from router.openai.request import Usage
 
@@ -38,73 +38,70 @@ class TenantStats(msgspec.Struct):
     """Requests of the tenant refused, by the limit that was reached, or `model`."""
 
 
-class Spent(NamedTuple):
-    """What one worker let a tenant use since it last said so; ``active`` is current."""
+class _Elsewhere(msgspec.Struct):
+    """What another process has of a tenant's limits: requests ``active`` there, and what was taken of the
+    buckets here for it and may come back."""
 
-    requests: int
-    uncached_tokens: int
-    active: int
-
-
-class Use(NamedTuple):
-    """What a tenant has used of its limits at one replica since its start, and what is left of them, by what
-    that replica knows; ``active`` is current."""
-
-    requests: int
-    uncached_tokens: int
-    active: int
-    requests_left: float | None = None
-    tokens_left: float | None = None
+    active: int = 0
+    requests: float = 0.0
+    tokens: float = 0.0
 
 
 class Tenant:
-    """One tenant's account. ``now`` is monotonic seconds."""
+    """One tenant's account. ``now`` is monotonic seconds; ``changed`` is called with its name whenever it
+    uses something here."""
 
-    def __init__(self, name: str, rules: TenantRules, now: float) -> None:
+    def __init__(
+        self, name: str, rules: TenantRules, now: float, changed: Callable[[str], None] = lambda name: None
+    ) -> None:
         self.name = name
         self.stats = TenantStats()
         self.rules = rules
         self._requests = _bucket(rules.requests_per_minute, now)
         self._tokens = _bucket(rules.uncached_tokens_per_minute, now)
-        self._told = Spent(0, 0, 0)
-        self._elsewhere: dict[Hashable, int] = {}
-
-    def spent(self) -> Spent | None:
-        """For other workers, whose limits these are too: what was used here since the last call, if any."""
-        told, stats = self._told, self.stats
-        now = self._told = Spent(stats.requests, stats.uncached_tokens, stats.active)
-        if now == told:
-            return None
-        return Spent(now.requests - told.requests, now.uncached_tokens - told.uncached_tokens, now.active)
+        self._changed = changed
+        self._requests_total = self._requests_refunded = self._tokens_total = self._tokens_refunded = 0
+        self._elsewhere: dict[Hashable, _Elsewhere] = {}
 
     def use(self, now: float) -> Use | None:
-        """For other replicas; None where nothing is limited, or nothing was ever used."""
-        requests, tokens, stats = self._requests, self._tokens, self.stats
-        whole = all(bucket is None or bucket.left(now) >= bucket.capacity for bucket in (requests, tokens))
-        limited = requests or tokens or self.rules.concurrent_requests
-        if not limited or (whole and not stats.requests):
+        """For other processes, whose limits these are too; None where nothing was ever used."""
+        requests, tokens = _used(self._requests, now), _used(self._tokens, now)
+        if not (self._requests_total or requests or tokens):
             return None
         return Use(
-            stats.requests,
-            stats.uncached_tokens,
-            stats.active,
-            None if requests is None else requests.left(now),
-            None if tokens is None else tokens.left(now),
+            self._requests_total,
+            self._requests_refunded,
+            self._tokens_total,
+            self._tokens_refunded,
+            self.stats.active,
+            requests,
+            tokens,
         )
 
-    def level(self, use: Use, now: float) -> None:
-        """No more is left here than a replica says that is heard for the first time, or again."""
-        for bucket, left in ((self._requests, use.requests_left), (self._tokens, use.tokens_left)):
-            if bucket is not None and left is not None:
-                bucket.lower(left, now)
-
-    def spent_elsewhere(self, other: Hashable, spent: Spent, now: float) -> None:
-        """What another worker or replica let it use; it tells that of itself."""
+    def used_elsewhere(self, other: Hashable, before: Use | None, use: Use, now: float) -> bool:
+        """See ``LimitKeeper``."""
+        pairs = ((self._requests, use.requests_used), (self._tokens, use.tokens_used))
+        if any(bucket is not None and used > bucket.capacity * (1 + _ROUNDING) for bucket, used in pairs):
+            return False
+        share = self._elsewhere.setdefault(other, _Elsewhere())
+        share.active = use.active
+        if before is None:
+            for bucket, used in pairs:
+                if bucket is not None:
+                    bucket.lower(bucket.capacity - used, now)
+            return True
         if self._requests is not None:
-            self._requests.take(float(spent.requests), now)
+            share.requests = self._requests.take_for_other(
+                use.requests - before.requests,
+                use.requests_refunded - before.requests_refunded,
+                share.requests,
+                now,
+            )
         if self._tokens is not None:
-            self._tokens.take(float(spent.uncached_tokens), now)
-        self._elsewhere[other] = spent.active
+            share.tokens = self._tokens.take_for_other(
+                use.tokens - before.tokens, use.tokens_refunded - before.tokens_refunded, share.tokens, now
+            )
+        return True
 
     def forget_other(self, other: Hashable) -> None:
         """A worker or replica ended, and its requests with it."""
@@ -121,7 +118,7 @@ class Tenant:
     def enter(self, now: float) -> None:
         """One more request. Raises ``ApiError`` (429)."""
         limit = self.rules.concurrent_requests
-        if limit is not None and self.stats.active + sum(self._elsewhere.values()) >= limit:
+        if limit is not None and self.stats.active + self._active_elsewhere >= limit:
             raise self._refuse("concurrent_requests", limit, 1.0, now)
         for bucket, setting, amount in (
             (self._requests, "requests_per_minute", 1.0),
@@ -132,8 +129,19 @@ class Tenant:
                 raise self._refuse(setting, int(bucket.capacity), wait_s, now)
         if self._requests is not None:
             self._requests.take(1.0, now)
+        self._requests_total += 1
         self.stats.requests += 1
         self.stats.active += 1
+        self._changed(self.name)
+
+    def leave(self) -> None:
+        """One request ended."""
+        self.stats.active -= 1
+        self._changed(self.name)
+
+    @property
+    def _active_elsewhere(self) -> int:
+        return sum(share.active for share in self._elsewhere.values())
 
     def allow(self, model: str | None) -> None:
         """Raises ``ApiError`` (403) for a model that is not for this tenant; where some are not, it must be
@@ -149,8 +157,13 @@ class Tenant:
     def charge(self, uncached_tokens: int, now: float) -> None:
         """Of prompt tokens that were computed; negative: fewer than was charged before."""
         self.stats.uncached_tokens += uncached_tokens
+        if uncached_tokens > 0:
+            self._tokens_total += uncached_tokens
+        else:
+            self._tokens_refunded -= uncached_tokens
         if self._tokens is not None:
             self._tokens.take(float(uncached_tokens), now)
+        self._changed(self.name)
 
     def headers(self, now: float) -> Headers:
         """What is left, in the names and units of OpenAI's answers."""
@@ -197,7 +210,7 @@ class TenantRequest:
             return
         self._open = False
         stats = self.tenant.stats
-        stats.active -= 1
+        self.tenant.leave()
         if usage is None:
             return
         stats.generated_tokens += usage.completion_tokens
@@ -209,6 +222,14 @@ class TenantRequest:
         more, self._charged = uncached_tokens - self._charged, uncached_tokens
         if more:
             self.tenant.charge(more, self._clock())
+
+
+_ROUNDING = 1e-6
+
+
+def _used(bucket: TokenBucket | None, now: float) -> float:
+    """What it lacks of being full, at most one period's worth."""
+    return 0.0 if bucket is None else min(bucket.capacity, bucket.capacity - bucket.left(now))
 
 
 def _bucket(per_minute: int | None, now: float) -> TokenBucket | None:

@@ -16,6 +16,7 @@ from router.api.app import CONTROL_PREFIX, TENANT, error_answer, is_control
 from router.http.server.cors import Cors, CorsSettings
 from router.openai.apis import PROMPT_APIS
 from router.openai.errors import ApiError
+from router.proxy.paths import without_trailing_slashes
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """ASGI 3."""
@@ -70,6 +71,8 @@ class Front:
     def _answer(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Chosen without being waited for: what is awaited is the application that answers."""
         if scope["path"] not in PROMPT_APIS and scope["type"] == "http":
+            if scope["path"].endswith("/") and not scope["path"].startswith(CONTROL_PREFIX):
+                scope = _as_meant(scope)
             if is_control(scope["path"]):
                 return self._answer_control(scope, receive, send)
             if (admin := self._admin_at(scope["path"])) is not None:
@@ -86,6 +89,12 @@ class Front:
                 return
         passed = self._to_lead() if self._ops_here and _is_insight(scope["path"]) else None
         await (passed or self._control)(scope, receive, send)
+
+
+def _as_meant(scope: Any) -> Any:
+    """Own endpoints answer with and without a slash at the end; of other paths the proxy decides."""
+    meant = without_trailing_slashes(scope)
+    return meant if is_control(meant["path"]) else scope
 
 
 def _is_insight(path: str) -> bool:

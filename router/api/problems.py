@@ -11,7 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 _FEED_REMEDIES = {
-    "cold": "check events= of this engine and the firewall between router and engine",
+    "cold": "check events= of this engine, the firewall between router and engine, and that the endpoint in "
+    "its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and listens "
+    "nowhere",
     "replaying": "wait; if it lasts, look at the engine's replay socket",
     "degraded": "docs/operations.md, feed states, explains the reason",
     "stale": "check the engine and the network",
@@ -36,7 +38,7 @@ def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "error",
             f"the router says it is down: {view.get('problem')}",
             "it is, or the router cannot reach it from where it runs",
-            "try the doctor on the router's machine",
+            "run kvatlas doctor on the router's machine",
         )
         return
     if view.get("held"):
@@ -74,6 +76,7 @@ def _feed(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "what the engine holds is not fully known to the router",
             _FEED_REMEDIES[state],
         )
+    yield from _unusable(view, feed if isinstance(feed, dict) else {})
     alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
     if alarms:
         yield EngineProblem(
@@ -82,3 +85,22 @@ def _feed(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
             "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
         )
+
+
+def _unusable(view: Mapping[str, Any], feed: Mapping[str, Any]) -> Iterator[EngineProblem]:
+    """An engine that publishes, but nothing that the router can use."""
+    unusable = view.get("unusable_events", 0)
+    if not unusable:
+        return
+    reasons: dict[str, int] = {**view.get("rejected_events", {}), **(feed.get("malformed_frames") or {})}
+    said = [f"{reason} {count}" for reason, count in sorted(reasons.items())]
+    said += [f"unknown type {name} {count}" for name, count in sorted(view.get("unknown_events", {}).items())]
+    if feed.get("last_rejection"):
+        said.append(str(feed["last_rejection"]))
+    yield EngineProblem(
+        "error",
+        f"none of the latest {unusable} event(s) could be used ({', '.join(said)})",
+        "the engine or its connector publishes in a form that kvatlas does not know: its cache is unknown",
+        "check that events= is the address of a KV event publisher; upgrade kvatlas, or report it with what "
+        "kvatlas record writes",
+    )

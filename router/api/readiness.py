@@ -56,16 +56,20 @@ class ReadinessCheck:
             return Readiness(False, f"no engine answers yet{unsynced_note}")
         if not any(status.engine.answers for status in up):
             return Readiness(False, "only prefill engines are up; a decode engine must give the answers")
+        if not any(status.up for status in up):
+            return Readiness(True, "no engine answers polls in time; requests go on to those that time out")
         if unsynced and not waited and not self._warmed_up:
             return Readiness(False, f"sources of engines not heard yet: {', '.join(unsynced)}")
         problem = self._index_problem()
         if problem:
             return Readiness(True, f"without the shared index: {problem}")
+        unusable = [s.engine_id for s in up if s.unusable_events]
         cold = [s.engine_id for s in up if not self._warm(s)]
         self._warmed_up = self._warmed_up or waited or not cold
         if not self._warmed_up:
             return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
-        return Readiness(True, "" if not cold else f"feeds that did not catch up: {', '.join(cold)}")
+        lacking = {"feeds that did not catch up": cold, "feeds whose events cannot be used": unusable}
+        return Readiness(True, "; ".join(f"{what}: {', '.join(ids)}" for what, ids in lacking.items() if ids))
 
     def _warm(self, status: Engine) -> bool:
         return not status.publishes_events or status.feed_state in _WARM_STATES

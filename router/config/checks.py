@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.shadow import Shadow
+from router.prompts.chat.compiled import zone_of
 from router.proxy.aliases import Aliases
 
 _SECONDS_MAX = 1e8
@@ -148,6 +150,9 @@ def check_config(config: Config) -> None:
         if model.tokenizer is not None and not _has_tokenizer(Path(model.tokenizer)):
             where = f"models.{name}.tokenizer"
             raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
+        if model.time_zone is not None:
+            where = f"models.{name}.time_zone = {model.time_zone}: "
+            _check_by_making(where, partial(zone_of, model.time_zone))
         for key in ("kinds", "windows", "attention_chunk_sizes"):
             if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")

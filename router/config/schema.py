@@ -77,6 +77,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     """The engines' ``--anthropic-disabled-thinking-effort``: what ``thinking: {"type": "disabled"}`` means on
     ``/v1/messages``."""
+    time_zone: str | None = None
+    """The engines' time zone (``UTC``, ``Europe/Berlin``), for models whose prompts contain the date: theirs
+    is the engines' local one. Not set: the router's own."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
@@ -147,6 +150,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             default_chat_template_kwargs=self.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
             anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
+            time_zone=self.time_zone,
             lora_paths=self.lora_paths,
         )
 

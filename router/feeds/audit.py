@@ -14,6 +14,8 @@ from router.index.models import Scopes
 
 _log = structlog.get_logger()
 _DETECTION_TICK_S = 0.05
+_SEARCH_SHARE = 0.25
+"""Of the event loop's time, for seed searches."""
 _AFTER_FAULT_S = 1.0
 _AUDIT_S = 5.0
 _PHANTOM_PAUSE_S = 60.0
@@ -38,10 +40,15 @@ class ResidencyAudit:
         self._audit_after: dict[str, float] = {}
 
     async def detect(self) -> None:
-        """Continue seed searches, one slice at a time, also while no events come."""
+        """Continue seed searches, one slice at a time, also while no events come, and let the engines' events
+        be learned from as time goes on."""
         while True:
+            begun_s = self._clock()
             try:
-                pause_s = 0.0 if self._scopes.advance_detection() else _DETECTION_TICK_S
+                self._scopes.refill(begun_s)
+                searching = self._scopes.advance_detection()
+                took_s = self._clock() - begun_s
+                pause_s = took_s * (1 / _SEARCH_SHARE - 1) if searching else _DETECTION_TICK_S
             except Exception:  # noqa: BLE001  # costs a detection; the router goes on
                 _log.exception("detection failed")
                 pause_s = _AFTER_FAULT_S

@@ -42,6 +42,9 @@ class FeedStats(msgspec.Struct):
     """Gauge: applied batches that the known residency is based on."""
     waiting_batches: int = 0
     """Gauge: batches that exist but have not been applied yet, nor given up."""
+    unconfirmed: bool = False
+    """Gauge: 1 from the loss of the connection until a replay or a batch has shown which process the engine
+    is; meanwhile its blocks count for nothing."""
     held_batches: int = 0
     """Gauge: live batches waiting for a gap before them to be repaired."""
     batches: int = 0
@@ -51,6 +54,8 @@ class FeedStats(msgspec.Struct):
     rejected_events: int = 0
     """Events skipped because they could not be decoded or were inconsistent."""
     last_rejection: str = ""
+    unknown_events: int = 0
+    """Events skipped because their type is not known to this version."""
     duplicate_batches: int = 0
     """Batches received twice; skipped."""
     late_batches: int = 0

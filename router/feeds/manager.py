@@ -54,6 +54,7 @@ class FeedManager:
         self._clock = clock
         self._settings = settings
         self._followed: dict[str, _Followed] = {}
+        self._logged_types: set[str] = set()
 
     @property
     def stats(self) -> dict[str, FeedStats]:
@@ -88,6 +89,12 @@ class FeedManager:
         if followed is not None and followed.feed is not None:
             followed.feed.distrust(reason)
 
+    def suspect(self, engine_id: str) -> None:
+        """The engine was seen to be down, or to have begun anew."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.suspect()
+
     def computed(self, engine_id: str, since: float) -> None:
         """An engine's answer shows that it stored blocks since then (clock seconds)."""
         followed = self._followed.get(engine_id)
@@ -113,6 +120,7 @@ class FeedManager:
                 clock=self._clock,
                 settings=self._settings,
                 snapshot_endpoint=engine.snapshot,
+                logged_types=self._logged_types,
             )
             self._on_change(engine.engine_id, feed.stats)
             try:

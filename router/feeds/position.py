@@ -189,6 +189,7 @@ class Position:
         if batch.rejected:
             stats.rejected_events += len(batch.rejected)
             stats.last_rejection = batch.rejected[-1]
+        stats.unknown_events += len(batch.unknown)
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 # It empties the GPU only: once offload tiers have been seen, it does not make up for losses.

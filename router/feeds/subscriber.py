@@ -19,7 +19,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from publisher.events import DecodedBatch
+from publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
 from router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
 from router.feeds.base import (
     Cut,
@@ -50,7 +50,8 @@ class Feed:
 
     ``replay_endpoint`` None: gaps cannot be repaired. Snapshots are asked for at ``snapshot_endpoint``, then
     at ``replay_endpoint``. ``clock`` is monotonic, ``wall`` in seconds since the epoch. ``resync`` and
-    ``snapshots`` replace the strategies. ``run`` may be called once.
+    ``snapshots`` replace the strategies. ``logged_types`` are unknown types of events that the log has had,
+    shared by all feeds. ``run`` may be called once.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Feed:
         resync: Resync | None = None,
         snapshot_endpoint: str | None = None,
         snapshots: SnapshotSource | None = None,
+        logged_types: set[str] | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.events_endpoint = events_endpoint
@@ -96,6 +98,7 @@ class Feed:
         self._fetching: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._log = _log.bind(engine=engine_id)
+        self._logged_types = set[str]() if logged_types is None else logged_types
 
     @property
     def state(self) -> FeedState:
@@ -139,6 +142,10 @@ class Feed:
     def distrust(self, reason: str) -> None:
         """Tell the feed that what it led to is shown to be wrong: it is discounted, and fetched anew."""
         self._actions.extend(self._machine.distrust(self._clock(), reason))
+
+    def suspect(self) -> None:
+        """Tell the feed that the engine's process may have ended. Its blocks count once it is confirmed."""
+        self._actions.extend(self._machine.suspect(self._clock()))
 
     # Tasks.
 
@@ -280,12 +287,20 @@ class Feed:
                 self._log.info("feed_state", state=str(action.state), reason=action.reason)
 
     def _apply(self, action: Apply) -> None:
+        if action.batch.unknown:
+            self._log_types(action.batch.unknown)
         try:
             self._sink.apply(self.engine_id, action.batch)
         except Exception:  # noqa: BLE001  a fault in the index must not blind the feed for good
             self.stats.sink_errors += 1
             self._log.exception("sink_refused_batch", seq=self.stats.last_seq)
             self._actions.extend(self._machine.batch_failed())
+
+    def _log_types(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self._logged_types and len(self._logged_types) < UNKNOWN_TYPES_MAX:
+                self._logged_types.add(name)
+                self._log.warning("events of an unknown type are skipped", type=name)
 
     def _request(self, request: RequestReplay | RequestSnapshot, work: Coroutine[None, None, None]) -> None:
         """Start fetching. The request before is void; its task ends, unless it is the one that runs this."""
@@ -303,6 +318,10 @@ def _pieces(batch: DecodedBatch) -> list[Apply]:
     pieces = [batch.events[start : start + _EVENTS_AT_ONCE] for start in cuts]
     replace = msgspec.structs.replace
     return [
-        Apply(replace(batch, events=events, rejected=[] if number else batch.rejected))
+        Apply(
+            replace(batch, events=events, rejected=[], unknown=[])
+            if number
+            else replace(batch, events=events)
+        )
         for number, events in enumerate(pieces)
     ]

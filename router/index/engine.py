@@ -9,10 +9,12 @@ engine are recognised and not counted where the operator says they occur.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import (
+    UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -22,7 +24,7 @@ from publisher.events import (
 )
 from publisher.groups import GroupSpec
 from router.index.base import Index, Plane
-from router.index.learn.hash_scheme import Detection
+from router.index.learn.budget import LearningBudget
 from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
@@ -37,8 +39,11 @@ _STAGED = "\x00staged"
 _SETTLED_MAX = 1024
 """Distinct (group, block size) remembered; engines have a handful."""
 
-_ON_GPU = frozenset({None, "", GPU})
+_ON_GPU = frozenset({None, "", GPU, "gpu"})
 """How events name the engine's own pool."""
+
+_UNUSABLE_IN_ROW = 64
+"""Events in a row that could not be used before an engine whose events could be is said to have none."""
 
 
 class EngineResidency(EngineKnowledge):
@@ -57,6 +62,9 @@ class EngineResidency(EngineKnowledge):
         self.index = index
         self.events = 0
         self.re_reports = 0
+        self.unknown_types: Counter[str] = Counter()
+        """Events of types not known here, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types."""
+        self.budget = LearningBudget()
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())
 
@@ -66,6 +74,8 @@ class EngineResidency(EngineKnowledge):
         self._planes: dict[int | None, Plane] = {}
         self._settled: dict[tuple[int | None, int], Plane] = {}
         self._outside.reset()
+        self._used = False
+        self._rejected_in_row = self._unknown_in_row = 0
         self._settle()
 
     @property
@@ -94,6 +104,8 @@ class EngineResidency(EngineKnowledge):
         self.rejected.update(old.rejected)
         self.events += old.events
         self.re_reports += old.re_reports
+        self.unknown_types.update(old.unknown_types)
+        self.budget = old.budget
         self._settle()
 
     def forget(self) -> None:
@@ -104,6 +116,7 @@ class EngineResidency(EngineKnowledge):
     def clear(self) -> None:
         """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
         self.index.clear(self.engine_id, GPU)
+        self._outside.gpu_cleared()
 
     def age(self, now_s: float) -> None:
         """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
@@ -111,8 +124,12 @@ class EngineResidency(EngineKnowledge):
 
     def apply(self, batch: DecodedBatch) -> None:
         """One batch, its events in order."""
+        before = self.rejected.total()
         if batch.rejected:
             self.rejected["undecodable"] += len(batch.rejected)
+        for name in batch.unknown:
+            known = name in self.unknown_types or len(self.unknown_types) < UNKNOWN_TYPES_MAX
+            self.unknown_types[name if known else "other"] += 1
         for event in batch.events:
             self.events += 1
             if type(event) is BlockStored:
@@ -121,8 +138,24 @@ class EngineResidency(EngineKnowledge):
                 self._removed(event)
             elif type(event) is AllBlocksCleared:
                 self.clear()
-        if self._detector.state is Detection.SEARCHING:
-            self.advance_detection()
+        self._note_use(batch, self.rejected.total() - before)
+
+    def _note_use(self, batch: DecodedBatch, rejected: int) -> None:
+        if len(batch.events) > rejected - len(batch.rejected):
+            self._used = True
+            self._rejected_in_row = self._unknown_in_row = 0
+        else:
+            self._rejected_in_row += rejected
+            self._unknown_in_row += len(batch.unknown)
+
+    @property
+    def unusable_events(self) -> int:
+        """How many of the latest events in a row could not be used, where that is all that came of this
+        process, or many; 0 where the engine's events can be used. Events of unknown types count only where
+        nothing else came: a publisher may send them beside those that are used."""
+        if not self._used:
+            return self._rejected_in_row + self._unknown_in_row
+        return self._rejected_in_row if self._rejected_in_row >= _UNUSABLE_IN_ROW else 0
 
     def _stored(self, event: BlockStored) -> None:
         if event.medium not in _ON_GPU:
@@ -139,8 +172,13 @@ class EngineResidency(EngineKnowledge):
             plane = self._learn(event)
             if plane is None:
                 return
-        looked_at = event.parent_block_hash is None or self._learned is not None
-        if looked_at and not self._is_new(event):
+        if self._learned is not None:
+            if self.budget.take(len(event.block_hashes)):
+                self._look_at(event)
+        elif event.parent_block_hash is None and self._detector.wants(root=True):
+            self._detect(event)
+        if event.parent_block_hash is None and self._is_re_report(event):
+            self.re_reports += 1
             return
         if event.block_hashes:
             self._store(plane, _hashes(event.block_hashes))
@@ -155,16 +193,12 @@ class EngineResidency(EngineKnowledge):
         if event.block_hashes:
             self._store(self._plane(event.group_idx), _hashes(event.block_hashes))
 
-    def _is_new(self, event: BlockStored) -> bool:
-        """Learn what a GPU event shows of the engine's hashes; False for one that only reports again."""
+    def _look_at(self, event: BlockStored) -> None:
+        """Learn what a GPU event shows of the engine's hashes."""
         if self._detector.wants(root=event.parent_block_hash is None):
             self._detect(event)
         if self._learned is not None and self._layout is not None:
             self._learned.observe(event, self._layout.hash_block_size)
-        if (self.facts.report_mode_full or self.removals.re_reports_suspected) and self._is_re_report(event):
-            self.re_reports += 1
-            return False
-        return True
 
     def _learn(self, event: BlockStored) -> Plane | None:
         """The plane of a stored event, its group learned; None where it makes no sense."""
@@ -228,9 +262,11 @@ class EngineResidency(EngineKnowledge):
         A genuine store from token 0 needs a hit of 0; so if the index predicts that the event's tokens, with
         one more, would hit in full, the blocks are not new.
         """
+        if not (self.facts.report_mode_full or self.removals.re_reports_suspected):
+            return False
         scheme, layout = self._detector.scheme, self._layout
         slot = self.index.slot(self.engine_id)
-        if event.parent_block_hash is not None or scheme is None or layout is None or slot is None:
+        if scheme is None or layout is None or slot is None:
             return False
         if layout.missing_facts:
             return False

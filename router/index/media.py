@@ -18,9 +18,30 @@ GPU, CPU, STORAGE = MEDIA
 OWNER_CHARS_MAX = 64
 TURNS = (0, 1)
 
+_NAMED = {
+    CPU: CPU,
+    STORAGE: STORAGE,
+    "cpu": CPU,  # LMCache's connector inside vLLM
+    "CPU_PINNED": CPU,  # these three: StorageMedium of SGLang 0.5.23, srt/disaggregation/kv_events.py
+    "DISK": STORAGE,
+    "EXTERNAL": STORAGE,
+}
+_CLEARED_WITH_GPU = frozenset({"CPU_PINNED"})
+"""SGLang's host cache is one tree with the GPU's: when that is reset, both are empty."""
+
 _REMOTE = "REMOTE"
 _JOINED_OWNERS = frozenset({"kvcr"})
 """Secondary tiers that vLLM's own offloading looks up together with its host memory."""
+
+
+def medium_named(name: str | None) -> str | None:
+    """``CPU`` or ``STORAGE`` for the name that an event has for it; None for any other name."""
+    return _NAMED.get(name) if name is not None else None
+
+
+def is_cleared_with_gpu(name: str | None) -> bool:
+    """Whether the medium of this name is emptied too when an engine clears its cache."""
+    return name in _CLEARED_WITH_GPU
 
 
 def is_remote(medium: str, locality: str | None, ownership: str | None) -> bool:

@@ -186,6 +186,11 @@ class FleetResidency:
         """Engines whose seed search wants more slices."""
         return [e.writer for e in self._engines.values() if e.writer.detection is Detection.SEARCHING]
 
+    def refill(self, now_s: float) -> None:
+        """More of the engines' events may be learned from."""
+        for engine in self._engines.values():
+            engine.writer.budget.refill(now_s)
+
     def age(self, now_s: float) -> None:
         """Expire shared-store blocks older than the TTL."""
         for engine in self._engines.values():

@@ -29,6 +29,7 @@ class Scopes:
         self._index_of = index_of
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
+        self._slices = 0
         self.changes = 0
         """How often anything may have changed that is known of engines' hashes and groups."""
 
@@ -105,8 +106,15 @@ class Scopes:
         self._by_model.pop(base_model, None)
 
     def advance_detection(self) -> bool:
-        """One slice of every running seed search; True while any is left."""
+        """One slice of one running seed search, of each in turn; True while any is left."""
         searching = [engine for scope in self._by_model.values() for engine in scope.searching()]
-        for engine in searching:
-            engine.advance_detection()
-        return bool(searching)
+        if not searching:
+            return False
+        self._slices += 1
+        searching[self._slices % len(searching)].advance_detection()
+        return True
+
+    def refill(self, now_s: float) -> None:
+        """Time has passed: more of the engines' events may be learned from. Monotonic clock."""
+        for scope in self._by_model.values():
+            scope.refill(now_s)

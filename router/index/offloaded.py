@@ -14,9 +14,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from publisher.events import GROUPS_MAX, MEDIA, BlockRemoved, BlockStored, to_block_hash
+from publisher.events import GROUPS_MAX, BlockRemoved, BlockStored, to_block_hash
 from router.index.base import Index, Plane
-from router.index.media import GPU, OWNER_CHARS_MAX, TURNS, is_remote, is_shared, owner_of, place
+from router.index.media import (
+    OWNER_CHARS_MAX,
+    TURNS,
+    is_cleared_with_gpu,
+    is_remote,
+    is_shared,
+    medium_named,
+    owner_of,
+    place,
+)
 
 PLACES_MAX = 8
 """Per engine, outside its GPU. An engine with host memory and one shared store has three."""
@@ -40,6 +49,7 @@ class Outside:
         """The engine is another process now; the index was told."""
         self._planes: dict[_Key, Plane] = {}
         self._places: set[str] = set()
+        self._cleared_with_gpu: set[str] = set()
         self._turn = 0
         self._turned_s: float | None = None
         self.stores = frozenset()
@@ -77,6 +87,11 @@ class Outside:
                 else:
                     self._index.set_copies(self.engine_id, plane, block, left)
 
+    def gpu_cleared(self) -> None:
+        """The engine cleared its GPU's cache: what it empties with that is empty too."""
+        for name in self._cleared_with_gpu:
+            self._index.clear(self.engine_id, name)
+
     def age(self, now_s: float, ttl_s: float) -> None:
         """Expire shared-store blocks older than ``ttl_s``; call it several times per ``ttl_s``."""
         if not self.stores:
@@ -104,8 +119,8 @@ class Outside:
         return plane
 
     def _find(self, event: BlockStored | BlockRemoved) -> Plane | None:
-        medium, owner = event.medium, event.ownership
-        if medium not in MEDIA or medium == GPU:
+        medium, owner = medium_named(event.medium), event.ownership
+        if medium is None:
             self._rejected["unknown_medium"] += 1
             return None
         if owner is not None and len(owner) > OWNER_CHARS_MAX:
@@ -118,6 +133,8 @@ class Outside:
                 self._rejected["too_many_places"] += 1
                 return None
             self._places.add(name)
+        if is_cleared_with_gpu(event.medium):
+            self._cleared_with_gpu.add(name)
         if shared:
             self.stores |= {owner_of(name)}
         return Plane(name, event.group_idx or 0)

@@ -132,9 +132,37 @@ def stream_broken(message: str) -> ApiError:
     return ApiError(502, "engine_stream_broken", message, kind="service_unavailable_error")
 
 
-def unknown_path(path: str, status: int = 404) -> ApiError:
+def unknown_path(path: str, status: int = 404, remedy: str = "") -> ApiError:
     """404: nobody answers this path."""
-    return ApiError(status, "path_not_found", f"Unknown path {echoed(path)}.", kind="not_found_error")
+    message = f"Unknown path {echoed(path)}{': ' + remedy if remedy else ''}."
+    return ApiError(status, "path_not_found", message, kind="not_found_error")
+
+
+def engine_redirects(path: str, status: int) -> ApiError:
+    """404: an engine answered with a redirect, which would show its address."""
+    message = f"No engine answers {echoed(path)}: it redirects (status {status}), which is not passed on."
+    return ApiError(404, "path_not_found", message, kind="not_found_error")
+
+
+def response_not_found(response_id: str) -> ApiError:
+    """404: no such response, or another tenant's."""
+    message = f"Response with id {echoed(response_id)} not found."
+    return ApiError(404, "response_not_found", message, kind="not_found_error", headers=_NO_RETRY)
+
+
+def id_in_use(response_id: str) -> ApiError:
+    """400: the id chosen for a response names another one already."""
+    message = f"request_id {echoed(response_id)} is in use; leave it out, or choose another one."
+    return bad_request("id_in_use", message, param="request_id")
+
+
+def path_not_kept_apart() -> ApiError:
+    """403: engines keep what this path stores or returns for all clients alike, and clients have keys."""
+    message = (
+        "Clients have keys here, and engines do not keep apart by key what this path stores or returns. "
+        "Operators of the router can pass it on by proxy.passed_paths."
+    )
+    return ApiError(403, "path_not_kept_apart", message, kind="permission_error", headers=_NO_RETRY)
 
 
 def path_not_proxied() -> ApiError:

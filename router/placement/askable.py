@@ -78,7 +78,7 @@ class Askable:
         if found is None:
             return engines
         elsewhere = request.among is not None and found not in engines
-        if not found.up or found.engine_id in exclude or elsewhere:
+        if not (found.up or found.silent) or found.engine_id in exclude or elsewhere:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
         return [found]
 

@@ -179,6 +179,16 @@ class Engine(EngineStatus):
         self.closed = False
         """It has left the fleet: nothing more is to be kept of it."""
 
+    @property
+    def unusable_events(self) -> int:
+        """How many of its latest events in a row, or messages, could not be used; 0 where its events can."""
+        if self.residency is None:
+            return 0
+        count = self.residency.writer.unusable_events
+        if self.feed is not None and not self.feed.events:
+            count += sum(self.feed.malformed_frames.values())
+        return count
+
     def close(self) -> None:
         """It left the fleet. What a placement that is still open there says goes nowhere."""
         self.closed = True
@@ -262,15 +272,16 @@ class Engine(EngineStatus):
         return self._discounted(held, common, coming)
 
     def _discounted(self, held: EngineHit, common: int, coming: int) -> Hit:
-        if held.mode == "unknown" or held.stale:
+        feed = self.feed
+        unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
+        if held.mode == "unknown" or held.stale or unconfirmed:
             # Empty, but what a prompt in flight there will leave cannot be told before the layout is known.
             empty = held.mode == "unknown" and not common and self._known_empty
             # A stale trunk is nothing to count on, but a better bet than elsewhere.
-            trunk = max(held.trunk_tokens if held.stale else 0, common)
+            trunk = max(held.trunk_tokens if held.mode != "unknown" else 0, common)
             return Hit(0, 0, 0, trunk, coming, "exact" if empty else "none", common, held)
         gpu, cpu, storage = held.hit_tokens, held.cpu_tokens, held.storage_tokens
         confidence: Confidence = _CONFIDENCE[held.mode]
-        feed = self.feed
         if held.mode != "shadow" and (feed is None or feed.state is not FeedState.READY):
             gpu, cpu, storage = _expected(held, feed)
             if self.feed_state != FeedState.READY:

@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family
+from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Leg, Receipt
+from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -30,9 +32,6 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
-
-_REQUEST_ID_BYTES_MAX = 256
-"""Clients choose it, and receipts are kept."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -87,6 +86,7 @@ class Placement(Attempt):
     __slots__ = (
         "_accounts",
         "_answered",
+        "_charged",
         "_cost",
         "_flying",
         "_prefilled",
@@ -131,8 +131,10 @@ class Placement(Attempt):
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
         self._ticket = self._admit()
+        accounts.load_stats.admitted_silent += not engine.up
+        self._charged: Charge | None = None
         if accounts.room is not None:
-            self._charge(accounts.room, self.uncached_tokens)
+            self._charge(accounts.room)
         self._flying: InflightPrompt | None = None
         read = decision.read
         if isinstance(read, Prompt):
@@ -162,9 +164,9 @@ class Placement(Attempt):
         """The prefixes of the prompt that the engine will be able to hit, in hash blocks."""
         return _kept(self.engine, self.decision.candidate.hit, read.num_tokens, retention)
 
-    def _charge(self, room: WaitingRoom, tokens: int) -> None:
-        """Its tenant has so many more tokens computed."""
-        room.charge(self.request.claim, self.engine.base_model or "", tokens)
+    def _charge(self, room: WaitingRoom) -> None:
+        """Its tenant has these tokens computed."""
+        self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
     def facts(self) -> dict[str, Any]:
         """See ``Attempt``."""
@@ -189,6 +191,11 @@ class Placement(Attempt):
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
 
+    def answered(self, status: int) -> None:
+        """See ``Attempt``."""
+        super().answered(status)
+        self.engine.answers += 1
+
     def unseen(self, ended: Callable[[], None]) -> float:
         """See ``Attempt``."""
         super().unseen(ended)
@@ -198,11 +205,12 @@ class Placement(Attempt):
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""
         if response_id is not None and not self.engine.closed:
-            self._accounts.responses.record(response_id, self.engine_id)
+            self._accounts.responses.record(response_id, self.engine_id, self.request.tenant)
 
     def _begun(self, now: float) -> None:
         self._answered = True
         engine = self.engine
+        engine.answers += 1
         if self.request.path in CACHE_RESETS:
             # The engine tells of it only with its next batch, so what is known goes at once; a reset that it
             # did not carry out leaves us expecting less than there is.
@@ -228,6 +236,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
+        engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)
         else:
@@ -263,11 +272,11 @@ class Placement(Attempt):
 
     def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:
         """What its tenant was charged for is now known; and there may be room for others."""
-        claim, pool, charged = self.request.claim, self.engine.base_model or "", self.uncached_tokens
         if self._answered:
-            room.settle(claim, pool, charged, usage)
-        else:
-            self._charge(room, -charged)
+            pool = self.engine.base_model or ""
+            room.settle(self.request.claim, pool, self._charged, self.uncached_tokens, usage)
+        elif self._charged is not None:
+            self._charged.correct(0)
         room.changed()
 
     def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
@@ -311,7 +320,7 @@ class Placement(Attempt):
         fallback = decision.index_problem and not known
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
-            request_id=request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
+            request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             engine_id=self.engine_id,
             model=request.model or "",
             mode="fallback" if fallback else hit.mode,

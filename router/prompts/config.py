@@ -14,8 +14,8 @@ class ModelPrompts(msgspec.Struct, frozen=True):
     """How one model's prompts are made; must say what its engines were started with.
 
     ``tokenizer_dir``: a Hugging Face model directory; None: ask the engine. ``chat_template``: the engine's
-    ``--chat-template`` (file or text). ``lora_paths``: adapter name -> path exactly as the engines were
-    told, since block hashes cover it.
+    ``--chat-template`` (file or text). ``time_zone``: the engines', None: as here. ``lora_paths``: adapter
+    name -> path exactly as the engines were told, since block hashes cover it.
     """
 
     tokenizer_dir: str | None = None
@@ -26,6 +26,7 @@ class ModelPrompts(msgspec.Struct, frozen=True):
     exclude_tools_when_tool_choice_none: bool = False
     anthropic_disabled_thinking_effort: str = "auto"
     max_model_len: int | None = None
+    time_zone: str | None = None
     lora_paths: dict[str, str] = {}
 
 

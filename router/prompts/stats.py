@@ -66,7 +66,13 @@ class PromptStats(msgspec.Struct):
     template_checks: int = 0
     """Renderings compared with jinja2's."""
     template_mismatches: int = 0
-    """Texts that differed from jinja2's; what made them is not used for that template from then on."""
+    """Texts that differed from jinja2's, which was used instead. What made them renders no chats of that
+    kind from then on."""
+    template_shapes_forgotten: int = 0
+    """Kinds of chats that minijinja renders otherwise, forgotten for want of room: found again when met."""
+    templates_distrusted: int = 0
+    """Templates that jinja2 alone renders from then on: minijinja gave another text for a kind of chat for
+    which it had given the same."""
 
     prefix_hits: int = 0
     """Prompts that began like one in the prefix cache, whose tokens and hashes were used again."""

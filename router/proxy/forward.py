@@ -27,6 +27,7 @@ from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.errors import (
     ApiError,
+    engine_redirects,
     engine_timeout,
     engine_unreachable,
     no_ready_engine,
@@ -44,7 +45,7 @@ from router.proxy.answers.failures import BROKEN, REFUSALS, EventRefusedError, e
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
-from router.proxy.headers import as_json, read_answer_headers
+from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
 from router.proxy.settings import ProxySettings
 from router.proxy.split.bootstrap import Bootstrap
 from router.proxy.split.legs import AgainError, Legs, broke, new_transfer_id
@@ -285,9 +286,8 @@ class Forwarder:
             if connection is None:
                 out.record.unseen = True
                 return None
-            own = placement.answer_headers
-            if out.entry is not None:
-                own += out.entry.answer_headers()
+            limits = () if out.entry is None else out.entry.answer_headers()
+            own = (*placement.answer_headers, *limits)
             head = read_answer_headers(connection.headers, out.head.request_id, own)
             if connection.status in REFUSALS:
                 self._legs.failed(placement, out, course, connection.status)
@@ -295,6 +295,8 @@ class Forwarder:
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
                 return self._refused(placement, wait_s, Refusal(connection.status, head.fields, body))
             placement.answered(connection.status)
+            if connection.status in REDIRECTS:
+                raise engine_redirects(out.request.path, connection.status)
             relay = AnswerRelay(
                 connection,
                 placement,

@@ -31,7 +31,9 @@ _NOT_FORWARDED = frozenset(
         PREFILLERS,  # a client's own would have a sidecar send its prompt anywhere
     )
 )
-_NOT_RETURNED = frozenset((*_HOP_BY_HOP, PREFILLED))
+NAMES_ENGINE = (b"location", b"content-location", b"refresh")
+"""May hold the engine's address, or a path that only the engine has."""
+_NOT_RETURNED = frozenset((*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED))
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
 """Connection options that are no fields, and fields that naming in ``Connection`` must not remove."""
 _NOTHING: frozenset[bytes] = frozenset()
@@ -109,6 +111,10 @@ def request_head(
     lines = b"\r\n".join(map(b": ".join, fields))
     end = b"\r\n\r\n" if length is None else b"\r\ncontent-length: %d\r\n\r\n" % length
     return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b" % (method.encode(), target, host, lines, end)
+
+
+REDIRECTS = frozenset({300, 301, 302, 303, 307, 308})
+"""Statuses that send a client elsewhere (RFC 9110 section 15.4)."""
 
 
 class AnswerHead(msgspec.Struct, gc=False):

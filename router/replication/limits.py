@@ -1,36 +1,36 @@
-"""Limits of tenants hold for all replicas together: each tells what its tenants use, and hears the others.
+"""Limits of tenants hold for all replicas together: each says what its tenants use, and hears the others.
 
 One hash in the shared index, one field per replica, written and read every ``EXCHANGE_S`` beside the
 requests, which never wait for it: a request is let in by what is known here. So together replicas let in at
-most what each of them can let in within ``EXCHANGE_S`` and two round trips more than a limit says. Totals are
-exchanged, not amounts, so that nothing counts twice and a lost message costs nothing.
+most what each of them can let in within ``EXCHANGE_S`` and two round trips more than a limit says. What the
+messages mean is in ``router.admission.peers``.
 
-Always true: without the server every replica goes by its own counters, which is counted; a replica that has
-not been heard for ``SILENCE_S`` uses nothing, and what it uses until it is heard again is never charged in a
-lump: then, as with one never heard before, no more is left here than there. Siblings of one machine tell each
-other by themselves and are skipped.
+Always true: without the server every replica goes by its own counters, which is counted; a replica whose
+field is gone or does not change for ``SILENCE_S`` has no active requests. What the server holds is outside
+input: it can make a tenant wait for no more than one period's worth. Siblings of one machine tell each other
+by themselves and are skipped.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated
 
 import msgspec
 
 from router.admission.gate import KeyGate
-from router.admission.tenants import Spent, Use
+from router.admission.peers import TENANTS_MAX, OthersUse, Uses
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
 from router.replication.redis.master import Script, ScriptCall
 
 EXCHANGE_S = 0.1
-SILENCE_S = 5.0
 GONE_S = 60.0
 """A field that has not changed for so long is taken out, by whoever sees it."""
 _KEPT_S = 120
-TENANTS_MAX = 4096
+_FIELD_BYTES_MAX = 1 << 20
+"""More than any replica writes."""
 
 
 class LimitStats(msgspec.Struct):
@@ -41,19 +41,19 @@ class LimitStats(msgspec.Struct):
     failures: dict[str, int] = msgspec.field(default_factory=dict)
     """Exchanges that failed, by reason: until the next one limits count what is used at this replica."""
     malformed: int = 0
-    """Messages of other replicas that could not be decoded."""
+    """Messages of other replicas that could not be decoded, or had values out of bounds."""
+    refused: int = 0
+    """Values of other replicas that were refused: totals that fell, more refunded than charged, more than one
+    period's worth, or too many replicas."""
     left_out: int = 0
-    """Tenants that other replicas were not told of, as there were too many at once."""
+    """Tenants left for the next message to other replicas, as there were too many for one."""
 
 
 class UseMessage(msgspec.Struct, array_like=True):
-    """What one replica says. ``life`` differs after each start, ``beat`` in each message; ``crew`` is the
-    same for workers of one parent."""
+    """One replica's field; ``crew`` is the same for workers of one parent."""
 
-    life: int
-    beat: int
-    crew: str
-    uses: dict[str, Use]
+    crew: Annotated[str, msgspec.Meta(max_length=256)]
+    uses: Uses
 
 
 _EXCHANGE = Script(
@@ -64,80 +64,57 @@ _EXCHANGE = Script(
     return redis.call("HGETALL", KEYS[1])
     """
 )
-_NOTHING = Use(0, 0, 0)
 _DECODE = msgspec.msgpack.Decoder(UseMessage)
 
 
-class _Heard(NamedTuple):
-    life: int
-    beat: int
-    at_s: float
-
-
-class OthersUse:
-    """What other replicas said, and what of it the gate has been told. Pure; ``now`` is monotonic seconds."""
+class OtherReplicas:
+    """The fields of other replicas, as they are read. Pure; ``now`` is monotonic seconds."""
 
     def __init__(self, name: str, gate: KeyGate, crew: str = "") -> None:
         self.stats = LimitStats()
         self._name = name
-        self._gate = gate
         self._crew = crew
-        self._last: dict[str, _Heard] = {}
-        self._known: dict[str, dict[str, Use]] = {}
-        """Totals by replica and tenant, as the gate has been told."""
+        self._uses = OthersUse(gate, self._refused)
+        self._fields: dict[str, tuple[int, float]] = {}
 
     def hear(self, fields: Mapping[str, bytes], now: float) -> list[str]:
-        """Every replica's field. Returns those of replicas that are gone for good."""
-        self.age(now)
-        gone = []
+        """Every replica's field; a replica without one is gone. Returns those to be taken out, which have not
+        changed for long."""
+        heard: dict[str, Uses] = {}
         for name, field in fields.items():
-            if name == self._name:
-                continue
-            try:
-                message = _DECODE.decode(field)
-            except msgspec.MsgspecError:
-                self.stats.malformed += 1
-                continue
-            if self._crew and message.crew == self._crew:
-                continue
-            last = self._last.get(name)
-            if last is not None and (last.life, last.beat) == (message.life, message.beat):
-                if now - last.at_s > GONE_S:
-                    gone.append(name)
-                continue
-            if last is not None and last.life != message.life:
-                self._forget(name)
-            self._last[name] = _Heard(message.life, message.beat, now)
-            self._take(name, message.uses)
-        return gone
+            uses = None if name == self._name else self._read(field)
+            if uses is not None:
+                heard[name] = uses
+        self.age(now)
+        self._uses.keep(heard.keys())
+        for name, uses in heard.items():
+            self._uses.hear(name, uses, now)
+        self._fields = {name: self._since(name, field, now) for name, field in fields.items()}
+        return [
+            name for name, (_, at_s) in self._fields.items() if now - at_s > GONE_S and name != self._name
+        ]
 
     def age(self, now: float) -> None:
-        """Nobody may have been heard for some time. A field that is missing tells nothing: the server may
-        have lost it."""
-        for name, last in list(self._last.items()):
-            if now - last.at_s > SILENCE_S:
-                self._forget(name)
-            if now - last.at_s > 2 * GONE_S:
-                del self._last[name]
+        """The server may not have answered for some time."""
+        self._uses.age(now)
 
-    def _take(self, name: str, uses: Mapping[str, Use]) -> None:
-        """A tenant that a replica had not named had used nothing there, if the replica is known."""
-        first = name not in self._known
-        known = self._known.setdefault(name, {})
-        for tenant, use in uses.items():
-            before = known.get(tenant, _NOTHING)
-            if first:
-                self._gate.level(tenant, use)
-                before = use
-            known[tenant] = use
-            more = Spent(
-                use.requests - before.requests, use.uncached_tokens - before.uncached_tokens, use.active
-            )
-            self._gate.spent_elsewhere(name, {tenant: more})
+    def _since(self, name: str, field: bytes, now: float) -> tuple[int, float]:
+        """By its hash: what it is now, and since when."""
+        last, new = self._fields.get(name), hash(field)
+        return last if last is not None and last[0] == new else (new, now)
 
-    def _forget(self, name: str) -> None:
-        if self._known.pop(name, None) is not None:
-            self._gate.forget_other(name)
+    def _read(self, field: bytes) -> Uses | None:
+        try:
+            if len(field) > _FIELD_BYTES_MAX:
+                raise msgspec.ValidationError("too long")
+            message = _DECODE.decode(field)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.stats.malformed += 1
+            return None
+        return None if self._crew and message.crew == self._crew else message.uses
+
+    def _refused(self) -> None:
+        self.stats.refused += 1
 
 
 class SharedLimits:
@@ -163,7 +140,7 @@ class SharedLimits:
         self._beat = 0
         self._gone: list[str] = []
         self._crew = crew
-        self._others = OthersUse(name, gate, crew)
+        self._others = OtherReplicas(name, gate, crew)
 
     @property
     def stats(self) -> LimitStats:
@@ -197,10 +174,13 @@ class SharedLimits:
     def _message(self) -> bytes:
         self._beat += 1
         uses = self._gate.uses()
-        if len(uses) > TENANTS_MAX:
+        whole = len(uses) <= TENANTS_MAX
+        if not whole:  # in turns
             self.stats.left_out += len(uses) - TENANTS_MAX
-            uses = dict(list(uses.items())[:TENANTS_MAX])
-        return msgspec.msgpack.encode(UseMessage(self._life, self._beat, self._crew, uses))
+            names = list(uses)
+            start = self._beat * TENANTS_MAX % len(names)
+            uses = {name: uses[name] for name in (names[start:] + names[:start])[:TENANTS_MAX]}
+        return msgspec.msgpack.encode(UseMessage(self._crew, Uses(self._life, self._beat, whole, uses)))
 
 
 def _fields(reply: object) -> dict[str, bytes]:

@@ -92,14 +92,15 @@ class Sidecar:
             pd_stats=self.pd_stats,
         )
         server = config.server
+        routes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
+        ]
+        insight = Starlette(routes=routes)
+        insight.router.redirect_slashes = False
         self.ops = OpsPort(
-            Starlette(
-                routes=[
-                    Route("/health", self._health),
-                    Route("/ready", self._ready),
-                    Route("/metrics", self._metrics),
-                ]
-            ),
+            insight,
             host=server.ops_host,
             port=server.ops_listens_on,
             authenticator=ops_authenticator(

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from router.admission.gate import KeyGate
-from router.admission.tenants import Spent
-from router.fleet.response_holders import ResponseHolders
+from router.admission.peers import OthersUse, Uses
+from router.fleet.response_holders import HeldResponse, ResponseHolders
 from router.observe.histogram import Histogram
 from router.placement.affinity import AffinityMap
 from router.placement.engine import NO_LOOK, Look
@@ -37,6 +37,10 @@ _LOAD_TIMES = 50
 """A pause is also at least so many times as long as making the last report took: at most 2 % of a core."""
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
+_WHOLE_S = 0.25
+"""What all tenants use is repeated so often: what a lost message had is made up for."""
+_TENANTS_MAX = 512
+"""Tenants in one message, some 100 bytes each."""
 _KEYS_MAX = 4096
 DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -48,12 +52,12 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     sent_s: float
     flights: list[bytes] = []
     load: bytes = b""
-    responses: list[tuple[str, str]] = []
-    """(response id, engine id)."""
+    responses: list[tuple[str, HeldResponse]] = []
+    """(response id, engine and tenant)."""
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
-    spent: dict[str, Spent] = {}
-    """What tenants used, by tenant."""
+    uses: Uses | None = None
+    """What tenants have used."""
 
 
 class WorkerGossipStats(msgspec.Struct):
@@ -66,27 +70,13 @@ class WorkerGossipStats(msgspec.Struct):
     heard: int = 0
     """Messages of sibling workers."""
     malformed: int = 0
-    """Messages of sibling workers that could not be decoded."""
+    """Messages of sibling workers that could not be decoded, or had values out of bounds."""
+    refused: int = 0
+    """Values of sibling workers on what tenants use that were refused."""
 
 
 _DECODE = msgspec.msgpack.Decoder(WorkerMessage)
 _ENCODE = msgspec.msgpack.Encoder()
-
-
-class SharedResponses(ResponseHolders):
-    """Tells of each response recorded here."""
-
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def record(self, response_id: str, engine_id: str) -> None:
-        super().record(response_id, engine_id)
-        self._tell(response_id, engine_id)
-
-    def hear(self, response_id: str, engine_id: str) -> None:
-        """Another worker's."""
-        super().record(response_id, engine_id)
 
 
 class SharedAffinity(AffinityMap):
@@ -124,6 +114,10 @@ class SiblingGossip:
         gate: KeyGate | None = None,
     ) -> None:
         self._gate = gate
+        self._others = None if gate is None else OthersUse(gate, self._refused)
+        self._beat = 0
+        self._whole_due_s = 0.0
+        self._turn = 0
         self.stats = WorkerGossipStats()
         self.delays = Histogram(DELAY_BUCKETS)
         self._clock = clock
@@ -142,7 +136,8 @@ class SiblingGossip:
             served=served,
             publishes_prefills=False,
         )
-        self.responses = SharedResponses(self._tell_response)
+        self.responses = ResponseHolders()
+        self.responses.listeners.append(self._tell_response)
         self.affinity = SharedAffinity(self._tell_text)
         self._lives: dict[int, int] = {}
         self._fields: dict[str, bytes] = {}
@@ -181,6 +176,8 @@ class SiblingGossip:
             self._flush(hello=True)
             while True:
                 await asyncio.sleep(_REPEAT_S)
+                if self._others is not None:
+                    self._others.age(self._clock())
                 self._flush()
         finally:
             self._loop = None
@@ -189,7 +186,7 @@ class SiblingGossip:
     def _begin(self) -> None:
         """An empty message to fill."""
         self._flights: list[bytes] = []
-        self._responses: list[tuple[str, str]] = []
+        self._responses: list[tuple[str, HeldResponse]] = []
         self._texts: list[tuple[bytes, str]] = []
         self._bytes = 0
         self._since_s = 0.0
@@ -200,9 +197,9 @@ class SiblingGossip:
         self._flights.append(entry)
         return True
 
-    def _tell_response(self, response_id: str, engine_id: str) -> None:
-        if self._room(len(response_id) + len(engine_id)):
-            self._responses.append((response_id, engine_id))
+    def _tell_response(self, response_id: str, held: HeldResponse) -> None:
+        if self._room(len(response_id) + len(held.engine_id) + len(held.tenant)):
+            self._responses.append((response_id, held))
 
     def _tell_text(self, keys: Sequence[int], engine_id: str) -> None:
         if self._whole and keys and self._room(8 * min(len(keys), _KEYS_MAX)):
@@ -227,11 +224,11 @@ class SiblingGossip:
         if self._whole and now >= self._load_due_s and self._loop is not None:
             load = self.load.field(now) or b""
             self._load_due_s = now + max(_LOAD_S, _LOAD_TIMES * (self._clock() - now))
-        spent = {} if self._gate is None else self._gate.spent()
-        if not (self._bytes or load or spent or hello):
+        uses = None if self._gate is None or self._loop is None else self._uses(self._gate, now)
+        if not (self._bytes or load or uses or hello):
             return
         message = WorkerMessage(
-            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, spent
+            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, uses
         )
         self._begin()
         encoded = _ENCODE.encode(message)
@@ -243,6 +240,30 @@ class SiblingGossip:
         self.stats.missed += missed
         if load:
             self.load.sent(load, now)
+
+    def _uses(self, gate: KeyGate, now: float) -> Uses | None:
+        """What changed, and from time to time everything, in turns where it is much; None: nothing."""
+        whole = now >= self._whole_due_s
+        names = gate.changed(_TENANTS_MAX)
+        if not names and not whole:
+            return None
+        found = gate.uses(names)
+        if whole:
+            self._whole_due_s = now + _WHOLE_S
+            every = gate.uses()
+            whole = len(every) <= _TENANTS_MAX
+            order = list(every)
+            start = 0 if whole else self._turn % len(order)
+            self._turn = start + _TENANTS_MAX - len(found)
+            for name in order[start:] + order[:start]:
+                if len(found) >= _TENANTS_MAX:
+                    break
+                found[name] = every[name]
+        self._beat += 1
+        return Uses(self._life, self._beat, whole, found)
+
+    def _refused(self) -> None:
+        self.stats.refused += 1
 
     # -- hearing ---------------------------------------------------------------------------------------
 
@@ -259,18 +280,19 @@ class SiblingGossip:
             self._lives[sibling] = message.life
             self._fields.pop(name, None)
             self.inflight.lost(name)
-            if self._gate is not None:
-                self._gate.forget_other(sibling)
+            if self._others is not None:
+                self._others.forget(sibling)
+            self._whole_due_s = 0.0  # it knows nothing of what is used here
             self._count_at_s = 0.0
         if message.load:
             self._fields[name] = message.load
             self._count_at_s = 0.0
         if message.flights:
             self.inflight.receive(message.flights, now)
-        for response_id, engine_id in message.responses:
-            self.responses.hear(response_id, engine_id)
+        for response_id, held in message.responses:
+            self.responses.learn(response_id, held)
         for keys, engine_id in message.texts:
             self.affinity.hear(np.frombuffer(keys, "<u8").tolist(), engine_id)
-        if message.spent and self._gate is not None:
-            self._gate.spent_elsewhere(sibling, message.spent)
+        if message.uses is not None and self._others is not None:
+            self._others.hear(sibling, message.uses, now)
         self.delays.observe(max(0.0, now - message.sent_s))

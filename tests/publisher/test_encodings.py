@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from publisher import event_decoder
 from publisher.event_decoder import decode_batch
 from publisher.events import (
     GROUPS_MAX,
+    TYPE_CHARS_MAX,
+    UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -128,8 +131,8 @@ def test_map_and_array_events_in_one_batch() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "unknown type": {"type": "BlockMoved", "block_hashes": [1]},
-    "unknown array type": ["BlockMoved", [1]],
+    "empty type": {"type": ""},
+    "type of a wrong type": {"type": 7},
     "no type": {"block_hashes": [1]},
     "missing field": {name: value for name, value in BASE.items() if name != "token_ids"},
     "missing array field": ["BlockStored", [1], None, [1]],
@@ -161,6 +164,60 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_costs_itself_only(name: str) -> None:
     assert rejected(REFUSED[name])
+
+
+@pytest.mark.parametrize("name", ["parent_block_hash", "lora_id", "medium", "lora_name"])
+def test_a_stored_event_without_a_field_that_may_be_none(name: str) -> None:
+    """SGLang leaves out what is None (srt/disaggregation/kv_events.py of 0.5.23)."""
+    lacking = {key: value for key, value in BASE.items() if key != name}
+    assert decode_one(lacking) == decode_one(BASE | {name: None})
+
+
+def test_events_with_nothing_but_what_they_need() -> None:
+    stored = {"type": "BlockStored", "block_hashes": [1], "token_ids": [7, 8], "block_size": 2}
+    event = decode_one(stored)
+    assert (event.parent_block_hash, event.medium, event.lora_name, event.tokens()) == (
+        None,
+        None,
+        None,
+        [7, 8],
+    )
+    assert decode_one({"type": "BlockRemoved", "block_hashes": [1]}) == BlockRemoved([1], None)
+    assert decode_one(["BlockRemoved", [1]]) == BlockRemoved([1], None)
+    assert decode_one(["BlockStored", [1], None, [7, 8], 2]) == decode_one(stored)
+
+
+def test_the_salt_of_an_event_of_sglang() -> None:
+    assert decode_one(BASE | {"cache_salt": "tenant"}).cache_salt == "tenant"
+    assert "cache_salt" in str(rejected(BASE | {"cache_salt": 7}))
+
+
+INACTIVE = {"type": "BlockInactive", "block_hashes": [1], "group_idx": 0}
+
+
+@pytest.mark.parametrize("event", [INACTIVE, ["BlockInactive", [1]]], ids=["map", "array"])
+def test_an_event_of_an_unknown_type_is_counted_apart(event: Any) -> None:
+    batch = decode_batch(encode([1.5, [BASE, event, BASE, event], 3]))
+    assert [type(one) for one in batch.events] == [BlockStored, BlockStored]
+    assert (batch.rejected, batch.unknown) == ([], ["BlockInactive"] * 2)
+
+
+def test_a_batch_with_an_unknown_type_is_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode([1.5, [BASE, INACTIVE, {"type": "AllBlocksCleared"}], 3])
+    monkeypatch.setattr(event_decoder._Maps, "now", event_decoder._MapDecoders())
+    first = decode_batch(payload)
+    monkeypatch.setattr(event_decoder, "_decode_by_event", None)  # the slow way
+    assert decode_batch(payload) == first
+    assert first.unknown == ["BlockInactive"]
+
+
+def test_many_unknown_types_are_skipped_too() -> None:
+    names = [f"New{number}" for number in range(3 * UNKNOWN_TYPES_MAX)] + ["x" * 5000]
+    for _ in range(2):
+        batch = decode_batch(encode([1.5, [BASE, *({"type": name} for name in names)], 3]))
+        assert (len(batch.events), batch.rejected) == (1, [])
+        assert batch.unknown == [name[:TYPE_CHARS_MAX] for name in names]
+    assert len(event_decoder._Maps.now.names) <= UNKNOWN_TYPES_MAX
 
 
 def test_negative_hashes_are_taken_as_unsigned() -> None:
@@ -233,6 +290,7 @@ def wire(hashes: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         locality=text,
         ownership=text,
         session_id=text,
+        cache_salt=text,
         lookahead_token_ids=st.none() | st.lists(st.lists(st.integers(0, 9), max_size=2), max_size=3),
     )
     removed = st.builds(

@@ -14,7 +14,8 @@ own work, so that short work overtakes and nothing waits for ever.
 Full, the queue lets go of the newest request of the tenant with the most requests waiting, by weight, in the
 lowest class that is not above the newcomer's: that may be the newcomer. Always true: at most ``requests_max``
 wait; what was added is taken, let go or removed, once; counters are kept only while somebody waits for their
-pool in their class. Pure: the caller has the clock.
+pool in their class; no more is given back to a tenant than it was charged, and giving back takes it no
+further ahead than its credit. Pure: the caller has the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from enum import IntEnum
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Lane = Hashable
@@ -153,6 +154,11 @@ class _Band(Generic[T]):
     def charge(self, tenant: str, tokens: float) -> None:
         self.served[tenant] = self.served.get(tenant, self._least) + tokens
 
+    def refund(self, tenant: str, tokens: float) -> None:
+        served = self.served.get(tenant)
+        if served is not None:
+            self.served[tenant] = max(served - tokens, min(served, self._least))
+
     def next(self, fits: Callable[[Lane], bool]) -> Waiting[T] | None:
         def least(tenant: str) -> tuple[float, tuple[float, int]]:
             return self.served[tenant], min(lane[0].key for lane in self.lines[tenant].lanes.values())
@@ -163,6 +169,27 @@ class _Band(Generic[T]):
                 if fits(head.lane):
                     return head
         return None
+
+
+class Charge:
+    """What a tenant was charged for one request while others waited."""
+
+    __slots__ = ("_band", "_tenant", "_tokens", "_weight")
+
+    def __init__(self, band: _Band[Any], tenant: str, tokens: float, weight: float) -> None:
+        self._band = band
+        self._tenant = tenant
+        self._tokens = tokens
+        self._weight = weight
+
+    def correct(self, tokens: float) -> None:
+        """The request costs this many tokens instead. Counts where the tenants it was charged beside wait
+        still: another band has counters of its own."""
+        more, self._tokens = tokens - self._tokens, tokens
+        if more >= 0:
+            self._band.charge(self._tenant, more / self._weight)
+        else:
+            self._band.refund(self._tenant, -more / self._weight)
 
 
 class FairQueue(Generic[T]):
@@ -234,11 +261,15 @@ class FairQueue(Generic[T]):
             return one
         return None
 
-    def charge(self, tenant: str, priority: Priority, pool: str, tokens: float, weight: float = 1.0) -> None:
-        """So much is, or was, computed for the tenant; negative: less than was charged before."""
+    def charge(
+        self, tenant: str, priority: Priority, pool: str, tokens: float, weight: float = 1.0
+    ) -> Charge | None:
+        """So much is, or was, computed for the tenant; None where nobody waits, and it counts nowhere."""
         band = self._bands.get((priority, pool))
-        if band is not None:
-            band.charge(tenant, tokens / weight)
+        if band is None:
+            return None
+        band.charge(tenant, tokens / weight)
+        return Charge(band, tenant, tokens, weight)
 
     def ahead_s(self, priority: Priority, pool: str) -> float:
         """Seconds of one engine's work that wait for a pool in this class and above."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.admission.queue.fair import GENERATED_WORTH, FairQueue, Lane, Priority, Waiting
+from router.admission.queue.fair import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
 from router.admission.queue.settings import QueueSettings
 from router.openai.errors import ApiError, queue_full, queue_timeout
 from router.openai.request import Claim, Usage
@@ -134,16 +134,22 @@ class WaitingRoom:
         later_s = min(max(gap_s, _LOOK_S_MIN), _LOOK_S_MAX)
         self._timer = asyncio.get_running_loop().call_later(later_s, self.changed)
 
-    def charge(self, claim: Claim, pool: str, tokens: float) -> None:
-        """So many tokens are computed for a tenant; negative: less than was charged before."""
-        self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
+    def charge(self, claim: Claim, pool: str, tokens: float) -> Charge | None:
+        """So many tokens are computed for a tenant; None where nobody waits, and it counts nowhere."""
+        return self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
 
-    def settle(self, claim: Claim, pool: str, charged: int, usage: Usage | None) -> None:
-        """Its engine has ended a request that was ``charged`` for; ``usage``: what the engine reported."""
+    def settle(
+        self, claim: Claim, pool: str, charge: Charge | None, predicted: int, usage: Usage | None
+    ) -> None:
+        """Its engine has ended a request that was to compute ``predicted`` tokens; ``usage``: what the engine
+        reported. The prompt is corrected where it was charged, the generated tokens are charged now."""
         if usage is None:
             return
-        prompt = charged if usage.cached_tokens is None else max(0, usage.prompt_tokens - usage.cached_tokens)
-        self.charge(claim, pool, prompt - charged + GENERATED_WORTH * usage.completion_tokens)
+        known = usage.cached_tokens is not None
+        prompt = max(0, usage.prompt_tokens - (usage.cached_tokens or 0)) if known else predicted
+        if charge is not None:
+            charge.correct(prompt)
+        self.charge(claim, pool, GENERATED_WORTH * usage.completion_tokens)
 
     def _enter(self, ticket: Ticket, engines: int) -> None:
         gone = self._queue.add(ticket)

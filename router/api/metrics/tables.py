@@ -18,6 +18,12 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
     return (
         gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
         gauge(
+            "engine_silent",
+            "1 if the engine is down since polls timed out, and for no other reason; requests go to it while "
+            "no engine of its model is up",
+            lambda e: e.silent,
+        ),
+        gauge(
             "engine_held",
             "1 if it gets no new requests (drained, not ready, leaving)",
             lambda e: bool(e.held),
@@ -46,6 +52,12 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
             "1 for the state that the feed of the engine's KV events is in",
             _feed_states,
             "state",
+        ),
+        gauge(
+            "feed_unusable_events",
+            "Latest events of the engine in a row that could not be used (rejected, or of unknown types), "
+            "where that is all that came or many; 0 where its events can be used",
+            lambda e: e.unusable_events if e.publishes_events else None,
         ),
         gauge(
             "queue_ahead_seconds",
@@ -100,6 +112,11 @@ RESIDENCY: tuple[Column[EngineResidency], ...] = (
         "Events that the index skipped because they were inconsistent, by reason",
         lambda r: r.rejected,
         "reason",
+    ),
+    counter(
+        "index_learning_skipped_blocks",
+        "Blocks that were counted but not learned from, because the engine sent too many in that time",
+        lambda r: r.budget.skipped,
     ),
     gauge(
         "index_mode",

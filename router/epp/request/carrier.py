@@ -27,7 +27,7 @@ from router.openai.request import Carried
 from router.pd.sidecar import read_prefilled
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound
-from router.proxy.headers import read_answer_headers
+from router.proxy.headers import REDIRECTS, read_answer_headers
 
 _HELD_BYTES_MAX = 256 * 1024
 _ERRORS = 400
@@ -40,7 +40,18 @@ class GatewayCarrier:
 
     __slots__ = (
         *("_bell", "_body", "_chosen", "_context", "_head", "_owed", "_own", "_request_id", "_speaker"),
-        *("_stream", "_timed_out", "_timer", "_unseen", "among", "answer", "asked", "broken", "moved"),
+        *(
+            "_stream",
+            "_target",
+            "_timed_out",
+            "_timer",
+            "_unseen",
+            "among",
+            "answer",
+            "asked",
+            "broken",
+            "moved",
+        ),
         *("passes", "trailers"),
     )
 
@@ -68,6 +79,7 @@ class GatewayCarrier:
         self._bell = bell
         self._timer = timer
         self._head: list[Header] = []
+        self._target = b""
         self._owed = 0  # bytes of an answer that the gateway may send once those before are taken
         self._unseen = False  # the answer passes without being shown here
         self._timed_out = False
@@ -75,9 +87,9 @@ class GatewayCarrier:
         self._own: tuple[Header, ...] = ()  # fields for the client
         self._request_id = b""
 
-    def begin(self, head: list[Header], among: frozenset[str] | None) -> None:
+    def begin(self, head: list[Header], target: bytes, among: frozenset[str] | None) -> None:
         """The request's head came."""
-        self._head, self.among = head, among
+        self._head, self._target, self.among = head, target, among
 
     @property
     def carried(self) -> Carried:
@@ -111,7 +123,10 @@ class GatewayCarrier:
         served = m.endpoints(said.metadata, m.LB, SERVED_KEY)
         self.moved = served[0] if served and served[0] != self._chosen else ""
         # What an engine refused, or another one answers, is for the proxy: it may have a better answer.
-        self.passes = not self._speaker.gives_back or (status < _ERRORS and not self.moved)
+        # A redirect is answered here: it would show the engine's address.
+        self.passes = status not in REDIRECTS and (
+            not self._speaker.gives_back or (status < _ERRORS and not self.moved)
+        )
         self._timer.wait(self._context.proxy.first_byte_timeout_s)
         if self.passes:
             fields = read_answer_headers(headers, self._request_id, self._own).fields
@@ -172,6 +187,7 @@ class GatewayCarrier:
         except UpstreamError:
             self.broken = True
             raise
+        self.broken = answer.status in REDIRECTS
         if (told := read_prefilled(answer.headers)) is not None:
             attempt.prefilled(told)
         return answer
@@ -194,7 +210,10 @@ class GatewayCarrier:
         changed = None if not buffered or out.request.body is body.latest else out.request.body
         length = None if changed is None or out.head.content_length is None else len(changed)
         fallbacks = context.settings.fallbacks
-        headers, metadata = told_of(self._head, out.head.fields, attempt, fallbacks, length=length)
+        target = None if out.target == self._target else out.target
+        headers, metadata = told_of(
+            self._head, out.head.fields, attempt, fallbacks, length=length, target=target
+        )
         context.stats.picked("buffered" if buffered else "duplex")
         if buffered:
             speaker.choose_buffered(headers, metadata, changed)

@@ -30,9 +30,11 @@ def told(
     fallbacks: int,
     *,
     length: int | None = None,
+    target: bytes | None = None,
 ) -> tuple[bytes, bytes]:
     """The header mutation and the metadata by which ``head`` becomes ``wanted`` with the engine's own fields.
-    ``length`` is that of a buffered body that is changed: Envoy compares."""
+    ``length`` is that of a buffered body that is changed: Envoy compares. ``target``: path and query, where
+    they are not those that came."""
     to = destination(attempt, fallbacks)
     own = dict(attempt.engine_headers)
     if own:
@@ -40,6 +42,8 @@ def told(
     sets, removes = changes(head, wanted)
     if length is not None:
         sets.append((b"content-length", b"%d" % length))
+    if target is not None:
+        sets.append((b":path", target))
     mutation, metadata = _named(to)
     return m.header_mutation(sets, removes) + mutation, metadata
 

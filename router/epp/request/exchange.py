@@ -164,7 +164,9 @@ class GatewayExchange:
             raise GrpcError(grpc.FAILED_PRECONDITION, problem)
         subset = m.endpoints(said.metadata, m.SUBSET, SUBSET_KEY)
         scope = scope_of(said.headers, self._context.header_bytes_max)
-        self._carrier.begin(scope["headers"], None if subset is None else frozenset(subset))
+        path, query = scope["raw_path"], scope["query_string"]
+        target = b"%b?%b" % (path, query) if query else path
+        self._carrier.begin(scope["headers"], target, None if subset is None else frozenset(subset))
         if body.expected and speaker.buffers:
             speaker.go_on("request_headers")
         scope["extensions"] = {EXTENSION: self._on_disconnect, CARRIER: self._carrier}

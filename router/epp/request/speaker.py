@@ -13,6 +13,7 @@ from router.epp.wire import grpc
 from router.epp.wire import messages as m
 from router.epp.wire.grpc import message_head
 from router.http.h2.stream import Stream
+from router.proxy.headers import NAMES_ENGINE
 
 _PIECE_BYTES = 62_000
 
@@ -64,14 +65,17 @@ class Speaker:
         self.say(m.answer("request_headers", common=common, metadata=metadata))
 
     def show(self, had: list[Header], fields: Iterable[Header]) -> None:
-        """Answer to the answer's head, with the fields that it does not have; only once."""
+        """Answer to the answer's head, with the fields that it does not have, and without those that may name
+        the engine; only once."""
         if self.shown:
             return
         self.shown = True
-        if not (sets := [field for field in fields if field not in had]):
+        sets = [field for field in fields if field not in had]
+        removes = [name for name, _ in had if name in NAMES_ENGINE]
+        if not sets and not removes:
             self.go_on("response_headers")
             return
-        common = m.common_response(headers=m.header_mutation(sets))
+        common = m.common_response(headers=m.header_mutation(sets, removes))
         self.say(m.answer("response_headers", common=common))
 
     def pass_on(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:

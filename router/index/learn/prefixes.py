@@ -89,12 +89,21 @@ class _BadExtraKeysError(ValueError):
 
 def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
     """Extra keys of one listed block in the untagged form that ``block_hash.extra_keys`` gives."""
-    keys = event.extra_keys[number] if event.extra_keys and number < len(event.extra_keys) else None
+    if event.extra_keys is None:
+        return _fields(event, number)
+    keys = event.extra_keys[number] if number < len(event.extra_keys) else None
     if not keys:
         return None
     if not isinstance(keys, list):
         raise _BadExtraKeysError
     return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
+
+
+def _fields(event: BlockStored, number: int) -> tuple[str, ...] | None:
+    """The same of an engine that sends fields in the place of extra keys (SGLang)."""
+    first = number == 0 and event.parent_block_hash is None
+    keys = (event.lora_name, event.cache_salt if first else None)
+    return tuple(key for key in keys if key) or None
 
 
 def _with_lookahead(event: BlockStored, number: int, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:

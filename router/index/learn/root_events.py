@@ -149,7 +149,7 @@ def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras
         path = lora_paths.get(event.lora_name)
         if path is None:
             return None
-    salt: str | None = None
+    salt = event.cache_salt
     reach: dict[tuple[str, int], int] = {}
     ahead = num_lookahead(event)
     for number, keys in enumerate(event.extra_keys or ()):

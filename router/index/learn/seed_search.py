@@ -18,8 +18,8 @@ from publisher.block_hash import NO_EXTRAS, HashScheme, canonical_cbor, hashed_p
 from publisher.events import BlockHash
 from router.index.learn.root_events import RootEvent, matches
 
-_HASHES_PER_SLICE = 2048
-"""One slice of the search costs 2 to 4 ms of the event loop."""
+_HASHES_PER_SLICE = 512
+"""One slice of the search costs up to 1 ms of the event loop."""
 
 _MARK = bytes(range(100, 132))
 """Stands for a parent; 32 bytes, the first 16 of it for the shorter digests."""

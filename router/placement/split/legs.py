@@ -76,7 +76,7 @@ class PrefillPlacement(Placement):
         """See ``Attempt``."""
         return super().facts() | {"kvatlas.leg": "prefill"}
 
-    def _charge(self, room: WaitingRoom, tokens: int) -> None:
+    def _charge(self, room: WaitingRoom) -> None:
         """The other placement is charged, until the request's end."""
 
     def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
+from router.prompts.chat.template import UNLIKE, value_kinds
 from router.prompts.request import ChatBody, NotLocalError, decode_any
 from router.prompts.sizes import SHARE, compact, kept_bytes
 from router.prompts.stats import PromptStats
@@ -142,13 +143,18 @@ def chat_context(
     arguments["add_generation_prompt"] = merged["add_generation_prompt"]
     if continue_final and arguments["add_generation_prompt"]:
         raise NotLocalError("template_rejected")
+    shape = _shape(arguments, bytes(body.tools), tools)
+    # Tools by their raw form, unless they are left out: which template is used depends on that.
+    depends_on = [arguments, continue_final, None if tools is None else bytes(body.tools)]
     try:
-        # Tools by their raw form, unless they are left out: which template is used depends on that.
-        key = _ENCODER.encode([arguments, continue_final, None if tools is None else bytes(body.tools)])
+        if shape == UNLIKE:  # JSON has no NaN, which configured arguments may be: it would be null
+            key = b"~" + repr(depends_on).encode(errors="backslashreplace")
+        else:
+            key = _ENCODER.encode(depends_on)
     except (TypeError, ValueError, RecursionError):
         raise NotLocalError("template_kwargs") from None
     names = {**special_tokens, **arguments, "tools": tools}
-    return ChatContext(names, continue_final, compact(key), _shape(arguments, bytes(body.tools)))
+    return ChatContext(names, continue_final, compact(key), shape)
 
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -192,10 +198,12 @@ def _are_documents(documents: Any) -> bool:
     )
 
 
-def _shape(arguments: dict[str, Any], raw_tools: bytes) -> int:
-    """Every tool set is its own shape: templates look into parameter schemas."""
-    kinds = tuple((k, v if isinstance(v, bool) else type(v).__name__) for k, v in arguments.items())
-    return hash((kinds, xxhash.xxh3_128_intdigest(raw_tools)))
+def _shape(arguments: dict[str, Any], raw_tools: bytes, tools: list[dict[str, Any]] | None) -> int:
+    """Every tool set is its own shape: templates look into parameter schemas. ``UNLIKE`` where a value is."""
+    kinds = [(k, v if isinstance(v, bool) else value_kinds(v)) for k, v in arguments.items()]
+    if UNLIKE in value_kinds([arguments, tools]):
+        return UNLIKE
+    return hash((tuple(kinds), xxhash.xxh3_128_intdigest(raw_tools)))
 
 
 def parse_tools(body: ChatBody, *, exclude_when_none: bool) -> list[dict[str, Any]] | None:

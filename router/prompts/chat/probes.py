@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-_ODD = " <b>&\"'\\ \t{{ x }} {% y %} é 漢字 😀 \n\n</think> a\n"
+_UNPRINTED = "\xa0\xad"
+"""Python quotes these in a list, minijinja does not: shows templates that print lists with texts in them."""
+_ODD = f" <b>&\"'\\ \t{{{{ x }}}} {{% y %}} é 漢字 😀 {_UNPRINTED}\n\n</think> a\n"
 _TOOLS: Final = [
     {
         "type": "function",
@@ -39,18 +41,18 @@ def _chat(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-_SYSTEM: Final = {"role": "system", "content": "You are brief. <&>"}
+_SYSTEM: Final = {"role": "system", "content": f"You are brief. <&>{_UNPRINTED}"}
 _USER: Final = {"role": "user", "content": "Hello"}
-_ASSISTANT: Final = {"role": "assistant", "content": " Hi there. "}
+_ASSISTANT: Final = {"role": "assistant", "content": f" Hi {_UNPRINTED} there. "}
 _THINKING: Final = {
     "role": "assistant",
     "content": "<think>\nhm\n</think>\n\nDone",
-    "reasoning": "because",
-    "reasoning_content": "because",
+    "reasoning": f"because{_UNPRINTED}",
+    "reasoning_content": f"because{_UNPRINTED}",
 }
 _CALLING: Final = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _CALLING_TWICE: Final = {"role": "assistant", "content": "Both:", "tool_calls": [_CALL, _CALL]}
-_RESULT: Final = {"role": "tool", "content": '{"t": 21.5}', "tool_call_id": "call00001"}
+_RESULT: Final = {"role": "tool", "content": f'{{"t": 21.5}}{_UNPRINTED}', "tool_call_id": "call00001"}
 _ODD_USER: Final = {"role": "user", "content": _ODD, "name": "bob"}
 
 _CONVERSATIONS: Final = (

@@ -3,13 +3,15 @@
 jinja2 in Hugging Face's sandbox is the reference: it is what engines run. minijinja renders the same
 template several times faster. At load, probe conversations are rendered with both, and minijinja is used
 only if every result is equal. Probes cannot show everything, so in use the two are compared again for
-every message shape (role, keys, value types) not seen before and for every ``CHECK_EVERY``-th rendering;
-the first difference returns jinja2's text and takes minijinja out of use for good.
+every message shape (role, keys, value types) not seen before and for every ``CHECK_EVERY``-th rendering.
+A difference always returns jinja2's text. Where one shape is new, jinja2 renders that shape from then on;
+where all were known to agree, minijinja is taken out of use for that template: shapes do not tell it enough.
 
-Where the two are known to differ by the characters of a text and not by its shape, jinja2 renders: a text
-with one of the four separators that Python alone takes for white space (an engine strips them, minijinja does
-not), letters beyond ASCII in a template that changes their case, and any template with one of ``_UNLIKE``
-(``compiled.py``).
+Where the two are known to differ by the value and not by its shape, jinja2 renders: numbers that minijinja
+writes otherwise and texts within lists and objects that it quotes otherwise (``is_unlike``), a text with one
+of the four separators that Python alone takes for white space (an engine strips them, minijinja does not),
+letters beyond ASCII in a template that changes their case, and any template with what ``compiled.py`` keeps
+from minijinja.
 
 Chats of plain messages are mostly not rendered at all, but put together from what the template wrote around
 the texts of another one (``skeletons.py``); of these every ``CHECK_EVERY``-th is rendered by jinja2 too.
@@ -23,7 +25,8 @@ Thread-safe: rendering shares nothing that changes but counters and a set of sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import math
+from collections.abc import Callable, Hashable, Set
 from typing import Any, Final
 
 from router.prompts.chat.compiled import (
@@ -42,6 +45,12 @@ CHECK_EVERY: Final = 256
 """One rendering in so many is compared although its shape is known; costs under 1 us each on average."""
 _SHAPES_MAX: Final = 4096
 """Shapes remembered; when full, all are forgotten and checked again."""
+_DIFFERING_MAX: Final = 256
+"""Shapes remembered for which minijinja differs; when full, all are forgotten and checked again."""
+UNLIKE: Final = 0
+"""The shape of all values that minijinja is known to write otherwise: jinja2 renders it."""
+_INTEGER_MIN: Final = -(1 << 63)
+_INTEGER_MAX: Final = (1 << 63) - 1
 _CHECKED_CHARS_MAX: Final = 1 << 16
 """Known shapes above this length are not sampled: the check would cost more than it shows."""
 
@@ -49,11 +58,18 @@ _CHECKED_CHARS_MAX: Final = 1 << 16
 class ChatTemplate:
     """A compiled template. ``source`` is Jinja text; raises ``ValueError`` where it is none.
 
-    ``variables`` are the names it reads from outside; ``content_format`` is "string" or "openai".
+    ``variables`` are the names it reads from outside; ``content_format`` is "string" or "openai";
+    ``time_zone`` that of the engines' clock, None: this machine's.
     """
 
-    def __init__(self, source: str, stats: PromptStats, special_tokens: dict[str, str] | None = None) -> None:
-        compiled = compile_template(source, tuple(sorted((special_tokens or {}).items())))
+    def __init__(
+        self,
+        source: str,
+        stats: PromptStats,
+        special_tokens: dict[str, str] | None = None,
+        time_zone: str | None = None,
+    ) -> None:
+        compiled = compile_template(source, tuple(sorted((special_tokens or {}).items())), time_zone)
         self._reference, self._fast = compiled.reference, compiled.fast
         self.variables, self.content_format = compiled.variables, compiled.content_format
         self._changes_case = compiled.changes_case
@@ -62,6 +78,7 @@ class ChatTemplate:
         self.depends_on_time = "strftime_now" in source
         self._stats = stats
         self._shapes: set[int] = set()
+        self._differing: set[int] = set()
         self._skeletons = Skeletons(None if self.depends_on_time else compiled.watching)
 
     @property
@@ -75,7 +92,7 @@ class ChatTemplate:
         Raises ``TemplateRejectsError`` where the template refuses the conversation.
         """
         self._stats.rendered += 1
-        if self._fast is None:
+        if self._fast is None or UNLIKE in shapes or not self._differing.isdisjoint(shapes):
             self._stats.rendered_jinja2 += 1
             return self._by_reference(context)
         text = self._by_fast(context)
@@ -116,26 +133,39 @@ class ChatTemplate:
 
     def _checked(self, text: str | None, context: Context, shapes: Set[int]) -> str:
         self._stats.template_checks += 1
+        new = shapes - self._shapes
         try:
             expected = self._by_reference(context)
             if text != expected and self.depends_on_time:  # the clock may have moved on in between
                 text, expected = self._by_fast(context), self._by_reference(context)
         except TemplateRejectsError:
-            if text is not None:
-                self._distrust()
+            if text is not None:  # the engine refuses this chat: its text is of no account, its shape may be
+                self._differs(new)
             raise
-        if text != expected:
-            self._distrust()
+        if text == expected:
+            self._agrees(new)
         else:
-            if len(self._shapes) + len(shapes) > _SHAPES_MAX:
-                self._shapes.clear()
-            if len(shapes) <= _SHAPES_MAX:
-                self._shapes |= shapes
+            self._differs(new)
+            if text is not None and not new:
+                self._stats.templates_distrusted += 1
+                self._fast = None
         return expected
 
-    def _distrust(self) -> None:
+    def _agrees(self, new: Set[int]) -> None:
+        if len(self._shapes) + len(new) > _SHAPES_MAX:
+            self._shapes.clear()
+        if len(new) <= _SHAPES_MAX:
+            self._shapes |= new
+
+    def _differs(self, new: Set[int]) -> None:
+        """Several new shapes at once: which one differs is seen when the others have been met without it."""
         self._stats.template_mismatches += 1
-        self._fast = None
+        if len(new) != 1:
+            return
+        if len(self._differing) >= _DIFFERING_MAX:
+            self._stats.template_shapes_forgotten += len(self._differing)
+            self._differing.clear()
+        self._differing |= new
 
     def _by_fast(self, context: Context) -> str | None:
         fast = self._fast
@@ -174,32 +204,60 @@ def continue_final(conversation: list[Message], source: str, render: Callable[[l
 
 
 def message_shape(message: Message) -> int:
-    """What kind of message this is: role, keys, types of values; for tool calls the types of arguments.
+    """What kind of message this is: role, keys, types of values and of all that is in them; ``UNLIKE`` where
+    a value is.
 
     Hashed, since clients choose names.
     """
-    calls = message.get("tool_calls")
-    parts = message.get("content")
     outside = (message["role"], tuple(message), tuple(map(type, message.values())))
-    if not calls and isinstance(parts, str):
-        return hash(outside)
-    kinds = (
-        outside,
-        frozenset((tuple(part), part["type"]) for part in parts) if isinstance(parts, list) else None,
-        frozenset((tuple(call), tuple(call["function"]), value_kinds(call)) for call in calls or ()),
-    )
-    return hash(kinds)
+    inside: list[Hashable] = []
+    for key, value in message.items():
+        if isinstance(value, str) or value is None:
+            continue
+        if key == "content":
+            kinds = [(tuple(part), part["type"], value_kinds(_besides_text(part))) for part in value]
+        elif key == "tool_calls":
+            kinds = [(tuple(call), tuple(call["function"]), value_kinds(call)) for call in value]
+        else:
+            kinds = [((), "", value_kinds(value))]
+        if any(UNLIKE in found for *_, found in kinds):
+            return UNLIKE
+        inside.append(frozenset(kinds))
+    return hash((outside, *inside))
 
 
-def value_kinds(value: Any) -> frozenset[str]:
-    """The names of all types inside a JSON value."""
-    kinds: set[str] = set()
+def _besides_text(part: Message) -> list[Any]:
+    return [value for key, value in part.items() if key != "text"]
+
+
+def value_kinds(value: Any) -> frozenset[Hashable]:
+    """The types of all that is in a JSON value; ``UNLIKE`` among them where ``is_unlike`` says so."""
+    kinds: set[Hashable] = set()
     waiting = [value]
     while waiting:
         current = waiting.pop()
-        kinds.add(type(current).__name__)
+        kinds.add(UNLIKE if is_unlike(current) else type(current).__name__)
         if isinstance(current, dict):
+            waiting.extend(current)
             waiting.extend(current.values())
         elif isinstance(current, list):
             waiting.extend(current)
     return frozenset(kinds)
+
+
+def is_unlike(value: Any) -> bool:
+    """Whether minijinja is known to write this otherwise than jinja2 (3.0.5 of its package; all code points
+    were compared).
+
+    It gives a whole float to ``tojson`` as an integer, writes large and small ones without exponent and large
+    integers as floats. In lists that a template makes and prints, it leaves characters as they are that
+    Python does not print.
+    """
+    kind = type(value)
+    if kind is float:
+        return value.is_integer() or not math.isfinite(value) or "e" in repr(value)
+    if kind is int:
+        return not _INTEGER_MIN <= value <= _INTEGER_MAX
+    if kind is str and not value.isascii():
+        return not value.replace("\n", "").replace("\t", "").replace("\r", "").isprintable()
+    return False

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.tests import test_iterable, test_sequence
 
 _NODES: Final = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef),
@@ -265,7 +266,10 @@ def _is_constant(node: nodes.Node) -> bool:
 
 
 def watching(environment: jinja2.Environment) -> jinja2.Environment:
-    """The environment, its filters refusing what they would read without asking."""
+    """The environment, its filters refusing what they would read without asking.
+
+    Every text is iterable and a sequence: templates may ask that without reading it.
+    """
     tojson = environment.filters["tojson"]
 
     def refusing(value: Any, *given: Any, **named: Any) -> Any:
@@ -273,4 +277,6 @@ def watching(environment: jinja2.Environment) -> jinja2.Environment:
         return tojson(value, *given, **named)
 
     environment.filters["tojson"] = refusing
+    environment.tests["iterable"] = lambda value: isinstance(value, WatchedText) or test_iterable(value)
+    environment.tests["sequence"] = lambda value: isinstance(value, WatchedText) or test_sequence(value)
     return environment

@@ -69,9 +69,11 @@ class Family(Protocol):
         """The prompt's text, to be tokenized, or its ids."""
 
 
-def family_of(renderer: str, folder: Path, template: str | None) -> Family | None:
+def family_of(
+    renderer: str, folder: Path, template: str | None, time_zone: str | None = None
+) -> Family | None:
     """The family that vLLM's renderer of this name stands for; None where it is not reproduced. ``template``
-    is the engines' own, for families that take one."""
+    and ``time_zone`` are the engines' own, for families that take one."""
     if renderer == "deepseek_v32":
         return DeepseekV32()
     if renderer == "deepseek_v4":
@@ -81,7 +83,7 @@ def family_of(renderer: str, folder: Path, template: str | None) -> Family | Non
         if renderer == "harmony":
             from router.prompts.families.harmony import Harmony  # noqa: PLC0415
 
-            return Harmony()
+            return Harmony(time_zone)
         if renderer == "cohere":
             from router.prompts.families.cohere import Cohere  # noqa: PLC0415
 

@@ -4,19 +4,18 @@ A system message (identity, date, effort), a developer message (the first system
 instructions, tools), then the turns, each on its channel. Reasoning before the last final answer is dropped.
 oss-harmony carries its vocabulary; openai-harmony reads it from the folder in ``TIKTOKEN_ENCODINGS_BASE``.
 
-The date is the engine's; here it is this machine's, as with templates that ask for the time. vLLM's
-``VLLM_SYSTEM_START_DATE``, set for the router too, pins both.
+The date is the engine's; here it is that of the configured time zone or this machine's, as with templates
+that ask for the time. vLLM's ``VLLM_SYSTEM_START_DATE``, set for the router too, pins both.
 """
 
 from __future__ import annotations
 
 import os
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from router.openai.apis import CHAT, COMPLETION, MESSAGES
-from router.prompts.chat.compiled import TemplateRejectsError
+from router.prompts.chat.compiled import TemplateRejectsError, local_time
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
 from router.prompts.families.missing import Missing
@@ -28,7 +27,7 @@ except ImportError:
     library = None
 
 _EFFORTS: Final = {"low": "Low", "medium": "Medium", "high": "High"}
-_INSTALL: Final = "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"
+_INSTALL: Final = "harmony (gpt-oss) needs a package; in a checkout: python -m pip install '.[harmony]'"
 
 
 class Harmony:
@@ -38,7 +37,8 @@ class Harmony:
     takes_defaults = False
     paths = frozenset({CHAT, COMPLETION, MESSAGES})
 
-    def __init__(self) -> None:
+    def __init__(self, time_zone: str | None = None) -> None:
+        self._time_zone = time_zone
         if library is None:
             raise Missing(_INSTALL)
         try:
@@ -58,7 +58,10 @@ class Harmony:
         return int(token)
 
     def stamp(self) -> bytes:
-        return _today().encode()
+        return self._today().encode()
+
+    def _today(self) -> str:
+        return os.environ.get("VLLM_SYSTEM_START_DATE") or f"{local_time(self._time_zone):%Y-%m-%d}"
 
     def check(self, body: ChatBody) -> None:
         if body.truncate_prompt_tokens is not None:
@@ -90,7 +93,7 @@ class Harmony:
         return result
 
     def render(self, conversation: list[Message], context: ChatContext) -> list[int]:
-        messages = _messages(conversation, context)
+        messages = _messages(conversation, context, self._today())
         finals = [n for n, m in enumerate(messages) if m.author.role == "assistant" and m.channel == "final"]
         kept = [m for n, m in enumerate(messages) if m.channel != "analysis" or not finals or n >= finals[-1]]
         try:
@@ -138,9 +141,9 @@ class Harmony:
         return [*encode(f"assistant to={recipient}"), self._marks["channel"], *encode(f"{name} {kind}")]
 
 
-def _messages(conversation: list[Message], context: ChatContext) -> list[Any]:
+def _messages(conversation: list[Message], context: ChatContext, today: str) -> list[Any]:
     tools = context.names["tools"]
-    system = library.SystemContent.new().with_conversation_start_date(_today())
+    system = library.SystemContent.new().with_conversation_start_date(today)
     effort = context.names.get("reasoning_effort")
     if effort is not None:
         system = system.with_reasoning_effort(library.ReasoningEffort(_EFFORTS[effort]))
@@ -245,10 +248,6 @@ def _index(ids: list[int], wanted: int, start: int = 0) -> int:
         return ids.index(wanted, start)
     except ValueError:
         return -1
-
-
-def _today() -> str:
-    return os.environ.get("VLLM_SYSTEM_START_DATE") or datetime.now().strftime("%Y-%m-%d")  # noqa: DTZ005
 
 
 def _package() -> str:

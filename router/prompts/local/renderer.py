@@ -71,7 +71,7 @@ class ChatRenderer:
         self._config = config
         self._stats = stats
         self.name = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
-        self.family = family_of(self.name, directory.folder, config.chat_template)
+        self.family = family_of(self.name, directory.folder, config.chat_template, config.time_zone)
         self._special_tokens = directory.special_tokens if self.family is None else {}
         takes_defaults = self.family is None or self.family.takes_defaults
         self._defaults = config.default_chat_template_kwargs if takes_defaults else {}
@@ -87,7 +87,9 @@ class ChatRenderer:
             if source is None:
                 continue
             if source not in loaded:
-                loaded[source] = ChatTemplate(source, self._stats, self._special_tokens)
+                loaded[source] = ChatTemplate(
+                    source, self._stats, self._special_tokens, self._config.time_zone
+                )
             templates[with_tools] = loaded[source]
         return templates
 
@@ -129,6 +131,12 @@ class ChatRenderer:
             return self.render(body, [], self.form_of(body, None))[1]
         except NotLocalError:
             return None
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether the engines' local time is in the prompts of chats."""
+        templates = [one for one in self.templates.values() if one is not None]
+        return self.name == "harmony" or any(one.depends_on_time for one in templates)
 
     def reads(self, path: str) -> bool:
         """Whether the prompts of this API are made here; the family's engines may have other code for it."""

@@ -1,9 +1,9 @@
 """Takes what users wrote out of a batch, and leaves all that residency needs: hashes, sizes, groups, parents.
 
-Token ids become as many zeros, look-ahead tokens too, and cache salts in extra keys become ``redacted``;
-every other byte of every field stays, unknown ones included. Block hashes are not computed from the result
-again, so a redacted capture replays to the same residency; only the hash scheme can no longer be detected
-from it.
+Token ids become as many zeros, look-ahead tokens too, and cache salts become ``redacted``; every other byte
+of every field stays, unknown ones included. Of an event of an unknown type only the type stays. Block hashes
+are not computed from the result again, so a redacted capture replays to the same residency; only the hash
+scheme can no longer be detected from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def redact(payload: bytes) -> bytes | None:
 
 
 def _event(raw: msgspec.Raw) -> Any:
-    """One event, redacted. Raises ``ValueError`` for one that nobody has described."""
+    """One event, redacted. Raises ``ValueError`` for one without a type."""
     first = memoryview(raw)[0]
     if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
         return _array(_BATCH.decode(raw))
@@ -47,9 +47,16 @@ def _event(raw: msgspec.Raw) -> Any:
         _replace(fields, "token_ids", _zeros)
         _replace(fields, "lookahead_token_ids", _zeros)
         _replace(fields, "extra_keys", lambda keys: _keys(keys, lora))
+        _replace(fields, "cache_salt", lambda salt: None if salt is None else SALT)
     elif tag not in _HARMLESS:
-        raise ValueError(f"event of unknown type {tag!r}")
+        return {"type": _unknown(tag)}
     return fields
+
+
+def _unknown(tag: Any) -> str:
+    if isinstance(tag, str):
+        return tag
+    raise ValueError("event without a type")
 
 
 def _array(items: list[msgspec.Raw]) -> list[Any]:
@@ -57,7 +64,7 @@ def _array(items: list[msgspec.Raw]) -> list[Any]:
     if tag in _HARMLESS:
         return list(items)
     if tag != _STORED:
-        raise ValueError(f"event of unknown type {tag!r}")
+        return [_unknown(tag)]
     changed: list[Any] = list(items)
     changed[_ARRAY_TOKENS] = _zeros(_ANY.decode(items[_ARRAY_TOKENS]))
     if len(items) > _ARRAY_KEYS:

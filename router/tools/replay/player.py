@@ -47,6 +47,7 @@ class SourceRun(msgspec.Struct):
     clears: int = 0
     undecodable: int = 0
     rejected_events: int = 0
+    unknown_events: int = 0
     redacted: bool = False
     """No token id other than 0 was seen, and some were 0."""
 
@@ -157,14 +158,15 @@ class Player:
         """One event at a time, so that the journal knows which did what."""
         run, engine = cursor.run, self.fleet.engine(frame.source)
         run.rejected_events += len(batch.rejected)
+        run.unknown_events += len(batch.unknown)
         run.events += len(batch.events)
         for number, event in enumerate(batch.events):
             self.ledger.at = EventPosition(frame.seq, number)
             if isinstance(event, BlockStored):
                 self._look_at(cursor, event)
             run.clears += isinstance(event, AllBlocksCleared)
-            engine.apply(msgspec.structs.replace(batch, events=[event], rejected=[]))
-        if batch.rejected:
+            engine.apply(msgspec.structs.replace(batch, events=[event], rejected=[], unknown=[]))
+        if batch.rejected or batch.unknown:
             engine.apply(msgspec.structs.replace(batch, events=[]))
 
     def _look_at(self, cursor: _Cursor, event: BlockStored) -> None:

@@ -130,6 +130,7 @@ def detected(engine: EngineResidency) -> dict[str, Any]:
         "groups": [] if layout is None else msgspec.to_builtins(layout.groups),
         "alignment": None if layout is None else layout.alignment,
         "rejected": dict(engine.rejected),
+        "unknown_types": dict(engine.unknown_types),
     }
 
 

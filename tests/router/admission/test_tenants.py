@@ -136,3 +136,14 @@ def test_the_time_told_is_the_time_it_takes(per_minute: float, used: float, amou
     if wait_s > 1:
         assert bucket.wait_s(amount, wait_s * 0.9) > 0.0
     assert bucket.wait_s(amount, wait_s + 1e-3) == 0.0
+
+
+@given(per_minute=st.floats(1, 10_000), used=st.floats(0, 20_000), back=st.floats(0, 40_000))
+def test_giving_back_fills_a_bucket_and_no_more(per_minute: float, used: float, back: float) -> None:
+    bucket = TokenBucket(per_minute, 0.0)
+    bucket.take(used, 0.0)
+    bucket.take(-back, 0.0)
+    assert bucket.left(0.0) == pytest.approx(min(per_minute, per_minute - used + back))
+    assert bucket.left(0.0) <= per_minute
+    bucket.take(per_minute, 0.0)
+    assert bucket.wait_s(1.0, 0.0) > 0

@@ -405,6 +405,16 @@ def test_unknown_paths_and_methods_are_refused_in_the_same_shape(
     run(main())
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/version"])
+def test_own_endpoints_answer_with_a_slash_at_the_end_too(path: str) -> None:
+    async def main() -> None:
+        async with routing(configure(), wait=False) as rig:
+            for spelled in (f"{path}/", f"{path}%2F"):
+                assert await rig.ask("GET", spelled) == await rig.ask("GET", path)
+
+    run(main())
+
+
 def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with routing(configure(), wait=False) as rig:

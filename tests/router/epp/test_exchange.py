@@ -114,6 +114,43 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
     run(main())
 
 
+def test_a_slash_at_the_end_and_a_redirect_are_handled_for_a_gateway_too() -> None:
+    async def main() -> None:
+        async with gateway() as (_, peer, engine):
+            number = peer.open(PROCESS)
+            sent = head(
+                REQUEST_HEADERS,
+                {b":method": b"POST", b":path": CHAT + b"/?a=b", b":authority": b"a"},
+            )
+            await peer.send(number, sent + body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True))
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            sets = said(peer, number)[0].request_headers.response.header_mutation.set_headers
+            fields = {each.header.key: each.header.raw_value for each in sets}
+            assert fields[":path"] == CHAT + b"?a=b"
+            location = f"{engine.base_url}{CHAT.decode()}".encode()
+            moved = head(RESPONSE_HEADERS, {b":status": b"307", b"location": location})
+            await peer.send(number, moved + body(RESPONSE_BODY, b"", ends=True))
+            assert await error_of(peer, number) == (404, "path_not_found")
+            assert location not in bytes(peer.data[number])
+
+    run(main())
+
+
+def test_a_gateway_removes_the_location_of_another_answer() -> None:
+    async def main() -> None:
+        async with gateway() as (_, peer, engine):
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            made = head(RESPONSE_HEADERS, {b":status": b"201", b"location": engine.base_url.encode()})
+            await peer.send(number, made + body(RESPONSE_BODY, b"{}", ends=True))
+            await peer.until_over(number)
+            shown = said(peer, number)[2].response_headers.response.header_mutation
+            assert list(shown.remove_headers) == ["location"]
+
+    run(main())
+
+
 def given_back(peer: H2Peer, number: int) -> tuple[bytes, bool]:
     """The answer's body as the gateway has it, and whether it is whole."""
     pieces = [each.response_body.response.body_mutation.streamed_response for each in said(peer, number)[3:]]

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
+import structlog
 import zmq
 
-from publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, encode_batch
+from publisher.events import UNKNOWN_TYPES_MAX, AllBlocksCleared, BlockRemoved, DecodedBatch, encode_batch
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedState
 from router.feeds.wire import REASONS
@@ -254,8 +255,30 @@ def test_bad_events_cost_themselves_only() -> None:
         async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
             await until(lambda: feed.state is FeedState.READY)
             assert sink.batches[0].events == [BlockRemoved([1], "GPU"), BlockRemoved([5], "GPU")]
-            assert (feed.stats.events, feed.stats.rejected_events) == (2, 8)
+            assert (feed.stats.events, feed.stats.rejected_events, feed.stats.unknown_events) == (2, 7, 1)
             assert feed.stats.malformed_frames == {}
+        publisher.close()
+
+    run(scenario)
+
+
+def test_an_unknown_type_is_logged_once() -> None:
+    """And not more types than are told apart, whatever a publisher sends."""
+
+    async def scenario(context: zmq.Context, sink: RecordingSink) -> None:
+        publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+        inactive = [{"type": "BlockInactive", "block_hashes": [number]} for number in range(3)]
+        for _ in range(2):
+            publisher.publish_payload(msgspec.msgpack.encode([1.0, inactive, 0]))
+        many = [{"type": f"New{number}"} for number in range(40)]
+        publisher.publish_payload(msgspec.msgpack.encode([2.0, many, 0]))
+        publisher.start()
+        with structlog.testing.capture_logs() as logs:
+            async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+                await until(lambda: feed.state is FeedState.READY)
+                assert (feed.stats.unknown_events, feed.stats.rejected_events) == (46, 0)
+        types = [line["type"] for line in logs if line["event"] == "events of an unknown type are skipped"]
+        assert types == ["BlockInactive", *(f"New{number}" for number in range(UNKNOWN_TYPES_MAX - 1))]
         publisher.close()
 
     run(scenario)

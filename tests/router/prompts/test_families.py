@@ -73,8 +73,16 @@ def test_a_next_turn_reuses_hashes_and_says_what_read_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("family", "module", "missing"),
     [
-        ("harmony", harmony, "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"),
-        ("cohere", cohere, "Cohere's formats need a package: pip install 'kvatlas[cohere]'"),
+        (
+            "harmony",
+            harmony,
+            "harmony (gpt-oss) needs a package; in a checkout: python -m pip install '.[harmony]'",
+        ),
+        (
+            "cohere",
+            cohere,
+            "Cohere's formats need a package; in a checkout: python -m pip install '.[cohere]'",
+        ),
     ],
 )
 def test_what_is_missing_is_said_and_chats_are_left_to_others(
@@ -88,6 +96,18 @@ def test_what_is_missing_is_said_and_chats_are_left_to_others(
     assert reader.stats.not_local["renderer"] == 1
     assert (reader.tokenized_by("m") or "").startswith(missing)
     reader.close()
+
+
+def test_the_date_is_of_the_engines_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_SYSTEM_START_DATE")
+    folder = family_dir(tmp_path / "harmony", "harmony")
+    texts = set()
+    for zone in ("Pacific/Kiritimati", "Pacific/Honolulu"):  # 24 hours apart: always two dates
+        reader = local_reader(folder, SLOW, time_zone=zone)
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        texts.add(tuple(read_exact(reader, body).token_ids))
+        reader.close()
+    assert len(texts) == 2
 
 
 def test_coheres_formats_are_for_engines_of_that_mode_only(tmp_path: Path) -> None:

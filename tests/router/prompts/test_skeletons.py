@@ -45,7 +45,7 @@ ASKING = {
     "its length": ("{{ m.content | length }}", False),
     "its letters": ("{{ m.content | first }}{{ m.content[0] }}", False),
     "a slice": ("{{ m.content[1:] }}", False),
-    "is it a sequence": ("{{ m.content is sequence }}{{ m.content is iterable }}", False),
+    "is it a sequence": ("{{ m.content is sequence }}{{ m.content is iterable }}", True),
     "parted": ("{{ m.content.split('a')[0] }}", False),
     "put together, then asked": ("{{ (m.content + 'a').strip() }}", False),
     "put together, then looked at": ("{{ 'aa' in m.content + 'a' }}", False),

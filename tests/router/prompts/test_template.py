@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
+from datetime import datetime
 
 import minijinja
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from router.prompts.chat.compiled import TemplateRejectsError, reference_environment, tojson
 from router.prompts.chat.content_format import detect_content_format
 from router.prompts.chat.messages import parse_message
-from router.prompts.chat.template import ChatTemplate, message_shape
+from router.prompts.chat.template import CHECK_EVERY, ChatTemplate, message_shape
 from router.prompts.stats import PromptStats
 from tests.support.prompts import cases
 from tests.support.prompts.readers import TEMPLATES, template_text
@@ -49,13 +51,13 @@ def test_rendering_equals_jinja2(name: str) -> None:
         assert template.render(names, shapes(messages)) == expected
     assert compared > 30
     assert stats.template_mismatches == 0
-    assert template.engine == ("jinja2" if name == "generation_blocks" else "minijinja")
+    assert template.engine == "minijinja"
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "{% generation %}x{% endgeneration %}" + PLAIN,  # minijinja cannot parse it
+        "{% print 'x' %}" + PLAIN,  # minijinja cannot parse it
         "{{ '%s' % messages[0].content }}",  # minijinja cannot run it
     ],
 )
@@ -68,17 +70,117 @@ def test_jinja2_takes_over_what_minijinja_cannot_do(source: str) -> None:
     assert stats.rendered_jinja2 == 1
 
 
-def test_a_difference_met_in_use_ends_minijinja_for_that_template() -> None:
+def differing(source: str) -> minijinja.Environment:
+    """In place of the real one: some values come out otherwise."""
+    other = minijinja.Environment()
+    other.add_template("chat", source)
+    return other
+
+
+def test_a_known_shape_that_differs_ends_minijinja_for_that_template() -> None:
     stats = PromptStats()
     template = ChatTemplate(PLAIN, stats)
-    assert template.engine == "minijinja"
-    other = minijinja.Environment()
-    other.add_template("chat", "something else")
-    template._fast = other
     messages = [{"role": "user", "content": "hi"}]
     assert template.render(context(messages), shapes(messages)) == "user: hi\n"
+    assert template.engine == "minijinja"
+    template._fast = differing("something else")
+    for _ in range(CHECK_EVERY):
+        template.render(context(messages), shapes(messages))
     assert template.engine == "jinja2"
-    assert stats.template_mismatches == 1
+    assert template.render(context(messages), shapes(messages)) == "user: hi\n"
+    assert stats.template_mismatches == stats.templates_distrusted == 1
+
+
+def test_one_unusual_request_does_not_make_everybody_pay() -> None:
+    stats = PromptStats()
+    template = ChatTemplate(PLAIN, stats)
+    template._fast = differing(PLAIN + "{% if messages[-1].name %}wrong{% endif %}")
+    plain = [{"role": "user", "content": "hi"}]
+    odd = [{"role": "user", "content": "hi", "name": "bob"}]
+    assert template.render(context(plain + odd), shapes(plain + odd)) == "user: hi\nuser: hi\n"
+    assert not template._differing, "two shapes were new: it may have been either"
+    template.render(context(plain), shapes(plain))
+    for _ in range(10):
+        assert template.render(context(plain + odd), shapes(plain + odd)) == "user: hi\nuser: hi\n"
+    assert (stats.template_mismatches, stats.templates_distrusted) == (2, 0)
+    slower = stats.rendered_jinja2
+    for _ in range(10):
+        template.render(context(plain), shapes(plain))
+    assert template.engine == "minijinja"
+    assert stats.rendered_jinja2 == slower
+
+
+def test_shapes_that_differ_are_bounded() -> None:
+    stats = PromptStats()
+    template = ChatTemplate(PLAIN, stats)
+    template._fast = differing("wrong")
+    for number in range(1000):
+        messages = [{"role": f"role {number}", "content": "hi"}]
+        assert template.render(context(messages), shapes(messages)) == f"role {number}: hi\n"
+    assert len(template._differing) <= 256
+    assert stats.template_shapes_forgotten == 1000 - len(template._differing)
+    assert stats.templates_distrusted == 0
+
+
+def test_what_the_engine_refuses_ends_nothing() -> None:
+    stats = PromptStats()
+    source = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+    template = ChatTemplate(source, stats)
+    template._fast = differing(PLAIN)
+    for text in ("yes", *["no"] * CHECK_EVERY):
+        messages = [{"role": "user", "content": text}]
+        with suppress(TemplateRejectsError):
+            template.render(context(messages), shapes(messages))
+    assert stats.template_mismatches == 1, "one was sampled"
+    assert template.engine == "minijinja"
+
+
+GENERATION = "{% set x = 'a' %}{%- generation -%} {% set x = 'b' %}{{ x }} {%- endgeneration %}{{ x }}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ none is iterable }}{{ none is not iterable }}{{ x is iterable }}{{ x is not sequence }}",
+        "{{ messages is iterable }}{{ messages[0] is sequence }}{{ messages[0].role is sequence }}",
+        "{% for m in messages %}{{ m.a is iterable and m.role is string }}{{ 1 is sequence }}{% endfor %}",
+        "{{ (messages[0].role | upper) is iterable }}{{ 'is iterable' }}{# is iterable #}",
+        GENERATION,
+        "{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}{% endgeneration %}{% endfor %}",
+        "{% set n = namespace(a=1) %}{% generation %}{% set n.a = 2 %}{% endgeneration %}{{ n.a }}",
+        "{{ 'x' }}:{\n  {%- if none is iterable %}y{% endif %}\n\n",  # where white space is removed
+    ],
+)
+def test_what_templates_may_ask_keeps_minijinja(source: str) -> None:
+    template = ChatTemplate(source, PromptStats())
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.engine == "minijinja"
+    assert template._by_fast(context(messages)) == template._by_reference(context(messages))
+
+
+@pytest.mark.parametrize(
+    ("source", "safe"),
+    [
+        ("{{ x | tojson | safe }}{{ 'a' ~ (x | safe) ~ '<' }}{{ (x | safe) if x else '<' }}", True),
+        ("{% set a = x | safe if x is mapping else x | string %}{{ a }}{{ '<' ~ a }}", True),
+        ("{{ '<' + (x | safe) }}", False),
+        ("{% set a = x | safe %}{% set b = a[1:] %}{{ b + '<' }}", False),
+        ("{% set n.a = x | safe %}{{ '<' + n.a }}", False),
+        ("{{ (x | safe).replace('a', '<') }}", False),
+        ("{% for a in [x | safe] %}{{ '<' + a }}{% endfor %}", False),
+        ("{{ '%s<' | format(x | safe) }}", False),
+        ("{% macro f(a) %}{{ '<' + a }}{% endmacro %}{{ f(x | safe) }}", False),
+    ],
+)
+def test_safe_texts_that_are_joined_are_for_jinja2(source: str, safe: bool) -> None:
+    """jinja2 escapes what is joined to a text marked as safe, with any value but the probes'."""
+    template = ChatTemplate(
+        "{% set n = namespace(a='') %}{% if x is defined %}" + source + "{% endif %}", PromptStats()
+    )
+    assert (template.engine == "minijinja") == safe
+    names = context([], x="a<b")
+    assert template.render(names, frozenset()) == template._by_reference(names)
+    assert template.engine == ("minijinja" if safe else "jinja2")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +242,16 @@ def test_strftime_now_gives_local_time_and_is_noticed() -> None:
     assert template.depends_on_time
     year = time.localtime().tm_year
     assert template.render(context([]), frozenset()) in {str(year), str(year + 1)}
+
+
+def test_the_clock_may_be_that_of_another_time_zone() -> None:
+    hours = []
+    for zone in ("Pacific/Kiritimati", "UTC", "Pacific/Honolulu"):
+        template = ChatTemplate("{{ strftime_now('%s %Y-%m-%d %H:%M%z') }}", PromptStats(), None, zone)
+        shown = template.render(context([]), frozenset())
+        hours.append(datetime.strptime(shown.partition(" ")[2], "%Y-%m-%d %H:%M"))  # noqa: DTZ007  # %z wrote nothing
+    offsets = [round((hour - hours[1]).total_seconds() / 3600) for hour in hours]
+    assert offsets == [14, 0, -10]
 
 
 def test_no_jinja_is_refused_with_the_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile, digest_of
+from router.admission.peers import SILENCE_S, TENANTS_MAX, Uses
 from router.admission.settings import KeySettings
 from router.admission.tenants import TenantRequest
 from router.openai.errors import ApiError
-from router.replication.limits import GONE_S, SILENCE_S, TENANTS_MAX, OthersUse, SharedLimits, UseMessage
+from router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
 from router.replication.redis.client import Client
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
@@ -51,12 +53,15 @@ class Replica:
     def __init__(self, path: Path, name: str, clock: Clock, crew: str = "", life: int = 1) -> None:
         self.name, self.life, self.crew, self.beat = name, life, crew, 0
         self.gate = KeyGate(KeyFile(path, clock=clock), clock=clock)
-        self.others = OthersUse(name, self.gate, crew)
+        self.others = OtherReplicas(name, self.gate, crew)
         self.clock = clock
 
     def says(self) -> bytes:
         self.beat += 1
-        return msgspec.msgpack.encode(UseMessage(self.life, self.beat, self.crew, self.gate.uses()))
+        return msgspec.msgpack.encode(UseMessage(self.crew, self.uses()))
+
+    def uses(self) -> Uses:
+        return Uses(self.life, self.beat, True, self.gate.uses())
 
     def enter(self) -> TenantRequest:
         return self.gate.enter(FIELDS)
@@ -170,8 +175,101 @@ def test_what_cannot_be_read_is_counted_and_who_is_gone_is_named(rules: Path) ->
     fields = {"old": Replica(rules, "old", clock).says(), "bad": b"\xff"}
     assert one.others.hear(fields, clock.now) == []
     clock.now += GONE_S + 1
-    assert one.others.hear(fields, clock.now) == ["old"]
+    assert one.others.hear(fields, clock.now) == ["old", "bad"]
     assert one.others.stats.malformed == 2
+
+
+FORGED: list[tuple[object, str]] = [
+    ([1, 0, 0, 0, 0, -1e18, 0.0], "malformed"),
+    ([1, 0, 0, 0, 0, -math.inf, 0.0], "malformed"),
+    ([1, 0, 0, 0, 0, math.inf, 0.0], "malformed"),
+    ([1, 0, 0, 0, 0, math.nan, 0.0], "any"),
+    ([1, 0, 0, 0, 0, 2**63 - 1, 0.0], "malformed"),
+    ([1, 0, 0, 0, 0, 1e12, 0.0], "refused"),
+    ([2**63 - 1, 0, 0, 0, 0, 0.0, 0.0], "malformed"),
+    ([-100, 0, 0, 0, 0, 0.0, 0.0], "malformed"),
+    ([1, 50, 0, 0, 0, 0.0, 0.0], "refused"),
+    ([1, 0, 0, 0, -5, 0.0, 0.0], "malformed"),
+    ([1, 0, 0, 0, 2**62, 0.0, 0.0], "malformed"),
+    ([1.5, 0, 0, 0, 0, 0.0, 0.0], "malformed"),
+    ("1", "malformed"),
+    ({}, "malformed"),
+]
+
+
+@pytest.mark.parametrize(("use", "counted"), FORGED, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_what_no_replica_writes_is_refused_and_counted(
+    rules: Path, use: object, counted: str, known: bool
+) -> None:
+    clock = Clock()
+    one, real = Replica(rules, "one", clock), Replica(rules, "forged", clock)
+    if known:
+        tell(real, one)
+    forged = msgspec.msgpack.encode(["", [real.life, real.beat + 1, True, {"t": use}]])
+    one.others.hear({"forged": forged}, clock.now)
+    stats = one.others.stats
+    assert stats.malformed + stats.refused == 1
+    assert counted == "any" or getattr(stats, counted) == 1
+    assert one.left == PER_MINUTE
+    assert one.lets_in()
+    clock.now += SILENCE_S + 1
+    one.others.hear({}, clock.now)
+    assert one.lets_in()
+
+
+def test_a_forged_total_makes_a_tenant_wait_for_one_period_at_most(rules: Path) -> None:
+    clock = Clock()
+    one, real = Replica(rules, "one", clock), Replica(rules, "real", clock)
+    tell(real, one)
+    for forged in (10**6, 10**9, 2**53):
+        field = ["", [real.life, real.beat + forged, True, {"t": [forged, 0, 0, 0, 9, 20.0, 0.0]}]]
+        one.others.hear({"real": msgspec.msgpack.encode(field)}, clock.now)
+    assert not one.lets_in()
+    clock.now += 60 + 60 / PER_MINUTE + 0.01
+    tell(real, one)  # what it really says counts again
+    assert one.lets_in()
+
+
+def test_a_forged_refund_fills_no_bucket(rules: Path) -> None:
+    clock = Clock()
+    one, real = Replica(rules, "one", clock), Replica(rules, "real", clock)
+    tell(real, one)
+    while one.lets_in():
+        pass
+    for beat, forged in ((1, [5, 0]), (2, [10**6, 10**6]), (3, [2 * 10**6, 2 * 10**6])):
+        field = ["", [real.life, real.beat + beat, True, {"t": [*forged, 0, 0, 0, 0.0, 0.0]}]]
+        one.others.hear({"real": msgspec.msgpack.encode(field)}, clock.now)
+    assert not one.lets_in()
+
+
+def test_a_replica_whose_field_is_gone_has_no_places(tmp_path: Path) -> None:
+    clock = Clock()
+    path = key_file(tmp_path, "concurrent_requests = 1")
+    one, two = Replica(path, "one", clock), Replica(path, "two", clock)
+    held = one.enter()
+    tell(one, two)
+    assert not two.lets_in()
+    two.others.hear({"two": two.says()}, clock.now)
+    assert two.lets_in()
+    held.leave(None)
+
+
+@settings(max_examples=examples(100))
+@given(
+    field=st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.sampled_from("tx"), inner, max_size=2),
+        max_leaves=20,
+    ).map(msgspec.msgpack.encode)
+)
+def test_whatever_a_field_holds_requests_go_on(rules: Path, field: bytes) -> None:
+    clock = Clock()
+    one = Replica(rules, "one", clock)
+    one.others.hear({"odd": field}, clock.now)
+    assert one.lets_in()
+    assert 0 <= one.left < PER_MINUTE
 
 
 # -- through a server ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import os
@@ -17,6 +18,7 @@ import pytest
 from publisher.events import BlockHash
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
+from router.admission.peers import SILENCE_S
 from router.app import Router
 from router.config.schema import Config
 from router.fleet.identity import EngineAddress
@@ -148,12 +150,12 @@ def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> 
             one, two = (Worker(place) for place in places)
             async with one.running(), two.running():
                 prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
-                one.gossip.responses.record("resp_1", E)
+                one.gossip.responses.record("resp_1", E, "acme")
                 one.gossip.affinity.record([7, 1 << 63], E)
                 await until(lambda: two.gossip.stats.heard >= 2, "heard")
                 common = two.gossip.inflight.common(HASHES, time.monotonic())
                 assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
-                assert two.gossip.responses.holder("resp_1") == E
+                assert two.gossip.responses.known("resp_1") == (E, "acme")
                 assert two.gossip.affinity.match([7, 1 << 63, 9]) == {E: 2}
                 assert two.served == []
                 one.gossip.inflight.end(prompt, time.monotonic())
@@ -230,5 +232,112 @@ def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> Non
                 gates[1].enter(FIELDS).leave(None)
                 with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
                     gates[1].enter(FIELDS)
+
+    run(main())
+
+
+def gate_of(folder: Path, rules: str) -> KeyGate:
+    path = folder / "keys"
+    path.write_text(KEYS.replace("requests_per_minute = 2\nconcurrent_requests = 1", rules))
+    return KeyGate(KeyFile(path, clock=time.monotonic), clock=time.monotonic)
+
+
+def lets_in(gate: KeyGate) -> bool:
+    try:
+        gate.enter(FIELDS).leave(None)
+    except ApiError:
+        return False
+    return True
+
+
+def test_a_lost_message_on_what_a_tenant_uses_is_made_up_for_by_the_next(tmp_path: Path) -> None:
+    """The sibling reads nothing until its buffer has overflowed: of all messages the last ones are lost."""
+
+    async def main() -> None:
+        with seats(2) as places:
+            gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
+            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+            async with one.running():
+                entry = gates[0].enter(FIELDS)
+                await until(lambda: one.gossip.stats.sent > 1, "the sibling would know of it")
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        places[0].mesh[1].send(b"\x90")
+                missed = one.gossip.stats.missed
+                entry.leave(None)
+                await until(lambda: one.gossip.stats.missed > missed, "what says that it left is lost")
+                async with two.running():
+                    await until(lambda: lets_in(gates[1]), "the place is free for the sibling")
+
+    run(main())
+
+
+def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            gates = [gate_of(tmp_path, "requests_per_minute = 3\nconcurrent_requests = 2") for _ in "abc"]
+            one = Worker(places[0], gate=gates[0])
+            async with one.running():
+                async with Worker(places[1], gate=gates[1]).running():
+                    assert lets_in(gates[1])
+                    held = gates[0].enter(FIELDS), gates[0].enter(FIELDS)
+                    ada = gates[0].account("ada")
+                    await until(lambda: ada.headers(time.monotonic())[1][1] == b"0", "the one knows")
+                    await until(lambda: not lets_in(gates[1]), "the other one knows")
+                two = Worker(places[1], life=1, gate=gates[2])
+                async with two.running():
+                    await until(lambda: two.gossip.stats.heard, "the new worker hears")
+                    with pytest.raises(ApiError, match="concurrent"):
+                        gates[2].enter(FIELDS)
+                    for entry in held:
+                        entry.leave(None)
+                    await until(lambda: not gates[2].account("ada")._active_elsewhere, "the places are free")
+                    with pytest.raises(ApiError, match="requests_per_minute"):
+                        gates[2].enter(FIELDS)
+
+    run(main())
+
+
+def test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor(tmp_path: Path) -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
+            now_s = time.monotonic
+            ahead = [0.0]
+            one, two = Worker(places[0], gate=gates[0]), Worker(places[1], gate=gates[1])
+            two.gossip._clock = lambda: now_s() + ahead[0]
+            async with two.running():
+                async with one.running():
+                    gates[0].enter(FIELDS)
+                    await until(lambda: not lets_in(gates[1]), "the sibling knows")
+                ahead[0] = SILENCE_S + 1
+                await until(lambda: lets_in(gates[1]), "the place is free")
+
+    run(main())
+
+
+def test_what_very_many_tenants_use_is_told_in_turns(tmp_path: Path) -> None:
+    count = 1200
+    keys = "".join(
+        f'[tenants.t{n}]\nconcurrent_requests = 1\n[[keys]]\ntenant = "t{n}"\n'
+        f'sha256 = "{hashlib.sha256(b"k%d" % n).hexdigest()}"\n'
+        for n in range(count)
+    )
+    (tmp_path / "keys").write_text(keys)
+
+    async def main() -> None:
+        with seats(2) as places:
+            gates = [
+                KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
+            ]
+            for number in range(count):
+                gates[0].account(f"t{number}").enter(time.monotonic())
+            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+            async with one.running(), two.running():
+                await until(
+                    lambda: all(gates[1].account(f"t{n}")._active_elsewhere for n in range(count)),
+                    "all known",
+                )
+            assert two.gossip.stats.refused == 0
 
     run(main())

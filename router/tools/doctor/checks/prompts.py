@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.prompts.config import ANY_MODEL
 from router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
@@ -15,20 +16,46 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
     if not engine.server.models:
         return
     if engine.model_config.tokenizer is None:
-        yield info(
-            "no tokenizer given",
-            "prompts are tokenized by asking an engine, which costs a round trip each",
-            "give --tokenizer (or models.NAME.tokenizer): the directory the engine loaded its tokenizer from",
-        )
+        yield _no_tokenizer(engine)
         return
     for result in engine.parity:
         if result.differs_at is not None:
-            yield _difference(result)
+            yield _difference(result, engine.time_zone)
     alike = [r.name for r in engine.parity if r.compared and r.differs_at is None]
     if alike:
         yield ok(f"the same tokens here and there: {', '.join(alike)}")
     for result in engine.parity:
         yield from _not_compared(result)
+    if engine.time_zone is not None and engine.model_config.time_zone is None:
+        yield info(
+            f"chats of this model contain the date, here of the router's time zone, {engine.time_zone}",
+            "the engine writes its own local date: in another time zone prompts differ for hours each day",
+            "set models.NAME.time_zone to the engines', or give router and engines the same TZ",
+        )
+
+
+def _no_tokenizer(engine: EngineEvidence) -> CheckResult:
+    """The doctor has none. A router that was asked has said whether it has one."""
+    compare = "give the doctor --tokenizer (or the router's --config): the directory the engine loaded"
+    known = engine.router_tokenizers
+    if known is None:
+        return info(
+            "no tokenizer given: nothing compared",
+            "a router without one asks an engine for the tokens of each prompt: a round trip each",
+            f"{compare} its tokenizer from",
+        )
+    library = known.get(engine.base_model or ANY_MODEL, known.get(ANY_MODEL))
+    if library is not None:
+        return info(
+            f"nothing compared: the router tokenizes with {library}, the doctor was given no tokenizer",
+            "a running router does not say which directory it reads",
+            f"{compare} its tokenizer from",
+        )
+    return info(
+        "the router has no tokenizer for this model",
+        "it asks an engine for the tokens of each prompt, which costs a round trip each",
+        "start the router with --tokenizer (or models.NAME.tokenizer)",
+    )
 
 
 @engine_check("tokens.family")
@@ -58,7 +85,7 @@ def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-def _difference(result: PromptParity) -> CheckResult:
+def _difference(result: PromptParity, time_zone: str | None) -> CheckResult:
     seen = (
         f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} there, "
         f"the first difference at token {result.differs_at}"
@@ -68,10 +95,14 @@ def _difference(result: PromptParity) -> CheckResult:
             "another chat template (--chat-template, --tokenizer-mode, a newer model revision), another "
             "version of the package that renders, or another tokenizer"
         )
+        if time_zone is not None:
+            cause += f"; or another date: this model's chats contain it, here of {time_zone}"
         remedy = (
             "give the engine's tokenizer directory, models.NAME.chat_template and tokenizer_mode as it was "
             "started, and install its version of the package"
         )
+        if time_zone is not None:
+            remedy += "; set models.NAME.time_zone to the engine's"
     else:
         cause = "another tokenizer than the engine's"
         remedy = "give the directory the engine loaded its tokenizer from, of the same revision"

@@ -203,7 +203,7 @@ def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
             )
         elif name == "kvatlas_prompts_template_mismatches_total":
             yield info(
-                "a faster way to a chat template's text differed from jinja2 and was taken out of use",
+                "a faster way to a chat template's text differed from jinja2 and is not used for such chats",
                 "a template that uses something which that does differently",
                 "nothing: the text is made in a slower way",
                 subject=router.url,

@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, DecodedBatch
+from publisher.events import UNKNOWN_TYPES_MAX, AllBlocksCleared, BlockRemoved, BlockStored, DecodedBatch
 from router.feeds.wire import Frame
 
 _DIGESTS_MAX = 4096
@@ -41,6 +41,7 @@ class EventCounts(msgspec.Struct):
     lora_names: set[str] = msgspec.field(default_factory=set)
     rejected: int = 0
     rejections: list[str] = msgspec.field(default_factory=list)
+    unknown_types: Counter[str] = msgspec.field(default_factory=Counter)
     ranks: set[int] = msgspec.field(default_factory=set)
     lookahead: int = 0
     digests: deque[tuple[int, int]] = msgspec.field(default_factory=lambda: deque(maxlen=_DIGESTS_MAX))
@@ -59,6 +60,9 @@ class EventCounts(msgspec.Struct):
     def _add_batch(self, batch: DecodedBatch) -> None:
         self.rejected += len(batch.rejected)
         self.rejections += batch.rejected[: _SAMPLES_MAX - len(self.rejections)]
+        for name in batch.unknown:
+            if name in self.unknown_types or len(self.unknown_types) < UNKNOWN_TYPES_MAX:
+                self.unknown_types[name] += 1
         if batch.data_parallel_rank is not None and len(self.ranks) < _NAMES_MAX:
             self.ranks.add(batch.data_parallel_rank)
         self.events += len(batch.events)

@@ -205,12 +205,13 @@ def test_what_turns_out_cheaper_or_dearer_counts_at_the_next_turn() -> None:
     first = queue.take(anywhere)
     assert first is not None
     assert first.tenant == "acme"
-    queue.charge("acme", Priority.NORMAL, "", 1000)
+    charge = queue.charge("acme", Priority.NORMAL, "", 1000)
+    assert charge is not None
     second = queue.take(anywhere)
     assert second is not None
     assert second.tenant == "beta"
     queue.charge("beta", Priority.NORMAL, "", 900)
-    queue.charge("acme", Priority.NORMAL, "", -500)
+    charge.correct(500)
     third = queue.take(anywhere)
     assert third is not None
     assert third.tenant == "acme"
@@ -273,3 +274,86 @@ def test_work_ahead_is_that_of_the_same_class_and_above(priority: Priority, expe
         queue.add(waiting(number, priority=one, pool="tiny", work_s=float(1 << one)))
         queue.add(waiting(number, priority=one, pool="large", work_s=100.0))
     assert queue.ahead_s(priority, "tiny") == pytest.approx(expected_s)
+
+
+def turns(queue: FairQueue[int], count: int) -> list[str]:
+    """Whose turn it is, for requests of 100 tokens each."""
+    order = []
+    for _ in range(count):
+        one = queue.take(anywhere)
+        assert one is not None
+        queue.charge(one.tenant, one.priority, one.pool, 100)
+        order.append(one.tenant)
+    return order
+
+
+@pytest.mark.parametrize("credit", [0.0, 300.0])
+def test_requests_that_were_charged_nowhere_give_nothing_back(credit: float) -> None:
+    """Twenty requests placed while nobody waits and cancelled while others do: no turn is won by it."""
+    queue: FairQueue[int] = FairQueue(1000)
+    placed = [queue.charge("acme", Priority.NORMAL, "", 300) for _ in range(20)]
+    for number in range(100):
+        queue.add(waiting(number, tenant="acme", credit_tokens=credit))
+        queue.add(waiting(number, tenant="beta", credit_tokens=credit))
+    for charge in placed:
+        if charge is not None:
+            charge.correct(0)
+    order = turns(queue, 40)
+    assert abs(order.count("acme") - order.count("beta")) <= 1 + credit / 100
+
+
+def test_a_charge_of_tenants_that_wait_no_longer_gives_nothing_back_to_those_that_do() -> None:
+    queue: FairQueue[int] = FairQueue(1000)
+    queue.add(waiting(0, tenant="beta"))
+    charge = queue.charge("acme", Priority.NORMAL, "", 6000)
+    assert charge is not None
+    turns(queue, 1)  # nobody waits: the counters are gone
+    for number in range(100):
+        queue.add(waiting(number, tenant="acme"))
+        queue.add(waiting(number, tenant="beta"))
+    charge.correct(0)
+    order = turns(queue, 40)
+    assert order.count("acme") == order.count("beta")
+
+
+def test_what_a_tenant_had_long_ago_and_gets_back_puts_it_no_further_ahead_than_its_credit() -> None:
+    queue: FairQueue[int] = FairQueue(1000)
+    for number in range(200):
+        queue.add(waiting(number, tenant="beta"))
+    charge = queue.charge("acme", Priority.NORMAL, "", 3000)
+    assert charge is not None
+    turns(queue, 60)  # beta has had twice as much meanwhile
+    for number in range(100):
+        queue.add(waiting(number, tenant="acme"))
+    charge.correct(0)
+    order = turns(queue, 20)
+    assert order.count("acme") <= 11
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.tuples(st.sampled_from(TENANTS[:2]), st.integers(0, 1000)), max_size=20))
+def test_charging_and_giving_back_wins_no_turn(charges: list[tuple[str, int]]) -> None:
+    queue: FairQueue[int] = FairQueue(1000)
+    for number in range(20):
+        queue.add(waiting(number, tenant="acme"))
+        queue.add(waiting(number, tenant="beta"))
+    given_back = [queue.charge(tenant, Priority.NORMAL, "", tokens) for tenant, tokens in charges]
+    for charge in given_back:
+        assert charge is not None
+        charge.correct(0)
+    order = turns(queue, 20)
+    assert order.count("acme") == order.count("beta")
+
+
+def test_a_tenant_that_comes_back_begins_at_its_credit_and_not_where_it_left() -> None:
+    """Its counter stood still while others were served; it is ahead of them by its credit alone."""
+    queue: FairQueue[int] = FairQueue(1000)
+    queue.add(waiting(0, tenant="beta", credit_tokens=300))
+    for number in range(200):
+        queue.add(waiting(number, tenant="acme", credit_tokens=300))
+    turns(queue, 101)
+    for number in range(10):
+        queue.add(waiting(number, tenant="beta", credit_tokens=300))
+    order = turns(queue, 8)
+    assert order[:3] == ["beta"] * 3
+    assert order.count("acme") >= 2

@@ -154,9 +154,9 @@ def test_what_the_engine_reports_corrects_what_was_charged() -> None:
         more = [comes(room, "acme"), comes(room, "beta")]
         await until(lambda: len(room) == 4, "all wait")
         acme, beta = Claim("acme"), Claim("beta")
-        room.charge(acme, "tiny", 1000)
+        charge = room.charge(acme, "tiny", 1000)
         room.charge(beta, "tiny", 500)
-        room.settle(acme, "tiny", 1000, Usage(1000, 10, 900))  # 100 and twice 10
+        room.settle(acme, "tiny", charge, 1000, Usage(1000, 10, 900))  # 100 and twice 10
         order = []
         engines.gap_s = 0.0
         room.changed()

@@ -356,7 +356,28 @@ def test_places_are_bounded() -> None:
     assert told.rejected == {"too_many_places": 5}
 
 
-@pytest.mark.parametrize("medium", ["cpu", "DISK"])
+@pytest.mark.parametrize(
+    ("name", "medium"),
+    [("cpu", "CPU"), ("CPU_PINNED", "CPU"), ("DISK", "STORAGE"), ("EXTERNAL", "STORAGE")],
+)
+def test_other_names_of_media(name: str, medium: str) -> None:
+    told = Told()
+    told.outside.stored(stored(1, owner=None, medium=name))
+    assert told.held(1, medium) == {""}
+    told.outside.removed(gone(1, owner=None, medium=name))
+    assert (told.held(1, medium), told.rejected) == (set(), {})
+
+
+def test_what_is_cleared_with_the_gpu() -> None:
+    """SGLang's host cache is one tree with the GPU's; what vLLM's connectors hold stays."""
+    for name, stays in (("CPU_PINNED", False), ("CPU", True), ("DISK", True)):
+        told = Told()
+        told.outside.stored(stored(1, owner=None, medium=name))
+        told.outside.gpu_cleared()
+        assert any(told.held(1, medium) for medium in ("CPU", "STORAGE")) is stays
+
+
+@pytest.mark.parametrize("medium", ["TAPE", "Cpu"])
 def test_other_media_are_rejected(medium: str) -> None:
     told = Told()
     told.outside.stored(stored(1, owner=None, medium=medium))

@@ -203,6 +203,24 @@ def test_another_chat_template_than_the_engines(tmp_path: Path) -> None:
     run(main())
 
 
+def test_another_date_than_the_engines(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
+    template = "{{ strftime_now('%H') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "other" / "chat_template.jinja").write_text(template)
+
+    async def main() -> None:
+        async with running({}) as (engine,):
+            found = await look(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "other")))
+            found.expect("tokens.parity", Severity.ERROR, "chat:", "another date", "models.NAME.time_zone")
+            found.expect("tokens.parity", Severity.INFO, "time zone", "models.NAME.time_zone")
+            model = ModelConfig(tokenizer=str(tmp_path / "other"), time_zone="UTC")
+            found = await look(engine.base_url, model=model)
+            found.expect("tokens.parity", Severity.ERROR, "here of UTC")
+            assert not [one for one in found.of("tokens.parity") if "of the router's time zone" in str(one)]
+
+    run(main())
+
+
 def test_another_tokenizer_than_the_engines(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
@@ -259,7 +277,7 @@ def usage(prompt_tokens: int, cached: int | None) -> dict[str, Any]:
     ("config", "remedy"),
     [
         ({"architectures": ["KimiK3ForConditionalGeneration"]}, "--renderer"),
-        ({"model_type": "gpt_oss"}, "pip install 'kvatlas[harmony]'"),
+        ({"model_type": "gpt_oss"}, "pip install '.[harmony]'"),
     ],
 )
 def test_chats_that_only_code_renders(

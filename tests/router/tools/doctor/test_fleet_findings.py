@@ -118,6 +118,12 @@ def router(**changes: Any) -> Answers:
             "degraded (history_rolled)",
         ),
         ({"feed": {"phantom_alarms": 2}}, "router.engines", Severity.WARNING, "2 phantom alarm(s)"),
+        (
+            {"unusable_events": 7, "rejected_events": {"undecodable": 7}, "unknown_events": {}},
+            "router.engines",
+            Severity.ERROR,
+            "none of the latest 7 event(s) could be used (undecodable 7)",
+        ),
         ({"feed_state": "stale"}, "router.engines", Severity.WARNING, "stale"),
         ({"available": False}, "router.engines", Severity.WARNING, "breaker is open"),
         ({"drifting": True}, "router.predictions", Severity.WARNING, "drift"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -308,8 +309,29 @@ def test_salts_go_and_adapters_stay() -> None:
     assert found.extra_keys == [["lora-a", "redacted"], [["image-hash", 3]], None]
 
 
+def test_of_an_event_of_an_unknown_type_only_the_type_stays() -> None:
+    encode = msgspec.msgpack.encode
+    for event in ({"type": "New", "token_ids": [5], "note": "secret"}, ["New", [5], "secret"]):
+        payload = redact(encode([1.0, [event, {"type": "AllBlocksCleared"}], 0]))
+        assert payload is not None
+        assert msgspec.msgpack.decode(payload)[1] == [
+            {"type": "New"} if isinstance(event, dict) else ["New"],
+            {"type": "AllBlocksCleared"},
+        ]
+
+
+def test_a_salt_in_a_field_goes() -> None:
+    event = BlockStored([1], None, encode_tokens([5] * BLOCK), BLOCK, cache_salt="secret")
+    payload = redact(encode_batch(1.0, [event]))
+    assert payload is not None
+    assert b"secret" not in payload
+    (found,) = decode_batch(payload).events
+    assert isinstance(found, BlockStored)
+    assert found.cache_salt == "redacted"
+
+
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", b"\x93\x01\x91\x81\xa4type\xa3New\x00", b"\x93\x01\x91\x05\x00"]
+    "payload", [b"", b"\xc1", b"\x93\x01\x91\x81\xa4type\x07\x00", b"\x93\x01\x91\x05\x00"]
 )
 def test_what_cannot_be_redacted_is_not_written(payload: bytes, tmp_path: Path) -> None:
     assert redact(payload) is None

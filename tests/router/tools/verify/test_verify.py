@@ -258,8 +258,9 @@ def test_a_folder_named_like_a_trace_is_no_trace(tmp_path: Path, capsys: pytest.
 
 def test_events_that_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = read(TRACES[0])
-    odd = msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}], 0])
+    odd = msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}, {"type": "BlockRemoved"}], 0])
     lines.insert(1, {"events": base64.b64encode(odd).decode(), "seq": 99})
     status, (trace,), _ = run_json([write(tmp_path / "odd.jsonl", lines)], capsys)
     assert status == 0
-    assert trace["detected"]["rejected"]["undecodable"] >= 1
+    assert trace["detected"]["rejected"]["undecodable"] == 2  # once while it learns
+    assert trace["detected"]["unknown_types"] == {"BlockMoved": 2}

@@ -1,0 +1,200 @@
+"""What tenants use at other processes, workers of one router and replicas alike: one algebra for both.
+
+Each process says totals since its start, numbered by ``beat``; what counts here is how far they have risen.
+So a lost message is made up for by the next one, and one that comes twice or late changes nothing. ``active``
+is that of the newest message. A process heard for the first time, or again after a silence, is not charged in
+a lump: then no more is left to a tenant here than there. Messages are outside input. A total that falls or is
+out of bounds is refused and counted; a charge takes a bucket no deeper into debt than one period, a refund
+gives back no more than was taken.
+
+Always true: for each process the state is that of the newest message of its present life; one that is gone,
+silent for ``SILENCE_S`` or replaced has no active requests. Pure; ``now`` is monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Annotated, Protocol
+
+import msgspec
+
+SILENCE_S = 5.0
+REMEMBERED_S = 300.0
+"""How long the last message of a silent process is known by its number; a field in Redis goes sooner."""
+TENANTS_MAX = 4096
+"""In one message."""
+PROCESSES_MAX = 1024
+_TOTAL_MAX = 2**53
+_ACTIVE_MAX = 2**20
+
+_Total = Annotated[int, msgspec.Meta(ge=0, le=_TOTAL_MAX)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=_TOTAL_MAX)]
+
+
+class Use(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One tenant at one process: totals since the start, requests ``active`` now, and what its buckets lack
+    of being full, at most one period's worth."""
+
+    requests: _Total = 0
+    requests_refunded: _Total = 0
+    tokens: _Total = 0
+    tokens_refunded: _Total = 0
+    active: Annotated[int, msgspec.Meta(ge=0, le=_ACTIVE_MAX)] = 0
+    requests_used: _Share = 0.0
+    tokens_used: _Share = 0.0
+
+    @property
+    def plausible(self) -> bool:
+        """No more is refunded than was charged, and all is finite."""
+        whole = math.isfinite(self.requests_used) and math.isfinite(self.tokens_used)
+        return whole and self.requests_refunded <= self.requests and self.tokens_refunded <= self.tokens
+
+    def fell(self, before: Use) -> bool:
+        """Whether a total is lower than it was."""
+        return (
+            self.requests < before.requests
+            or self.requests_refunded < before.requests_refunded
+            or self.tokens < before.tokens
+            or self.tokens_refunded < before.tokens_refunded
+        )
+
+
+NO_USE = Use()
+
+
+class Uses(msgspec.Struct, array_like=True, frozen=True):
+    """What one process says. ``life`` grows with each start, ``beat`` with each message; ``whole``: every
+    tenant that has used anything is in it."""
+
+    life: Annotated[int, msgspec.Meta(ge=0)]
+    beat: _Total
+    whole: bool
+    tenants: Annotated[dict[str, Use], msgspec.Meta(max_length=TENANTS_MAX)] = {}
+
+
+class LimitKeeper(Protocol):
+    """Where tenants' limits are kept."""
+
+    def used_elsewhere(self, other: Hashable, tenant: str, before: Use | None, use: Use) -> bool:
+        """Count how far ``use`` is beyond ``before``; None: be no better off than there. False: refused."""
+
+    def forget_other(self, other: Hashable) -> None:
+        """A process has no active requests any more, for any tenant."""
+
+    def knows(self, tenant: str) -> bool:
+        """Whether there is such a tenant."""
+
+
+class _Known(msgspec.Struct):
+    """One process, as heard."""
+
+    life: int
+    at_s: float
+    beat: int = -1
+    whole_beat: int | None = None
+    """The first message that had every tenant: who is missing there had used nothing."""
+    uses: dict[str, tuple[int, Use]] = {}
+    """By tenant: the beat and what it said."""
+    silent: bool = False
+    late_beat: int = _TOTAL_MAX
+    """Of a message that came in the silence, and may have been written before it."""
+
+
+class OthersUse:
+    """All other processes of one kind. ``refused`` is called for each value that is refused."""
+
+    def __init__(self, ledger: LimitKeeper, refused: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._refused = refused
+        self._known: dict[Hashable, _Known] = {}
+
+    def hear(self, other: Hashable, said: Uses, now: float) -> None:
+        """A message, in whatever order it comes."""
+        known = self._life_of(other, said, now)
+        if known is None:
+            return
+        if said.beat > known.beat:
+            known.beat, known.at_s = said.beat, now
+        for tenant, use in said.tenants.items():
+            if self._ledger.knows(tenant):
+                self._take(other, known, said.beat, tenant, use)
+        if said.whole:
+            known.whole_beat = said.beat if known.whole_beat is None else min(said.beat, known.whole_beat)
+            for tenant, (beat, use) in known.uses.items():
+                if beat < said.beat and tenant not in said.tenants and use.active:
+                    idle = msgspec.structs.replace(use, active=0)
+                    self._take(other, known, said.beat, tenant, idle)
+
+    def age(self, now: float) -> None:
+        """Time has passed without a message, perhaps."""
+        for other, known in list(self._known.items()):
+            if now - known.at_s > REMEMBERED_S:
+                self.forget(other)
+            elif now - known.at_s > SILENCE_S and not known.silent:
+                known.silent, known.whole_beat = True, None
+                known.uses.clear()
+                self._ledger.forget_other(other)
+
+    def keep(self, others: Collection[Hashable]) -> None:
+        """There are no others than these. What the missing ones have used is remembered for as long as that
+        of silent ones: their place of exchange may have lost everything."""
+        for other in self._known.keys() - others:
+            self._ledger.forget_other(other)
+
+    def forget(self, other: Hashable) -> None:
+        """It ended, or nothing is known of it any more."""
+        if self._known.pop(other, None) is not None:
+            self._ledger.forget_other(other)
+
+    def totals(self) -> Mapping[Hashable, Mapping[str, Use]]:
+        """What counts now, by process and tenant."""
+        return {
+            other: {tenant: use for tenant, (_, use) in known.uses.items()}
+            for other, known in self._known.items()
+        }
+
+    def _life_of(self, other: Hashable, said: Uses, now: float) -> _Known | None:
+        """The process as known so far; None for a message from before what is known."""
+        self.age(now)
+        known, replaced = self._known.get(other), False
+        if known is not None:
+            if said.life == known.life:
+                if not known.silent or said.beat > known.beat:
+                    known.silent = False
+                    return known
+                late, known.late_beat = known.late_beat, said.beat
+                if said.beat <= late:
+                    return None  # what it left behind; if it speaks, the next one will differ
+            elif said.life < known.life and not known.silent:
+                return None
+            else:
+                replaced = not known.silent
+            self.forget(other)
+        elif len(self._known) >= PROCESSES_MAX:
+            self._refused()
+            return None
+        known = self._known[other] = _Known(said.life, now)
+        if replaced:  # all that the new one has used came since the old one was heard
+            known.whole_beat = -1
+        return known
+
+    def _take(self, other: Hashable, known: _Known, beat: int, tenant: str, use: Use) -> None:
+        last = known.uses.get(tenant)
+        if last is not None and beat <= last[0]:
+            return
+        if not use.plausible:
+            self._refused()
+            return
+        before: Use | None = None
+        if last is not None:
+            before = last[1]
+        elif known.whole_beat is not None and known.whole_beat < beat:
+            before = NO_USE
+        if before is not None and use.fell(before):
+            self._refused()
+            before = use  # one of the two was made up: go on from here, charging nothing
+        if self._ledger.used_elsewhere(other, tenant, before, use):
+            known.uses[tenant] = beat, use
+        else:
+            self._refused()

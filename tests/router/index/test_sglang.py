@@ -1,0 +1,158 @@
+"""An SGLang engine's events, as they stand on the wire: read in learned mode, exact for full attention.
+
+Facts: srt/disaggregation/kv_events.py and srt/mem_cache/events.py of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from publisher.block_hash import NO_EXTRAS, PromptExtras
+from publisher.event_decoder import decode_batch
+from publisher.events import UNKNOWN_TYPES_MAX
+from router.index.learn import hash_scheme
+from router.index.learn.hash_scheme import Detection
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from tests.support.event_writer import Prompt, tokens
+
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_scheme, "SEEDS_MAX", 4)
+
+
+class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True):
+    pass
+
+
+def page_hashes(prompt: Sequence[int], namespace: bytes = b"") -> list[int]:
+    """One per whole page: SHA-256 over the digest before and the tokens, its first 8 bytes signed."""
+    digest, found = b"", []
+    for start in range(0, len(prompt) - len(prompt) % PAGE, PAGE):
+        words = b"".join(token.to_bytes(4, "little") for token in prompt[start : start + PAGE])
+        digest = hashlib.sha256(digest + words).digest()
+        named = hashlib.sha256(namespace + digest[:8]).digest() if namespace else digest
+        found.append(int.from_bytes(named[:8], "big", signed=True))
+    return found
+
+
+def stored(
+    prompt: Sequence[int], *, namespace: bytes = b"", medium: str = "GPU", **fields: Any
+) -> list[Stored]:
+    """One event per page, each naming the page before as its parent."""
+    hashes = page_hashes(prompt, namespace)
+    parents = [None, *hashes[:-1]]
+    return [
+        Stored([block], parent, list(prompt[n * PAGE : (n + 1) * PAGE]), PAGE, None, medium, **fields)
+        for n, (block, parent) in enumerate(zip(hashes, parents, strict=True))
+    ]
+
+
+def tell(fleet: FleetResidency, *events: Any) -> None:
+    fleet.apply("a", decode_batch(msgspec.msgpack.encode([1.0, list(events), 0])))
+    fleet.engine("a").finish_detection()
+
+
+def hit(fleet: FleetResidency, prompt: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> int:
+    return fleet.predict(Prompt(prompt, extras), ["a"])["a"].hit_tokens
+
+
+def test_prompts_are_predicted_and_nothing_is_rejected() -> None:
+    fleet, prompts = FleetResidency(ModelFacts()), [tokens(200, seed=n) for n in range(20)]
+    for prompt in prompts:
+        tell(fleet, *stored(prompt))
+    assert fleet.engine("a").detection is Detection.LEARNED
+    assert not fleet.engine("a").rejected
+    assert [hit(fleet, prompt) for prompt in prompts] == [192] * 20
+    assert hit(fleet, prompts[0][:100] + tokens(100, seed=99)) == 96
+    assert hit(fleet, prompts[0][:96]) == 80, "the last token is always computed"
+    tell(fleet, Removed(page_hashes(prompts[0])[3:], "GPU"))
+    assert hit(fleet, prompts[0]) == 48
+
+
+def test_the_host_cache_counts_and_goes_with_a_clear() -> None:
+    fleet, prompt = FleetResidency(ModelFacts()), tokens(200)
+    tell(fleet, *stored(prompt), *stored(prompt, medium="CPU_PINNED"))
+    tell(fleet, Removed(page_hashes(prompt), "GPU"))
+    found = fleet.predict(Prompt(prompt), ["a"])["a"]
+    assert (found.hit_tokens, found.cpu_tokens) == (0, 192)
+    tell(fleet, Cleared())
+    assert fleet.predict(Prompt(prompt), ["a"])["a"].offloaded_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "extras"),
+    [
+        ({"cache_salt": "tenant"}, PromptExtras(cache_salt="tenant")),
+        ({"lora_name": "sql"}, PromptExtras("sql", "/adapters/sql")),
+        ({"lora_name": "sql", "cache_salt": "tenant"}, PromptExtras("sql", "/adapters/sql", "tenant")),
+    ],
+    ids=["salt", "lora", "both"],
+)
+def test_salts_and_adapters_keep_prompts_apart(fields: dict[str, str], extras: PromptExtras) -> None:
+    fleet, prompt = FleetResidency(ModelFacts()), tokens(200)
+    tell(fleet, *stored(tokens(50, seed=1)), *stored(prompt, namespace=b"n", **fields))
+    assert hit(fleet, prompt, extras) == 192
+    assert hit(fleet, prompt) == 0
+    assert hit(fleet, prompt, PromptExtras(cache_salt="other")) == 0
+
+
+def test_an_engine_none_of_whose_events_can_be_used() -> None:
+    fleet = FleetResidency(ModelFacts())
+    engine = fleet.engine("a")
+    assert engine.unusable_events == 0
+    tell(fleet, {"type": "BlockStored", "block_hashes": [1]}, {"type": "BlockMoved"})
+    assert engine.unusable_events == 2
+    tell(fleet, *stored(tokens(20), medium="TAPE"))
+    assert engine.unusable_events == 3
+    tell(fleet, *stored(tokens(20)), {"type": "BlockMoved"})
+    assert engine.unusable_events == 0
+    assert engine.unknown_types == {"BlockMoved": 2}
+
+
+def test_an_engine_whose_events_cannot_be_used_any_more() -> None:
+    fleet = FleetResidency(ModelFacts())
+    engine = fleet.engine("a")
+    tell(fleet, *stored(tokens(20)))
+    for _ in range(100):
+        tell(fleet, {"type": "BlockInactive", "block_hashes": [1]})
+    assert engine.unusable_events == 0, "one beside the events that are used is no problem"
+    for _ in range(63):
+        tell(fleet, {"type": "BlockStored", "block_hashes": [1]})
+    assert engine.unusable_events == 0
+    tell(fleet, {"type": "BlockStored", "block_hashes": [1]})
+    assert engine.unusable_events == 64
+    fleet.forget("a")
+    assert engine.unusable_events == 0, "of another process nothing is known yet"
+
+
+def test_unknown_types_are_few() -> None:
+    fleet = FleetResidency(ModelFacts())
+    tell(fleet, *({"type": f"New{number}"} for number in range(40)))
+    types = fleet.engine("a").unknown_types
+    assert (len(types), types.total(), types["other"]) == (UNKNOWN_TYPES_MAX + 1, 40, 24)
