@@ -57,6 +57,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     among: frozenset[str] | None = None
     """``host:port`` of the engines that may take it, where a gateway says so."""
     carried: Carried = ""
+    tenant: str = ""
+    """Whose key it came with; "" where clients have none."""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     claim: Claim = NO_CLAIM
@@ -73,5 +75,5 @@ class Usage(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-FAILURES = ("refused", "reset", "timeout", "status", "broken_stream")
+FAILURES = ("refused", "reset", "timeout", "status", "broken_stream", "aborted")
 """Why an engine did not answer whole."""
