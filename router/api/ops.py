@@ -21,7 +21,7 @@ from router.http.server.server import listen_config
 from router.http.server.side_server import SIDE_LISTEN, SideServer
 from router.openai.errors import ApiError, on_ops_port
 
-_OPEN = frozenset({"/health", "/ready", "/version", CONTROL_PREFIX})
+_OPEN = frozenset({"/health", "/ready", "/version", "/", CONTROL_PREFIX.rstrip("/"), CONTROL_PREFIX})
 """Needs no token; the page has nothing to show without one."""
 
 

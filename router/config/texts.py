@@ -170,6 +170,7 @@ RULES: dict[str, Rule] = {
     "access_log.key_file": _path,
     "models.tokenizer": _elsewhere,
     "models.chat_template": _elsewhere,
+    "models.time_zone": _elsewhere,
     "models.lora_paths": _name,
     "models.hash_seeds": _hash_seed,
     "models.kinds": _elsewhere,

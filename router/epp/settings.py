@@ -84,7 +84,7 @@ class EppStats(H2Stats):
     immediate: int = 0
     """Requests answered by the picker itself: errors, and what no engine is asked for."""
     gateways_own: int = 0
-    """Requests that the gateway answered itself before it was told an engine (a body too large for it to
+    """Requests that the gateway answered itself before an engine was named (a body too large for it to
     buffer, its own time-out): they end as left by the client."""
     fallbacks_served: int = 0
     """Requests that another engine served than the one that was chosen."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -165,6 +165,11 @@ class PromptReader:
         """The library that tokenizes this model's prompts, and why not a faster one; None: an engine does."""
         local = self.local_of(model)
         return None if local is None else local.by(chat=True)
+
+    def tokenizers(self, models: Iterable[str]) -> dict[str, str]:
+        """The library of each of these models whose prompts are tokenized here."""
+        libraries = {model: self.tokenized_by(model) for model in models}
+        return {model: library for model, library in libraries.items() if library is not None}
 
     async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
         """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""

@@ -168,7 +168,7 @@ class GatewayExchange:
             self._carrier.on_trailers()
 
     def _pass_gateways_own(self, said: m.ProcessingRequest) -> None:
-        """A piece of an answer that the gateway gives itself before it was told an engine: 413 of a body too
+        """A piece of an answer that the gateway gives itself before an engine was named: 413 of a body too
         large to be buffered, 504 of its stream_idle_timeout. It goes to the client as it is."""
         speaker, kind, ends = self._speaker, said.kind, said.end_of_stream
         self._timer.wait(self._context.settings.request_timeout_s)

@@ -27,7 +27,7 @@ except ImportError:
     library = None
 
 _EFFORTS: Final = {"low": "Low", "medium": "Medium", "high": "High"}
-_INSTALL: Final = "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"
+_INSTALL: Final = "harmony (gpt-oss) needs a package; in a checkout: python -m pip install '.[harmony]'"
 
 
 class Harmony:

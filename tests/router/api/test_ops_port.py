@@ -14,8 +14,8 @@ from router.api.admin.settings import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
+from router.http.server.server import ListenError
 from router.serve.check import check
-from router.serve.server import ListenError
 from router.simulate.advise.command import see
 from router.simulate.fetch import fetch_access_log
 from router.tools.doctor.examine import ask_router
@@ -160,7 +160,8 @@ def test_a_port_that_is_taken_is_said_and_nothing_starts() -> None:
                 async with routing(configure(server=server), wait=False):
                     pytest.fail("it must not start")
             (line,) = [line for line in logs if line["event"] == "not started"]
-            assert line["problem"] == f"server.ops_port: cannot listen on 127.0.0.1:{server.ops_port}"
+            where = f"127.0.0.1:{server.ops_port}"
+            assert line["problem"] == f"server.ops_port: cannot listen on {where}: address already in use"
 
         run(main())
 

@@ -68,6 +68,7 @@ WRONG: dict[str, str] = {
     "access_log.path": "/nowhere/at/all",
     "access_log.key_file": "/nowhere/at/all",
     "models.tokenizer": "/nowhere",
+    "models.time_zone": "Mars/Olympus",
     "models.lora_paths": "",
     "models.hash_seeds": "a b",
     "models.kinds": "odd",
