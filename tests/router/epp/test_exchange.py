@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -252,7 +253,7 @@ def test_a_subset_hint_of_comma_joined_endpoints(*, listed: bool) -> None:
                     hint[SUBSET_KEY] = text
                 number = peer.open(PROCESS)
                 await peer.send(number, message_frame(asked.SerializeToString()) + REQUEST.removeprefix(POST))
-                await until(lambda number=number: len(said(peer, number)) > 0, "answered")
+                await until(partial(said, peer, number), "answered")
                 if chosen:
                     assert said(peer, number)[0].dynamic_metadata[m.LB][DESTINATION] == endpoint
                     peer.state.reset_stream(number)
