@@ -214,6 +214,7 @@ class Router:
             aliases=self.aliases,
             tls=self._engine_tls,
             claims=planner.hold is not None,
+            responses=self.accounts.responses,
             pd=self.config.pd,
             pd_stats=planner.pd_stats,
         )
@@ -226,7 +227,13 @@ class Router:
             return None
         fields = [(name.encode(), value.encode()) for name, value in self.config.fleet.headers().items()]
         file = KeyFile(Path(keys.file), clock=self.clock)
-        return KeyGate(file, clock=self.clock, forward=keys.forward, engine_fields=fields)
+        return KeyGate(
+            file,
+            clock=self.clock,
+            forward=keys.forward,
+            engine_priorities=keys.engine_priorities,
+            engine_fields=fields,
+        )
 
     def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:
         """ASGI 3."""
@@ -338,6 +345,7 @@ class Router:
             certificates=self.certificates,
             clock=self.clock,
             readiness=lambda: config.epp.conformance_headers or self.readiness().ready,
+            synced=lambda: not self.fleet_sources.unsynced(),
             endpoints=lambda: [endpoint_of(engine.engine.base_url) for engine in self.fleet],
         )
 

@@ -206,7 +206,7 @@ class Placement(Attempt):
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""
         if response_id is not None and not self.engine.closed:
-            self._accounts.responses.record(response_id, self.engine_id)
+            self._accounts.responses.record(response_id, self.engine_id, self.request.tenant)
 
     def _begun(self, now: float) -> None:
         self._answered = True

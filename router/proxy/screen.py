@@ -1,8 +1,9 @@
 """Removes fields from client bodies that must not reach engines.
 
-``kv_transfer_params`` tells an engine to fetch KV blocks from another one; a made-up one ends vLLM's engine
-process. vLLM reads it at the top of the body, within ``vllm_xargs``, and within ``extra_args`` of
-``sampling_params`` (``/inference/v1/generate``); it is taken out of all unless clients are trusted.
+``kv_transfer_params`` tells an engine to fetch KV blocks from another one, ``ec_transfer_params`` the output
+of an image encoder; a made-up one ends vLLM's engine process. vLLM reads them at the top of the body, within
+``vllm_xargs``, and within ``extra_args`` of ``sampling_params`` (``/inference/v1/generate``); they are taken
+out of all unless clients are trusted.
 ``kv_cache_report_mode`` within them makes an engine report blocks again that it holds already, which spoils
 every index that counts copies; the operator may have it taken out or refused.
 Members are cut out of the text with their comma, as often as they occur and however their keys are escaped;
@@ -22,9 +23,10 @@ from router.openai.members import BodyMember, MalformedError, Scan, has_any, joi
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
-_TRANSFER, _XARGS, _REPORT_MODE = b"kv_transfer_params", b"vllm_xargs", b"kv_cache_report_mode"
+_TRANSFERS, _XARGS = frozenset({b"kv_transfer_params", b"ec_transfer_params"}), b"vllm_xargs"
+_REPORT_MODE = b"kv_cache_report_mode"
 _SAMPLING, _EXTRA = b"sampling_params", b"extra_args"
-_HINTS = (b"kv_transfer_params", b"report_mode", b"\\u")
+_HINTS = (b"_transfer_params", b"report_mode", b"\\u")
 """Without one of these no key in a text can be one of ours, however it is written."""
 _LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
 """A member, and what it lies within."""
@@ -32,7 +34,7 @@ _TRANSCODED_BYTES_MAX = 1 << 20
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What is kept away: ``transfer`` takes ``kv_transfer_params`` out."""
+    """What is kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
 
     transfer: bool = True
     report_mode: ReportMode = "pass"
@@ -125,7 +127,7 @@ class _Cutter:
             self.cuts.append((kept_end if kept_end >= 0 else cut_from, last_end))
 
     def _goes(self, member: BodyMember, *, top: bool) -> bool:
-        if member.name == _TRANSFER and self._rules.transfer:
+        if member.name in _TRANSFERS and self._rules.transfer:
             self.transfer += 1
             return True
         if member.name == _REPORT_MODE and not top and self._rules.report_mode != "pass":

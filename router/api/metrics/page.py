@@ -127,6 +127,8 @@ class RouterCollector:
             yield from of_stats("lease", s.shared.lease_manager.stats)
             yield from of_stats("look", s.shared.lookup.stats)
             yield from of_stats("flight", s.shared.inflight.gossip_stats)
+            if s.shared.responses is not None:
+                yield from of_stats("responses", s.shared.responses.stats)
             if s.shared.limits is not None:
                 yield from of_stats("limits", s.shared.limits.stats)
             yield from of_each("model", "mirror", s.shared.mirror_stats())

@@ -30,9 +30,13 @@ uncached_tokens_per_minute = 50
 models = ["another-*"]
 [tenants.one]
 concurrent_requests = 1
+[tenants.high]
+priority = "high"
+[tenants.low]
+priority = "low"
 """ + "".join(
     f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-    for name in ("free", "small", "long", "other", "one")
+    for name in ("free", "small", "long", "other", "one", "high", "low")
 )
 
 
@@ -172,6 +176,76 @@ def test_engines_get_the_routers_key_and_not_the_clients(tmp_path: Path) -> None
 
     assert run(sent(forward=False)) == "Bearer of-the-fleet "
     assert run(sent(forward=True)) == "Bearer key-of-free key-of-free"
+
+
+def gated(path: Path, **options: Any) -> Any:
+    path.write_text(RULES)
+
+    def wrap(app: ProxyApp) -> ProxyApp:
+        app._gate = KeyGate(KeyFile(path, clock=lambda: 0.0), clock=lambda: 0.0, **options)
+        return app
+
+    return wrap
+
+
+PRIORITIES = [
+    ("low", '"priority":-5', '"priority":1'),
+    ("low", '"priority":0', '"priority":1'),
+    ("low", '"priority":7', '"priority":7'),
+    ("low", '"priority":"-5"', '"priority":1'),
+    ("low", '"priority":-5.0', '"priority":1'),
+    ("low", '"priority":false', '"priority":1'),
+    ("low", '"prior\\u0069ty":-5', '"prior\\u0069ty":1'),
+    ("low", '"priority":3,"priority":-5', '"priority":3,"priority":1'),
+    ("low", '"priority":null', '"priority":null'),
+    ("low", '"x":1', '"x":1'),
+    ("free", '"priority":-5', '"priority":0'),
+    ("free", '"priority":0', '"priority":0'),
+    ("free", '"priority":2', '"priority":2'),
+    ("high", '"priority":-5', '"priority":-5'),
+    ("high", '"priority":2', '"priority":2'),
+]
+
+
+@pytest.mark.parametrize("size", [0, 5 << 20], ids=["small", "above 4 MiB"])
+@pytest.mark.parametrize(("tenant", "sent", "passed"), PRIORITIES)
+def test_no_priority_is_above_the_tenants_class(
+    tmp_path: Path, tenant: str, sent: str, passed: str, size: int
+) -> None:
+    async def main() -> None:
+        async with (
+            Engine(says(200, b"{}")) as engine,
+            proxying(engine.url, wrap=gated(tmp_path / "keys.toml")) as rig,
+        ):
+            for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+                if size and path != "/v1/completions":
+                    continue
+                text = '{"model":"m",%s,"messages":["' + "x" * size + '"]}'
+                key = f"authorization: Bearer key-of-{tenant}"
+                got = await ask(rig, request((text % sent).encode(), key, target=path))
+                assert got.status == 200
+                assert engine.calls.pop().body == (text % passed).encode()
+
+    run(main())
+
+
+def test_engines_that_schedule_by_priority_are_told_a_tenants_class(tmp_path: Path) -> None:
+    async def main() -> None:
+        wrap = gated(tmp_path / "keys.toml", engine_priorities=True)
+        async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=wrap) as rig:
+            for tenant, body, passed in (
+                ("low", b'{"model":"m"}', b'{"priority":1,"model":"m"}'),
+                ("low", b" {} ", b' {"priority":1} '),
+                ("low", b'{"model":"m","priority":-1}', b'{"model":"m","priority":1}'),
+                ("free", b'{"model":"m"}', b'{"model":"m"}'),
+                ("high", b'{"model":"m"}', b'{"priority":-1,"model":"m"}'),
+                ("high", b'{"model":"m","priority":2}', b'{"model":"m","priority":2}'),
+            ):
+                key = f"authorization: Bearer key-of-{tenant}"
+                assert (await ask(rig, request(body, key, target="/v1/completions"))).status == 200
+                assert engine.calls.pop().body == passed
+
+    run(main())
 
 
 def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
