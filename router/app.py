@@ -39,6 +39,7 @@ from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
+from router.prompts.origin.finder import TokenizerFinder
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
@@ -110,6 +111,14 @@ class Router:
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
+        self.finder = TokenizerFinder(
+            self.fleet,
+            self.reader,
+            config.prompts,
+            self.calls.ask,
+            setting_of=self.following.tokenizer_of,
+            clock=clock,
+        )
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self.aliases = Aliases.of(config.alias_shares())
         self.planner, self.proxy = self._assemble()
@@ -139,6 +148,7 @@ class Router:
             epp=None if self.picker is None else self.picker.stats,
             pd=self.planner.pd_stats,
             others=self.sharing.others,
+            tokenizers=self.finder.origins,
         )
         self._view: WholeView | None = None
         if seat is not None and self.crew is not None:
@@ -246,7 +256,7 @@ class Router:
             poller = self.poller = FleetPoller(self.fleet, self.following, self.config.fleet, session)
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]
-            works += [self.certificates.watch(), self._expire_inflight()]
+            works += [self.certificates.watch(), self._expire_inflight(), self.finder.run()]
             works += [work() for work in self.works]
             works += self.sharing.works()
             if self.config.prompts.renderers:
@@ -365,6 +375,8 @@ class Router:
         """Another configuration is running."""
         before, self.config = self.config, config
         self.following.take(config)
+        if config.models != before.models:
+            self.finder.forget()
         if config.engines != before.engines:
             self.roster.engines_max = _engines_max(config)
             self.fleet_sources.set_static(config.engines)

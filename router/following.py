@@ -144,6 +144,12 @@ class Following:
             for name, configured in config.adapters().items()
         }
 
+    def tokenizer_of(self, model: str) -> tuple[str, ModelPrompts]:
+        """The configured tokenizer of a served model, and how its prompts are made besides."""
+        configured = self._config.model(model)
+        prompts = msgspec.structs.replace(configured.prompts(), lora_paths=self._adapters.own(model))
+        return configured.tokenizer, prompts
+
     def take(self, config: Config) -> None:
         """Another configuration is running: engines of models of which other facts are known are followed
         anew, adapters have the paths that it says."""

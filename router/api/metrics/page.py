@@ -37,6 +37,7 @@ from router.observe.traces import TraceStats
 from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
+from router.prompts.origin.finder import ModelOrigin
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
@@ -74,6 +75,8 @@ class Sources(msgspec.Struct):
     pd: PdStats | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """What siblings and replicas have in flight, by engine; None: it is not known."""
+    tokenizers: Callable[[], Mapping[str, ModelOrigin]] = dict
+    """How the prompts of each served model are read."""
     more: Callable[[], Iterable[Metric]] = tuple
     """Further families: those of a worker among several."""
 

@@ -14,11 +14,19 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Tokenizer and chat template against the engine's ``/tokenize``."""
     if not engine.server.models:
         return
-    if engine.model_config.tokenizer is None:
+    problem = engine.tokenizer_problem
+    if problem is not None:
+        yield warning(
+            f"no tokenizer: {problem}",
+            f"{problem.reason}: prompts are tokenized by asking an engine, which costs a round trip each",
+            problem.remedy,
+        )
+        return
+    if not engine.tokenizer:
         yield info(
-            "no tokenizer given",
+            "no tokenizer given (off)",
             "prompts are tokenized by asking an engine, which costs a round trip each",
-            "give --tokenizer (or models.NAME.tokenizer): the directory the engine loaded its tokenizer from",
+            "set models.NAME.tokenizer to auto, or give --tokenizer: what the engine was started with",
         )
         return
     for result in engine.parity:
@@ -26,7 +34,7 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
             yield _difference(result, engine.time_zone)
     alike = [r.name for r in engine.parity if r.compared and r.differs_at is None]
     if alike:
-        yield ok(f"the same tokens here and there: {', '.join(alike)}")
+        yield ok(f"the same tokens here ({engine.tokenizer}) and there: {', '.join(alike)}")
     for result in engine.parity:
         yield from _not_compared(result)
     if engine.time_zone is not None and engine.model_config.time_zone is None:

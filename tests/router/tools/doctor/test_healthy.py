@@ -50,7 +50,7 @@ def test_nothing_is_sent_without_probe() -> None:
 def test_the_probe_is_exact_without_a_tokenizer_of_its_own() -> None:
     async def main() -> None:
         async with running({"enable_scale_out": False}) as (engine,):
-            found = await look(engine.base_url, model=ModelConfig(), probe=True)
+            found = await look(engine.base_url, model=ModelConfig(tokenizer="off"), probe=True)
             found.expect("tokens.parity", Severity.INFO, "no tokenizer given")
             found.expect("probe.exact", Severity.OK, "exact")
 
