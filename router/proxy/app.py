@@ -170,7 +170,7 @@ class ProxyApp:
         finally:
             watch.unwatch()
             if entry is not None:
-                entry.leave(record.usage)
+                entry.leave(record.usage, served=_served(record), asked=bool(record.engine))
             self.stats.requests_active -= 1
             self.requests.end(record)
 
@@ -369,6 +369,14 @@ class ProxyApp:
             headers.append((b"x-request-id", request_id))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _served(record: RequestRecord) -> bool:
+    """Whether an engine may have computed it: it answered with success, nobody saw the answer, or the client
+    left while one was at work."""
+    if record.gone and not record.status:
+        return bool(record.engine)
+    return record.unseen or 200 <= record.status < 300
 
 
 def _pinned(fields: list[tuple[bytes, bytes]]) -> str | None:

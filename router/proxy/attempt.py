@@ -80,6 +80,11 @@ class Attempt:
         self.asked_s = self.now()
         self._breaker.begin(self.asked_s, streams=self.request.stream, expected_s=self.expected_s)
 
+    def price(self) -> tuple[int, bool]:
+        """Prompt tokens that its tenant is charged with until the engine reports what it computed, and
+        whether they rest on the prompt's tokens."""
+        return self.uncached_tokens, False
+
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
         return {}

@@ -122,6 +122,7 @@ class AnswerHead(msgspec.Struct, gc=False):
 
     fields: list[Header]
     sse: bool
+    json: bool
     encoded: bool
     """The body is compressed."""
     retry_after: bytes | None
@@ -138,7 +139,8 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields = [field for field in headers if field[0] not in _NOT_RETURNED]
         if b"connection" in told and (named := _named(headers)):
             fields = [field for field in fields if field[0] not in named]
-    sse = told.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+    kind = told.get(b"content-type", b"").lower()
+    sse = kind.startswith(b"text/event-stream")
     encoding = told.get(b"content-encoding")
     encoded = encoding is not None and encoding.lower() != b"identity"
     if b"x-request-id" not in told:
@@ -147,4 +149,6 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
     length = told.get(b"content-length", b"")
-    return AnswerHead(fields, sse, encoded, told.get(b"retry-after"), length)
+    return AnswerHead(
+        fields, sse, kind.startswith(b"application/json"), encoded, told.get(b"retry-after"), length
+    )
