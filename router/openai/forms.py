@@ -173,7 +173,7 @@ def _part(body: bytes, start: int, end: int) -> FormField:
     options = _parameters(disposition or b"", "content-disposition")
     named = options.pop(b"name", None)
     files = {option for option in options if option in (b"filename", b"filename*")}
-    if named is None or options.keys() - files or re.search(rb"[\\%\0]", named):
+    if named is None or options.keys() - files or re.search(rb"[\\%;\0]", named):
         raise _refused("a field's content-disposition must have a plain name and at most a filename")
     return FormField(_text(named, "a field's name"), at + 4, end, bool(files))
 

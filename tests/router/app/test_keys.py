@@ -360,11 +360,12 @@ def test_what_engines_refuse_costs_no_tokens(tmp_path: Path, status: int) -> Non
     run(main())
 
 
-def test_requests_for_which_no_engine_is_there_cost_nothing(tmp_path: Path) -> None:
+def test_requests_for_which_no_engine_is_there_cost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with guarded(tmp_path) as rig:
-            for engine in rig.router.fleet:
-                engine.up = False
+            monkeypatch.setattr(type(rig.router.fleet), "ready", lambda fleet, model: [])
             for _ in range(3):
                 with pytest.raises(openai.InternalServerError) as refused:
                     await chat(rig, "small")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.parser
 import email.policy
 import re
@@ -13,7 +14,7 @@ from urllib.parse import parse_qsl, urlencode
 import aiohttp
 import pytest
 import requests
-from aiohttp.multipart import MultipartReader
+from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam, MultipartReader
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
@@ -263,7 +264,8 @@ def test_what_is_taken_two_other_parsers_read_the_same(body: bytes) -> None:
         assume(False)
         return
     ours = [(field.name, body[field.start : field.end]) for field in form.fields]
-    assert by_reader(body) == ours
+    with contextlib.suppress(BadContentDispositionHeader, BadContentDispositionParam):  # it refuses more
+        assert by_reader(body) == ours
     bare = re.compile(rb"\r(?!\n)|(?<!\r)\n")  # which that one turns into whole line ends
     if not bare.search(body):
         assert by_email(body) == ours
