@@ -27,7 +27,7 @@ from router.http.server.side_server import SIDE_LISTEN, SideServer
 from router.openai.errors import ApiError, on_ops_port, ops_name_unknown
 
 _PORT = re.compile(r":[0-9]*$")
-_OPEN = frozenset({"/health", "/ready", "/version", CONTROL_PREFIX})
+_OPEN = frozenset({"/health", "/ready", "/version", "/", CONTROL_PREFIX.rstrip("/"), CONTROL_PREFIX})
 """Needs no token; the page has nothing to show without one."""
 
 

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks, read_transfers
+from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks, read_started, read_transfers
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
@@ -47,6 +47,9 @@ class FleetListener(Protocol[E_contra]):
 
     def engine_asleep(self, engine: E_contra, /) -> None:
         """An engine that still answers has emptied its cache and went to sleep."""
+
+    def engine_restarted(self, engine: E_contra, /) -> None:
+        """An engine is another process than before, as its metrics say."""
 
     def engine_load(self, engine: E_contra, /, *, running: int, waiting: int) -> None:
         """The engine's own gauges."""
@@ -298,7 +301,12 @@ class FleetPoller(Generic[E]):
             body = await self._get(f"{base_url}/metrics")
         except (*_NO_ANSWER, _BadAnswerError):
             return
+        started = read_started(body)
         for status in self._fleet.ranks(base_url):
+            if None not in (started, status.started) and started != status.started:
+                _log.info("engine restarted", engine=status.engine_id)
+                self._listener.engine_restarted(status)
+            status.started = started or status.started
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)

@@ -39,7 +39,7 @@ class EngineStatus:
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
         *("engine", "engine_id"),
-        *("kv_usage", "pool_blocks", "problem", "transfers", "version"),
+        *("kv_usage", "pool_blocks", "problem", "started", "transfers", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -53,6 +53,8 @@ class EngineStatus:
         """Blocks of its KV pool, as its metrics say."""
         self.version: str | None = None
         """What it runs, as ``GET /version`` says; asked of engines with a role only."""
+        self.started: float | None = None
+        """When its API process began, as its metrics say: seconds since the epoch."""
         self.transfers: dict[str, float] = {}
         """Transfers of KV that went wrong, as its metrics count them."""
         self.answers = 0

@@ -262,8 +262,8 @@ def _texts(message: bytes, depth: int = 0) -> list[str]:
         raise ProtobufError(f"lists within lists in metadata, more than {_DEPTH_MAX} deep")
     found: list[str] = []
     for number, value in fields(message):
-        if number == 3:
-            found = [as_text(value)]
+        if number == 3:  # one text may be a list: gateways copy it from a header (lwepp, handlers/request.go)
+            found = [each for part in as_text(value).split(",") if (each := part.strip())]
         elif number == 6:
             found = [
                 each

@@ -132,6 +132,21 @@ def test_a_silent_engine_that_answers_a_client_is_up_again() -> None:
     asyncio.run(main())
 
 
+def test_another_start_time_in_the_metrics_is_told_as_a_restart() -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            (status,) = watch.fleet
+            for line in (b"process_start_time_seconds 1.7e+09", b"process_start_time_seconds nan", b""):
+                watch.server.answers["/metrics"] = page(line)
+                await watch.polls("/metrics")
+            assert (status.started, watch.told) == (1.7e9, [("up", status.engine_id)])
+            watch.server.answers["/metrics"] = page(b"process_start_time_seconds 1.70000001e+09\n")
+            await watch.polls("/metrics")
+            assert watch.told[1:] == [("restarted", status.engine_id)]
+
+    asyncio.run(main())
+
+
 def test_models_that_change_are_told() -> None:
     async def main() -> None:
         async with watching() as watch:
