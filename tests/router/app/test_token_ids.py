@@ -27,14 +27,17 @@ def test_token_ids_without_a_tokenizer(name: str, mode: str, monkeypatch: pytest
 
     async def main() -> None:
         async with running(changes) as (engine,), routing(configure(engine, models={})) as rig:
+
+            def known() -> bool:
+                found = rig.router.scopes.engine(engine.base_url)
+                return found is not None and found.mode == mode
+
             for _ in range(2):
                 status, answer = await rig.ask("POST", path, {"model": MODEL, **body})
                 assert status == 200, answer
                 await until(lambda: rig.idle, "answered")
                 await rig.caught_up(engine)
-                found = rig.router.scopes.engine(engine.base_url)
-                assert found is not None
-                await until(lambda found=found: found.mode == mode, "how it hashes is known")
+                await until(known, "how it hashes is known")
             stats = rig.router.reader.stats
             assert (stats.local, stats.engine, sum(stats.affinity.values())) == (2, 0, 0)
             receipts = list(rig.router.accounts.receipts.latest)
